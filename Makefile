@@ -1,0 +1,40 @@
+# Everything a newcomer types: `make demo`, `make test`. Each makes .venv first and installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= 2
+
+.PHONY: demo test test-all lint types contracts install clean-venv
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell src tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/deptry src
+
+types: $(READY)
+	$(BIN)/pyright
+
+contracts: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+test: lint types contracts
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+test-all: lint types contracts
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu'
+
+clean-venv:
+	rm -r $(VENV)

@@ -1,0 +1,26 @@
+"""highwater: the longest context you can train a model with, on these GPUs, and with which settings."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from highwater.api import find as find
+    from highwater.api import open_study as open_study
+    from highwater.api import run_trial as run_trial
+    from highwater.errors import HighwaterError as HighwaterError
+
+__version__ = "0.1.0.dev0"
+
+_PUBLIC = {
+    "find": "highwater.api",
+    "run_trial": "highwater.api",
+    "open_study": "highwater.api",
+    "HighwaterError": "highwater.errors",
+}
+__all__ = ["HighwaterError", "__version__", "find", "open_study", "run_trial"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'highwater' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

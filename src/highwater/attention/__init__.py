@@ -1,0 +1,1 @@
+"""Data plane: exact attention, reference and fast."""

@@ -1,0 +1,1 @@
+"""Data plane: benchmarks; each prints ratios within one run and writes JSON."""

@@ -1,0 +1,1 @@
+"""The command line: stdout is the answer, stderr is talk."""

@@ -1,0 +1,1 @@
+"""Data plane: one training step, and the worker that measures it."""

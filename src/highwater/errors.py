@@ -1,0 +1,51 @@
+"""The errors a user can meet, drawn as a tree. Each says the problem, then something to type.
+
+HighwaterError                 exit code 2: the user can fix it
+├── UsageError                 a flag, a value or a pair of settings that cannot work
+├── ModelError                 no such model, or a config without what training needs
+├── StudyError                 a study that cannot be opened, resumed or written
+└── MachineError               exit code 3: this machine cannot do it
+
+An error that is none of these is a bug.
+"""
+
+from typing import ClassVar
+
+EXIT_ANSWERED = 0
+EXIT_ANSWERED_NO = 1
+EXIT_USER = 2
+EXIT_MACHINE = 3
+EXIT_INCONCLUSIVE = 4
+EXIT_INTERRUPTED = 130
+
+
+class HighwaterError(Exception):
+    """A problem in the user's words, with the values, and a hint: something to type.
+
+    ``hint`` is a promise: a test runs each one.
+    """
+
+    exit_code: ClassVar[int] = EXIT_USER
+
+    def __init__(self, problem: str, *, hint: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
+
+
+class UsageError(HighwaterError):
+    """A flag, a value or a pair of settings that cannot work."""
+
+
+class ModelError(HighwaterError):
+    """No such model, or a config without the fields that training needs."""
+
+
+class StudyError(HighwaterError):
+    """A study that cannot be opened, resumed or written."""
+
+
+class MachineError(HighwaterError):
+    """This machine cannot do what was asked."""
+
+    exit_code = EXIT_MACHINE

@@ -1,0 +1,1 @@
+"""The nouns of the project: frozen, validated at construction, encoded by ``codec``."""

@@ -1,0 +1,59 @@
+"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of what each kind can do."""
+
+import json
+from importlib.resources import files
+
+from highwater.spec.codec import Noun, from_builtins
+
+
+class GpuKind(Noun, frozen=True, kw_only=True):
+    """What one kind of GPU can do. Source of each figure in the catalog's ``source``."""
+
+    name: str
+    match: str
+    """The driver's name for it, in lower case, contains every word of this."""
+    usable_bytes: int | None
+    """Memory the driver reports as the card's total; None where nobody has read it."""
+    bf16_dense_tflops: float | None
+    """Dense bf16 matrix FLOP/s by the datasheet, in units of 10¹²; None: the card has no bf16."""
+    flash_attention: bool
+    """The flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
+    source: str
+
+
+class Gpu(Noun, frozen=True, kw_only=True):
+    """One GPU of this machine, as its driver reports it."""
+
+    index: int
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    """Used by anybody when it was read, the driver's own reserve included."""
+    compute_capability: tuple[int, int]
+    processes: tuple[int, ...]
+    """Process ids that hold memory on it, where the driver tells."""
+
+
+class Machine(Noun, frozen=True, kw_only=True):
+    """What trials run on."""
+
+    gpus: tuple[Gpu, ...]
+    driver_version: str | None
+    cpu_cores: int
+    host_memory_total_bytes: int
+    host_memory_available_bytes: int
+    versions: dict[str, str]
+    """Installed versions of what trials run with; a package that is missing is absent."""
+
+
+def gpu_catalog() -> tuple[GpuKind, ...]:
+    """Every GPU kind the package knows, as data in ``spec/catalog/gpus.json``."""
+    text = (files("highwater.spec") / "catalog" / "gpus.json").read_text(encoding="utf-8")
+    return tuple(from_builtins(entry, GpuKind) for entry in json.loads(text))
+
+
+def kind_of(driver_name: str) -> GpuKind | None:
+    """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None when unknown."""
+    words = driver_name.lower().replace("-", " ").split()
+    matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
+    return max(matches, key=lambda kind: len(kind.match), default=None)

@@ -1,0 +1,23 @@
+"""The ladder: rungs ordered from the cheapest to the most memory-saving."""
+
+import msgspec
+
+from highwater.spec.settings import Allocator, Loss, Settings
+
+_GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+_CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
+
+
+def default_ladder(
+    *, device: str, base: Settings, allocator: Allocator | None = None, loss: Loss | None = None
+) -> tuple[Settings, ...]:
+    """Rungs that `highwater find` tries, cheapest first.
+
+    Naming an allocator or a loss keeps the rungs with it; naming both makes one rung, on the ladder or not.
+    On the CPU there is one allocator, the operating system's: only the loss varies.
+    """
+    ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
+    kept = [(a, x) for a, x in ladder if allocator in (None, a) and loss in (None, x)]
+    if not kept or (allocator and loss):
+        kept = [(allocator or "native", loss or "full")]
+    return tuple(msgspec.structs.replace(base, allocator=a, loss=x) for a, x in kept)

@@ -1,0 +1,66 @@
+"""Settings: what one rung fixes about the training step, whatever the model, the length and the GPUs."""
+
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Noun
+
+Strategy = Literal["fsdp", "fsdp2"]
+Allocator = Literal["native", "expandable"]
+Loss = Literal["full", "chunked"]
+Entropy = Literal["none", "full", "chunked"]
+Objective = Literal["sft", "grpo"]
+Recompute = Literal["none", "layer"]
+Rope = Literal["auto", "yarn"]
+SaveHf = Literal["always", "never", "last"]
+
+
+class Settings(Noun, frozen=True, kw_only=True):
+    """One rung of the ladder."""
+
+    strategy: Strategy = "fsdp2"
+    """How parameters, gradients and optimizer states are sharded."""
+    allocator: Allocator = "native"
+    """Mode of PyTorch's caching allocator; ``expandable`` is the guide's "Env"."""
+    loss: Loss = "full"
+    """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
+    entropy: Entropy = "none"
+    """Entropy of every token's distribution: not needed, with whole logits, or in chunks (recomputed)."""
+    offload: bool = False
+    """Parameters, gradients and optimizer states live in host memory."""
+    objective: Objective = "sft"
+    """What is minimised."""
+    sequences_per_micro_batch: int = 1
+    """Sequences packed into one micro-batch, without padding."""
+    recompute: Recompute = "layer"
+    """Activations recomputed in the backward pass: none, or each decoder layer's."""
+    rope: Rope = "auto"
+    """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN all the same."""
+    save_hf: SaveHf = "never"
+    """When Hugging Face weights are written."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a number of sequences below 1."""
+        if self.sequences_per_micro_batch < 1:
+            raise UsageError(
+                f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
+            )
+
+    @property
+    def label(self) -> str:
+        """The rung's name in tables: ``vanilla``, ``Env``, ``Env+chunked``, ``Env+Offload``, ..."""
+        parts = []
+        if self.allocator == "expandable":
+            parts.append("Env")
+        if self.offload:
+            parts.append("Offload")
+        if self.loss == "chunked":
+            parts.append("chunked")
+        if self.recompute == "none":
+            parts.append("no-recompute")
+        return "+".join(parts) or "vanilla"
+
+    @property
+    def slug(self) -> str:
+        """The rung's name in paths: the label in lower case."""
+        return self.label.lower()

@@ -1,0 +1,166 @@
+"""Question, Cell, Grid and CellAnswer: what a study asks, and the answer: a pair of trials for each cell."""
+
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Noun, digest, to_builtins
+from highwater.spec.layout import Layout
+from highwater.spec.model import Model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device, TrialSpec
+
+PUBLISHED_STEP_TOKENS = 4096
+
+Method = Literal["bisect", "linear"]
+Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
+
+
+class Grid(Noun, frozen=True, kw_only=True):
+    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer.
+
+    The published grid steps by 4096 up to the native length, then by a quarter of it.
+    """
+
+    start_tokens: int
+    step_tokens: int
+    native_length_tokens: int
+    beyond_step_tokens: int
+    """Step past the native length."""
+    max_tokens: int
+    """Ceiling of the search: longer lengths are not tried."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a grid without a length."""
+        if min(self.start_tokens, self.step_tokens, self.beyond_step_tokens) < 1:
+            raise UsageError(
+                "the grid of lengths has a step or a start below 1", hint="for example `--start-length 4096 --resolution 4096`"
+            )
+        if self.start_tokens < 2:
+            raise UsageError(f"a start length of {self.start_tokens} tokens", hint="use `--start-length 2` or more")
+        if self.max_tokens < self.start_tokens:
+            raise UsageError(
+                f"the longest length to try, {self.max_tokens}, is below the start length {self.start_tokens}",
+                hint=f"use `--start-length {self.max_tokens}`",
+            )
+
+    @property
+    def size(self) -> int:
+        """Lengths on the grid."""
+        return self.index_at_most(self.max_tokens)
+
+    def length(self, index: int) -> int:
+        """Tokens at ``index`` (1 is the start length)."""
+        within = self._indices_up_to_native
+        if index <= within:
+            return self.start_tokens + (index - 1) * self.step_tokens
+        last = self.start_tokens + (within - 1) * self.step_tokens
+        return last + (index - within) * self.beyond_step_tokens
+
+    def index_at_most(self, tokens: int) -> int:
+        """Largest index whose length is at most ``tokens``; 0 when even the start is longer."""
+        if tokens < self.start_tokens:
+            return 0
+        within = self._indices_up_to_native
+        last = self.length(within)
+        if tokens < last:
+            return (tokens - self.start_tokens) // self.step_tokens + 1
+        return within + (tokens - last) // self.beyond_step_tokens
+
+    @property
+    def _indices_up_to_native(self) -> int:
+        """Indices reached by ``step_tokens``: the published scan adds a small step while it is below the native length."""
+        below = self.native_length_tokens - self.start_tokens
+        return 1 + max(0, -(-below // self.step_tokens))
+
+
+class Cell(Noun, frozen=True, kw_only=True):
+    """One place of the answer's table: a layout on a rung."""
+
+    layout: Layout
+    settings: Settings
+
+    @property
+    def label(self) -> str:
+        """``Env+chunked, 4 GPUs, SP=2``."""
+        gpus = "1 GPU" if self.layout.gpus == 1 else f"{self.layout.gpus} GPUs"
+        sharded = f", SP={self.layout.ulysses_degree}" if self.layout.ulysses_degree > 1 else ""
+        return f"{self.settings.label}, {gpus}{sharded}"
+
+
+class Question(Noun, frozen=True, kw_only=True):
+    """What a study asks. Two studies with one digest ask the same."""
+
+    model: Model
+    device: Device
+    device_name: str
+    """The GPU as its driver names it, or ``CPU``."""
+    device_total_bytes: int | None
+    """Memory of one GPU; None on the CPU."""
+    memory_budget_bytes: int | None
+    cells: tuple[Cell, ...]
+    """In the order in which they are answered."""
+    grid: Grid
+    method: Method = "bisect"
+    confirm: int = 0
+    """Times that both trials of the edge are repeated, and lengths tried above it."""
+    margin_bytes: int = 0
+    """A trial with less headroom than this does not count as one that fits."""
+    steps: int = 2
+    micro_batches: int = 2
+    data: str | None = None
+    simulated: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a question without a cell, or with negative counts."""
+        if not self.cells:
+            raise UsageError("there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`")
+        if self.confirm < 0 or self.margin_bytes < 0:
+            raise UsageError("confirm and margin cannot be negative", hint="for example `--confirm 2 --margin 2GiB`")
+
+    @property
+    def key(self) -> str:
+        """Digest of everything but the place where the model lies."""
+        fields = to_builtins(self)
+        del fields["model"]["directory"]
+        return digest(fields)
+
+    def trial(self, cell: Cell, length_tokens: int) -> TrialSpec:
+        """The trial of one length in one cell."""
+        return TrialSpec(
+            model_name=self.model.name,
+            model_directory=self.model.directory,
+            config_digest=self.model.config_digest,
+            device=self.device,
+            layout=cell.layout,
+            settings=cell.settings,
+            length_tokens=length_tokens,
+            memory_budget_bytes=self.memory_budget_bytes,
+            steps=self.steps,
+            micro_batches=self.micro_batches,
+            data=self.data,
+        )
+
+
+class CellAnswer(Noun, frozen=True, kw_only=True):
+    """The answer for one cell: the longest length that fit, the next that did not, and how sure that is."""
+
+    cell: Cell
+    capacity_tokens: int | None
+    """Longest length that fit; 0 when the start length does not; None when no trial told."""
+    does_not_fit_tokens: int | None
+    """Shortest length above it that did not fit; None when the ceiling or a failure ended the search."""
+    limit: Limit
+    """What ended the search above the capacity."""
+    reason: str
+    """One line: why the length above failed, or why it was not tried."""
+    trials: int
+    """Trials that this answer took, retries included, those already in the study not."""
+    monotone: bool = True
+    """No shorter length failed where a longer one fit, and no repeat disagreed."""
+    contradictions: tuple[str, ...] = ()
+    """Each observation that is not monotone, in words."""
+    peak_reserved_bytes: int | None = None
+    """At the capacity, measured; on the CPU the data segment's peak."""
+    headroom_bytes: int | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None

@@ -1,0 +1,191 @@
+"""TrialSpec, what crosses the door to the data plane; RankReport, what each rank writes back; TrialResult, the verdict."""
+
+import re
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Noun, digest, to_builtins
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+
+Device = Literal["cuda", "cpu"]
+
+_DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Outcome(StrEnum):
+    """How a trial ended; exactly one."""
+
+    FIT = "FIT"
+    """All optimizer steps done, loss finite, every process exited 0, a result written."""
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    """An allocation failed under the budget: on the device, or on the CPU under its limit."""
+    HOST_OUT_OF_MEMORY = "HOST_OUT_OF_MEMORY"
+    """Host memory ran out under a trial on GPUs."""
+    TIMEOUT = "TIMEOUT"
+    """Not done in time; says nothing about memory."""
+    CRASHED = "CRASHED"
+    """Anything else; says nothing about memory."""
+
+    @property
+    def is_memory(self) -> bool:
+        """The trial ended because memory ran out."""
+        return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
+
+
+class TrialSpec(Noun, frozen=True, kw_only=True):
+    """One trial: everything that its outcome may depend on."""
+
+    model_name: str
+    model_directory: str
+    """Absolute; holds ``config.json``. Not part of the trial's identity: the config's digest is."""
+    config_digest: str
+    device: Device
+    layout: Layout
+    settings: Settings
+    length_tokens: int
+    memory_budget_bytes: int | None = None
+    """Bound on device used per GPU; on the CPU, on each worker's data segment. None: the whole card."""
+    steps: int = 2
+    """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
+    micro_batches: int = 2
+    """Micro-batches per step and rank: two or more, so that gradients are alive at the peak."""
+    seed: int = 0
+    data: str | None = None
+    """``module:function`` that yields token batches instead of the synthetic ones."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for counts that cannot be."""
+        if self.length_tokens < 2:
+            raise UsageError(
+                f"a length of {self.length_tokens} tokens", hint="use `--length 2` or more: one to read, one to predict"
+            )
+        if self.steps < 2 or self.micro_batches < 2:
+            raise UsageError(
+                f"{self.steps} steps of {self.micro_batches} micro-batches never hold the peak",
+                hint="use at least 2 steps of 2 micro-batches",
+            )
+        if self.device == "cpu" and self.memory_budget_bytes is None:
+            raise UsageError("a trial on the CPU without a memory limit would take the whole machine", hint="add `--memory 2GiB`")
+        if self.data is not None and not _DATA_SOURCE.fullmatch(self.data):
+            raise UsageError(
+                f"data source {self.data!r} is not module:function", hint="for example `--data my_package.batches:packed`"
+            )
+
+    @property
+    def key(self) -> str:
+        """Digest that names the trial: the same in every place where the model may lie."""
+        fields = to_builtins(self)
+        del fields["model_directory"]
+        return digest(fields)
+
+
+class MemoryBudget(Noun, frozen=True, kw_only=True):
+    """How ``--memory`` was divided: budget = context + NCCL + what the allocator may reserve."""
+
+    budget_bytes: int
+    context_bytes: int
+    """Driver's reserve, CUDA context, loaded kernels and library workspaces outside the allocator; other processes too."""
+    nccl_bytes: int
+    allocator_cap_bytes: int
+
+
+class RankMemory(Noun, frozen=True, kw_only=True):
+    """Peaks of one rank over the whole trial; None where the device has no such notion."""
+
+    peak_allocated_bytes: int | None = None
+    peak_active_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    """What the driver reports, at the most: reserved + context + NCCL + other processes."""
+    device_total_bytes: int | None = None
+    allocator_retries: int | None = None
+    """Times the allocator gave cached segments back to the driver to satisfy a request."""
+    peak_data_segment_bytes: int | None = None
+    """CPU: largest data segment seen; what RLIMIT_DATA bounds."""
+
+
+FailureKind = Literal["device_memory", "host_memory", "refused", "error"]
+
+
+class Failure(Noun, frozen=True, kw_only=True):
+    """Why a rank did not finish."""
+
+    kind: FailureKind
+    phase: str
+    """Where it was: setup, build, forward, backward, optimizer, report."""
+    text: str
+    """The exception, type first."""
+    hint: str | None = None
+    """For ``refused``: something to type."""
+
+
+class RankReport(Noun, frozen=True, kw_only=True):
+    """What one rank of a trial wrote before it exited."""
+
+    rank: int
+    failure: Failure | None = None
+    """None: the rank did all its steps."""
+    memory: RankMemory = RankMemory()
+    budget: MemoryBudget | None = None
+    losses: tuple[float, ...] = ()
+    """Loss of each optimizer step, averaged over the trained tokens of all ranks."""
+    gradient_norms: tuple[float, ...] = ()
+    """Norm of the whole gradient of each step, before clipping."""
+    step_times_s: tuple[float, ...] = ()
+    first_step_at_unix_s: float | None = None
+    """Clock time at which the first forward pass began."""
+    parameters: int | None = None
+    """Parameters of the whole model, over all ranks."""
+    attention_kernel: str | None = None
+    allocator_settings: dict[str, str] = msgspec.field(default_factory=dict)
+    """Effective settings of the caching allocator."""
+    device_name: str | None = None
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class TrialResult(Noun, frozen=True, kw_only=True):
+    """How a trial ended and what was measured."""
+
+    outcome: Outcome
+    reason: str
+    """One line: what decided the outcome."""
+    ranks: tuple[RankReport, ...] = ()
+    tokens_per_s: float | None = None
+    """Tokens of all data-parallel ranks over the time of the last step."""
+    mfu: float | None = None
+    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs; None for GPUs not in the catalog."""
+    launch_to_first_step_s: float | None = None
+    wall_s: float = 0.0
+    attempt: int = 1
+    """1 for the first launch of this trial, 2 and 3 for retries."""
+    log_path: str | None = None
+    exit_code: int | None = None
+    simulated: bool = False
+    """The outcome was computed from a memory law; nothing was trained."""
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """Largest peak reserved of any rank; on the CPU the largest data segment."""
+        peaks = [m.peak_reserved_bytes or m.peak_data_segment_bytes for m in (r.memory for r in self.ranks)]
+        return max((p for p in peaks if p is not None), default=None)
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Smallest headroom of any rank: the budget (or the card) less what was used at the peak."""
+        rooms = [_headroom(rank) for rank in self.ranks]
+        return min((room for room in rooms if room is not None), default=None)
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Time of the last step on the slowest rank: the first one warms up."""
+        return max((rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s), default=None)
+
+
+def _headroom(rank: RankReport) -> int | None:
+    used = rank.memory.device_used_bytes or rank.memory.peak_data_segment_bytes
+    capacity = rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes
+    return None if used is None or capacity is None else capacity - used

@@ -1,0 +1,1 @@
+"""Control plane: the study on disk."""

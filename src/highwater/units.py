@@ -1,0 +1,97 @@
+"""Parse and print bytes, tokens and seconds. Nothing else in the project rounds.
+
+Bytes are binary (1 GiB = 1024³ bytes); "GB" is refused, never guessed. ``128k`` tokens are 131,072.
+"""
+
+import re
+
+from highwater.errors import UsageError
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
+_DECIMAL_UNITS = {"kb", "mb", "gb", "tb", "k", "m", "g", "t"}
+_TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
+_SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+_NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count; rounded down.
+
+    Raises UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
+    """
+    number, unit = _split(text, what="a memory size", example="80GiB")
+    if unit in _DECIMAL_UNITS:
+        binary = f"{_plain(number)}{unit[0].upper()}iB"
+        raise UsageError(
+            f"memory size {text!r} has a decimal or unclear unit", hint=f"write it in binary units, for example `{binary}`"
+        )
+    if unit not in _BYTE_UNITS:
+        raise UsageError(f"memory size {text!r} has an unknown unit", hint="use KiB, MiB, GiB or TiB, for example `80GiB`")
+    return int(number * _BYTE_UNITS[unit])
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576); at least 1."""
+    number, unit = _split(text, what="a length in tokens", example="32k")
+    if unit not in _TOKEN_UNITS:
+        raise UsageError(f"length {text!r} has an unknown unit", hint="give tokens, for example `32768` or `32k`")
+    tokens = number * _TOKEN_UNITS[unit]
+    if tokens != int(tokens) or tokens < 1:
+        raise UsageError(f"length {text!r} is not a whole number of tokens, 1 or more", hint="for example `32768` or `32k`")
+    return int(tokens)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``"2400"``, ``"40m"``, ``"1h30m"`` or ``"90s"``; more than 0."""
+    compact = text.replace(" ", "").lower()
+    if re.fullmatch(r"\d+(\.\d+)?", compact):
+        seconds = float(compact)
+    elif re.fullmatch(r"(\d+(\.\d+)?[hms])+", compact):
+        seconds = sum(float(n) * _SECOND_UNITS[u] for n, u in re.findall(r"(\d+(?:\.\d+)?)([hms])", compact))
+    else:
+        raise UsageError(f"{text!r} is not a time", hint="for example `40m`, `90s` or `1h30m`")
+    if seconds <= 0:
+        raise UsageError(f"the time {text!r} is not above zero", hint="for example `40m`")
+    return seconds
+
+
+def format_bytes(count: int | None) -> str:
+    """``79.15 GiB``; below one GiB in MiB; ``None`` is ``-`` (unknown)."""
+    if count is None:
+        return "-"
+    if abs(count) >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / MIB:.1f} MiB"
+
+
+def format_tokens(count: int | None) -> str:
+    """``131,072``; ``None`` is ``-`` (unknown)."""
+    return "-" if count is None else f"{count:,}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """``2.31 s``, ``4m 05s`` or ``1h 02m``; ``None`` is ``-`` (unknown)."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m"
+
+
+def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not {what}", hint=f"for example `{example}`")
+    return float(match[1].replace("_", "").replace(",", "")), match[2].lower()
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
