@@ -1,4 +1,4 @@
-"""Question, Cell, Grid and CellAnswer: what a study asks, and the answer: a pair of trials for each cell."""
+"""What a study asks (Question, Cell, Grid), the answer (CellAnswer: a pair of trials for each cell), and its record (Study)."""
 
 from typing import Literal
 
@@ -7,9 +7,10 @@ from highwater.spec.codec import Noun, digest, to_builtins
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Device, TrialSpec
+from highwater.spec.trial import Device, TrialResult, TrialSpec
 
 PUBLISHED_STEP_TOKENS = 4096
+STUDY_SCHEMA_VERSION = 1
 
 Method = Literal["bisect", "linear"]
 Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
@@ -164,3 +165,41 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
     headroom_bytes: int | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
+
+
+class RecordedTrial(Noun, frozen=True, kw_only=True):
+    """One launch of one trial, as the study has it."""
+
+    spec: TrialSpec
+    attempt: int = 1
+    repeat: int = 0
+    """0 for the first time, 1 and up for repeats that confirm it."""
+    result: TrialResult | None = None
+    """None: it started, and nobody lived to record its end."""
+
+
+class Study(Noun, frozen=True, kw_only=True):
+    """A study as it was when it was read: an immutable snapshot."""
+
+    schema_version: int = STUDY_SCHEMA_VERSION
+    path: str | None = None
+    """The journal on disk; None when nothing was recorded, as in a dry run."""
+    question: Question
+    trials: tuple[RecordedTrial, ...] = ()
+    """In the order in which they started."""
+    answers: tuple[CellAnswer, ...] = ()
+    """In the order of the question's cells; a cell without an answer yet is absent."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know about the record or the search, one line each."""
+    command: tuple[str, ...] = ()
+    """What was typed to ask, or last to resume; empty when it was asked from Python."""
+
+    @property
+    def finished_trials(self) -> int:
+        """Trials with a result."""
+        return sum(trial.result is not None for trial in self.trials)
+
+    @property
+    def complete(self) -> bool:
+        """Every cell of the question has an answer."""
+        return len(self.answers) == len(self.question.cells)

@@ -1,0 +1,252 @@
+"""The journal: an append-only study on disk that survives ``kill -9`` at any byte.
+
+One JSON object per line (lines.py). Each line is one write and one fsync. While it is open for writing the file itself is
+locked, so that two processes cannot write one study. A line cut short by a crash is dropped when the journal is next opened.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from highwater.errors import HighwaterError, MachineError, StudyError
+from highwater.spec.codec import to_builtins, to_json
+from highwater.spec.study import STUDY_SCHEMA_VERSION, CellAnswer, Question, Study
+from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.store.lines import (
+    AnsweredLine,
+    FinishedLine,
+    HeaderLine,
+    Line,
+    OpenedLine,
+    Record,
+    StartedLine,
+    free_path,
+    not_a_study,
+    parse,
+)
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DIFFERENCES_SHOWN = 4
+
+
+class Journal:
+    """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
+
+    def __init__(self, path: Path, descriptor: int, record: Record, notes: tuple[str, ...]) -> None:
+        self.path = path
+        self.notes = notes
+        self._descriptor = descriptor
+        self._record = record
+
+    def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
+        """The result of this launch of this trial; None when it has not finished."""
+        return self._record.result((spec.key, attempt, repeat))
+
+    def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
+        """Record that a trial is about to be launched; raises MachineError when the disk is full."""
+        self._append(StartedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec))
+
+    def trial_finished(self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult) -> None:
+        """Record how it ended; raises MachineError when the disk is full."""
+        self._append(FinishedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), result=result))
+
+    def cell_answered(self, answer: CellAnswer) -> None:
+        """Record the answer for a cell, unless that very answer is recorded already."""
+        if self._record.answer(answer.cell) != answer:
+            self._append(AnsweredLine(at_unix_s=time.time(), answer=answer))
+
+    def snapshot(self) -> Study:
+        """The study as it is now."""
+        return _study(self.path, self._record, self.notes)
+
+    def close(self) -> None:
+        """Release the lock; the journal can be opened again, by anybody."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, line: Line) -> None:
+        _write_line(self._descriptor, to_json(line), self.path)
+        self._record.add(line)
+
+
+def open_journal(path: Path, question: Question, *, command: Sequence[str] = ()) -> Journal:
+    """The study at ``path`` open for writing: created, or resumed when it asks the same question.
+
+    Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study;
+    MachineError when the disk is full.
+    """
+    descriptor = _open_locked(path)
+    try:
+        record, notes = _recover(descriptor, path, question)
+        journal = Journal(path, descriptor, record, notes)
+        journal._append(_opened_by_this_process(command))  # pyright: ignore[reportPrivateUsage]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return journal
+
+
+def read_study(path: Path) -> Study:
+    """The study at ``path`` as it is now. Takes no lock: a search may be writing it.
+
+    Raises StudyError when there is none, or when it is damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StudyError(f"{path} cannot be read: {error.strerror}", hint="`highwater show` shows the newest study") from error
+    full, torn = _split_torn(content)
+    if not full:
+        raise not_a_study(path)
+    notes = ("the last line is not complete: a search is writing it, or was killed while it did",) if torn else ()
+    return _study(path, parse(full, path=path), notes)
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise StudyError(
+            f"{path} cannot be opened for writing: {error.strerror}",
+            hint="name a file that can with `--study`, or use `--log-dir ./logs`",
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StudyError(
+            f"{path} is being written by {_holder(path)}",
+            hint=f"wait until it ends, watch it with `highwater show {path}`, or use `--study {free_path(path)}`",
+        ) from error
+    return descriptor
+
+
+def _holder(path: Path) -> str:
+    """Who opened the journal last, in words; the lock alone does not tell."""
+    try:
+        opened = parse(_split_torn(path.read_bytes())[0], path=path).opened
+    except (OSError, HighwaterError):
+        opened = None
+    if opened is None:
+        return "another process"
+    return f"process {opened.pid}" if opened.host == socket.gethostname() else f"process {opened.pid} on {opened.host}"
+
+
+def _recover(descriptor: int, path: Path, question: Question) -> tuple[Record, tuple[str, ...]]:
+    """What the locked journal says, after its torn end is cut off; a new or empty one gets its header."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    full, torn = _split_torn(content)
+    header = HeaderLine(schema_version=STUDY_SCHEMA_VERSION, question=question)
+    if not full:
+        text = to_json(header)
+        if not text.encode().startswith(torn):
+            raise not_a_study(path)  # not the beginning of our header: somebody else's file
+        os.ftruncate(descriptor, 0)
+        _write_line(descriptor, text, path)
+        _sync_directory(path.parent)
+        return Record(header), ()
+    record = parse(full, path=path)
+    if record.question.key != question.key:
+        raise _another_question(path, recorded=record.question, asked=question)
+    if not torn:
+        return record, ()
+    os.ftruncate(descriptor, len(full))
+    return record, (f"the last line of {path} was cut short, {len(torn)} bytes: dropped; what it recorded is tried again",)
+
+
+def _split_torn(content: bytes) -> tuple[bytes, bytes]:
+    """The full lines, and what follows the last line end."""
+    end = content.rfind(b"\n") + 1
+    return content[:end], content[end:]
+
+
+def _write_line(descriptor: int, text: str, path: Path) -> None:
+    """Append one line and wait until the disk has it; after a failure the file is as long as before."""
+    before = os.fstat(descriptor).st_size
+    left = memoryview(text.encode() + b"\n")
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    except OSError as error:
+        os.ftruncate(descriptor, before)
+        if error.errno not in _NO_SPACE:
+            raise MachineError(
+                f"{path} cannot be written: {error.strerror}", hint="check the disk with `df -h` and `dmesg`"
+            ) from error
+        raise MachineError(
+            f"no space left to record the study in {path}: {error.strerror}",
+            hint=f"free some space (`df -h {path.parent}`), then type the same command: every finished trial is kept",
+        ) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a new file's name durable; the file's own fsync does not."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _opened_by_this_process(command: Sequence[str]) -> OpenedLine:
+    return OpenedLine(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        at_unix_s=time.time(),
+        highwater_version=version("highwater"),
+        command=tuple(command),
+    )
+
+
+def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
+    return Study(
+        path=str(path),
+        question=record.question,
+        trials=record.trials,
+        answers=record.answers,
+        notes=notes,
+        command=record.opened.command if record.opened else (),
+    )
+
+
+def _another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
+    there, here = dict(_flat(recorded)), dict(_flat(asked))
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name) and name != "model.directory"]
+    if "cells" in names:
+        names = [name for name in names if not name.startswith("cells.")]
+    shown = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names[:_DIFFERENCES_SHOWN]]
+    more = len(names) - len(shown)
+    return StudyError(
+        f"{path} asks another question: {'; '.join(shown)}{f'; and {more} more' if more else ''}",
+        hint=f"use `--study {free_path(path)}`, or leave `--study` out: each question gets a file of its own",
+    )
+
+
+def _flat(question: Question) -> Iterator[tuple[str, Any]]:
+    """Every field with its dotted name; the cells by their labels, and the list of labels as a field of its own."""
+    fields = to_builtins(question)
+    fields["cells"] = {cell.label: to_builtins(cell) for cell in question.cells}
+    yield "cells", "; ".join(fields["cells"])
+    yield from _leaves(fields, "")
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value

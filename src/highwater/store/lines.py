@@ -1,0 +1,170 @@
+"""The lines of a journal: one JSON object each, the header first.
+
+Schema 1:  header           the question, once
+           opened           somebody opened the journal for writing
+           trial_started    a trial with its whole specification
+           trial_finished   its result, named by the specification's key
+           cell_answered    the answer for one cell; the last one for a cell counts
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import HighwaterError, StudyError
+from highwater.spec.codec import Noun, from_json
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, RecordedTrial
+from highwater.spec.trial import TrialResult, TrialSpec
+
+
+class HeaderLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+    """First line of every journal."""
+
+    schema_version: int
+    question: Question
+
+
+class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
+    """Who writes from here on: what a second process is told when it finds the journal locked."""
+
+    pid: int
+    host: str
+    at_unix_s: float
+    highwater_version: str
+    command: tuple[str, ...] = ()
+
+
+class StartedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
+    """A trial is about to be launched."""
+
+    spec_key: str
+    attempt: int
+    repeat: int
+    at_unix_s: float
+    spec: TrialSpec
+
+
+class FinishedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
+    """A launched trial came to its end."""
+
+    spec_key: str
+    attempt: int
+    repeat: int
+    at_unix_s: float
+    result: TrialResult
+
+
+class AnsweredLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
+    """The search of one cell ended."""
+
+    at_unix_s: float
+    answer: CellAnswer
+
+
+Line = OpenedLine | StartedLine | FinishedLine | AnsweredLine
+LaunchKey = tuple[str, int, int]
+"""Specification's key, attempt, repeat: what names one launch of one trial."""
+
+
+class Record:
+    """What the lines of a journal say so far."""
+
+    def __init__(self, header: HeaderLine) -> None:
+        self.question = header.question
+        self.opened: OpenedLine | None = None
+        self._trials: dict[LaunchKey, RecordedTrial] = {}
+        self._answers: dict[Cell, CellAnswer] = {}
+
+    def add(self, line: Line) -> None:
+        """Take in one line. A trial that started again after an interruption keeps its place.
+
+        Raises ValueError for the end of a trial that never started.
+        """
+        match line:
+            case OpenedLine():
+                self.opened = line
+            case StartedLine():
+                trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
+                self._trials.setdefault((line.spec_key, line.attempt, line.repeat), trial)
+            case FinishedLine():
+                key = (line.spec_key, line.attempt, line.repeat)
+                if key not in self._trials:
+                    raise ValueError(f"trial {line.spec_key} ended but never started")
+                self._trials[key] = msgspec.structs.replace(self._trials[key], result=line.result)
+            case AnsweredLine():
+                self._answers[line.answer.cell] = line.answer
+
+    def result(self, key: LaunchKey) -> TrialResult | None:
+        """The recorded result of a launch; None when it never finished."""
+        trial = self._trials.get(key)
+        return trial.result if trial else None
+
+    def answer(self, cell: Cell) -> CellAnswer | None:
+        """The recorded answer for a cell; None when there is none yet."""
+        return self._answers.get(cell)
+
+    @property
+    def trials(self) -> tuple[RecordedTrial, ...]:
+        """Every launch, in the order in which they started."""
+        return tuple(self._trials.values())
+
+    @property
+    def answers(self) -> tuple[CellAnswer, ...]:
+        """The answers there are, in the order of the question's cells."""
+        return tuple(self._answers[cell] for cell in self.question.cells if cell in self._answers)
+
+
+def parse(full_lines: bytes, *, path: Path) -> Record:
+    """The record in the full lines of the journal at ``path``, header included.
+
+    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read:
+    an accident cuts a journal at its end, never in the middle.
+    """
+    first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
+    record = Record(_header(first, path))
+    for number, text in enumerate(rest, start=2):
+        try:
+            record.add(msgspec.json.decode(text, type=Line))
+        except (ValueError, HighwaterError) as error:
+            raise _damaged(path, number, error) from error
+    return record
+
+
+def free_path(path: Path) -> Path:
+    """A path beside ``path`` where there is no file: what hints offer when ``path`` will not do."""
+    number = 2
+    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return other
+
+
+class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
+    schema_version: int
+
+
+def _header(text: bytes, path: Path) -> HeaderLine:
+    try:
+        version = msgspec.json.decode(text, type=_AnyHeader).schema_version
+    except ValueError as error:
+        raise not_a_study(path) from error
+    if version > STUDY_SCHEMA_VERSION:
+        raise StudyError(
+            f"{path} was written by a newer highwater: its schema is {version}, this one reads {STUDY_SCHEMA_VERSION}",
+            hint=f"`pip install --upgrade highwater`, or use `--study {free_path(path)}`",
+        )
+    try:
+        return from_json(text, HeaderLine)
+    except (ValueError, HighwaterError) as error:
+        raise _damaged(path, 1, error) from error
+
+
+def not_a_study(path: Path) -> StudyError:
+    """The error for a file that highwater did not write; such a file is never touched."""
+    return StudyError(f"{path} is not a study", hint=f"use `--study {free_path(path)}`")
+
+
+def _damaged(path: Path, number: int, error: Exception) -> StudyError:
+    return StudyError(
+        f"line {number} of {path} is damaged: {error}",
+        hint=f"restore the file from a copy, or start afresh with `--study {free_path(path)}`",
+    )
