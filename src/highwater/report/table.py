@@ -1,0 +1,165 @@
+"""Tables of a study: data to rows, and rows to plain text or to a terminal. Every table says whether it was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from highwater.report.text import plain
+from highwater.spec.study import Cell, CellAnswer, Limit, Question, Study
+from highwater.units import format_bytes, format_tokens
+
+_LIMITS: dict[Limit, str] = {
+    "memory": "out of memory",
+    "host_memory": "host memory ran out",
+    "ceiling": "the longest length tried",
+    "time": "timed out",
+    "inconclusive": "inconclusive",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table as text, before anybody decides how it is drawn."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    footnotes: tuple[str, ...] = ()
+    left_columns: int = 3
+    """Columns that hold names: aligned left. The others hold figures."""
+
+
+def answer_table(study: Study) -> TextTable:
+    """The final table: for each cell its capacity, what ended the search above it, and the figures at the capacity."""
+    question = study.question
+    memory = "peak data segment" if question.device == "cpu" else "peak reserved"
+    answers = {answer.cell: answer for answer in study.answers}
+    return TextTable(
+        title=f"{plain(question.model.name)} on {place(question)}, {provenance(question)}",
+        columns=("rung", "GPUs", "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
+        rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
+        footnotes=tuple(_footnotes(study)),
+    )
+
+
+def published_table(studies: Sequence[Study]) -> str:
+    """The published layout: one table for each rung and place, ``#GPU | SP | models``; ``*`` past native, ``-`` none, ``?`` unknown."""
+    groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
+    for study in studies:
+        answers = {answer.cell: answer for answer in study.answers}
+        for cell in study.question.cells:
+            title = f"{cell.settings.label} ({place(study.question)}, {provenance(study.question)})"
+            groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
+    return "\n\n".join(_published_group(title, entries) for title, entries in groups.items())
+
+
+def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
+    """The line that users of the published search parse; ``?`` when no trial told the capacity."""
+    capacity = "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
+    return (
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
+        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}"
+    )
+
+
+def plain_table(table: TextTable) -> str:
+    """The table in aligned columns, for a file or a pipe; never wrapped."""
+    grid = (table.columns, *table.rows)
+    widths = [max(len(row[column]) for row in grid) for column in range(len(table.columns))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column < table.left_columns else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in grid
+    ]
+    return "\n".join((table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ())))
+
+
+def rich_table(table: TextTable) -> Table:
+    """The table for a terminal. Every text goes in as text: markup in it stays as it is."""
+    drawn = Table(title=Text(table.title), caption=Text("\n".join(table.footnotes)), title_justify="left", caption_justify="left")
+    for index, column in enumerate(table.columns):
+        drawn.add_column(Text(column), justify="left" if index < table.left_columns else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(text) for text in row))
+    return drawn
+
+
+def capacity_text(
+    question: Question, answer: CellAnswer | None, *, none: str = "none", unknown: str = "?", commas: bool = True
+) -> str:
+    """A capacity in a table: ``65,536``, with ``*`` past the native length."""
+    if answer is None or answer.capacity_tokens is None:
+        return unknown
+    if answer.capacity_tokens == 0:
+        return none
+    past_native = answer.capacity_tokens > question.model.shape.native_length_tokens
+    figure = format_tokens(answer.capacity_tokens) if commas else str(answer.capacity_tokens)
+    return f"{figure}{'*' if past_native else ''}"
+
+
+def place(question: Question) -> str:
+    """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
+    each = "process" if question.device == "cpu" else "GPU"
+    if question.memory_budget_bytes is None:
+        return f"{plain(question.device_name)}, the whole card"
+    return f"{plain(question.device_name)}, {format_bytes(question.memory_budget_bytes)} per {each}"
+
+
+def provenance(question: Question) -> str:
+    """``measured`` by real trials, or ``simulated`` from a memory law: the label of every figure."""
+    return "simulated, nothing was trained" if question.simulated else "measured"
+
+
+def _answer_row(cell: Cell, answer: CellAnswer | None, question: Question) -> tuple[str, ...]:
+    names = (cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree))
+    if answer is None:
+        return (*names, "?", "not searched yet", "-", "-", "-", "-")
+    ended = _LIMITS[answer.limit]
+    if answer.does_not_fit_tokens is not None:
+        ended = f"{format_tokens(answer.does_not_fit_tokens)}: {ended}"
+    return (
+        *names,
+        capacity_text(question, answer),
+        ended,
+        format_bytes(answer.peak_reserved_bytes),
+        format_bytes(answer.headroom_bytes),
+        "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:,.0f}",
+        "-" if answer.mfu is None else f"{answer.mfu:.1%}",
+    )
+
+
+def _footnotes(study: Study) -> list[str]:
+    question = study.question
+    native = question.model.shape.native_length_tokens
+    notes: list[str] = []
+    if any((answer.capacity_tokens or 0) > native for answer in study.answers):
+        notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
+    if question.margin_bytes:
+        notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
+    for answer in study.answers:
+        notes.append(f"{answer.cell.label}: {plain(answer.reason)}")
+        notes.extend(f"{answer.cell.label}: not monotone: {plain(text)}" for text in answer.contradictions)
+    best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
+    if best is not None and best.capacity_tokens:
+        notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {provenance(question)}")
+    return notes
+
+
+def _published_group(title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]) -> str:
+    models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
+    layouts = sorted({(cell.layout.gpus, cell.layout.ulysses_degree) for cell, _, _ in entries})
+    figures = {
+        (cell.layout.gpus, cell.layout.ulysses_degree, plain(question.model.name)): capacity_text(
+            question, answer, none="-", commas=False
+        )
+        for cell, question, answer in entries
+    }
+    grid = [("#GPU", "SP", *models)]
+    grid += [(str(gpus), str(sp), *(figures.get((gpus, sp, model), "?") for model in models)) for gpus, sp in layouts]
+    widths = [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
+    lines = [" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in grid]
+    return "\n".join((title, *lines))

@@ -1,0 +1,190 @@
+"""Plan: a request made into a question that this machine can be asked. Pure: nothing is started, nothing is written."""
+
+from itertools import product
+
+import msgspec
+
+from highwater.errors import MachineError, UsageError
+from highwater.spec.codec import Noun
+from highwater.spec.hardware import Gpu, Machine
+from highwater.spec.ladder import default_ladder
+from highwater.spec.layout import Layout
+from highwater.spec.model import Model, ModelShape, load_model
+from highwater.spec.request import Request
+from highwater.spec.settings import Settings
+from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
+from highwater.spec.trial import Device, TrialSpec
+from highwater.units import MIB, format_bytes, format_tokens
+
+_ON_THE_CPU = "`--device cpu --memory 2GiB` searches on the CPU"
+
+
+class Plan(Noun, frozen=True, kw_only=True):
+    """What will be asked, and what the user should know before it starts."""
+
+    question: Question
+    notes: tuple[str, ...] = ()
+
+
+def plan(request: Request, machine: Machine, *, base: Settings | None = None) -> Plan:
+    """The question that a request asks of a machine; ``base`` fixes the settings that a request does not name.
+
+    Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
+    """
+    model = load_model(request.model)
+    device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    counts = _gpu_counts(request, machine, device)
+    gpus = used_gpus(machine, device=device, count=max(counts))
+    total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
+    _check_memory(request, machine, device, workers=max(counts), total_bytes=total_bytes)
+    cells, skipped = _cells(request, model.shape, device, counts, base or Settings())
+    grid, capped = _grid(request, model)
+    question = Question(
+        model=model,
+        device=device,
+        device_name="CPU" if device == "cpu" else _device_name(gpus),
+        device_total_bytes=total_bytes,
+        memory_budget_bytes=request.memory_bytes,
+        cells=cells,
+        grid=grid,
+        method=request.method,
+        confirm=request.confirm,
+        margin_bytes=request.margin_bytes,
+        steps=request.steps,
+        micro_batches=request.micro_batches,
+        data=request.data,
+        simulated=request.dry_run,
+    )
+    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    return Plan(question=question, notes=(*skipped, *capped))
+
+
+def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
+    """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it names a count.
+
+    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    """
+    alone = msgspec.structs.replace(
+        request,
+        start_length=length_tokens,
+        max_length=length_tokens,
+        gpus=request.gpus or (1,),
+        loss=request.loss or "full",
+        allocator=request.allocator or "native",
+    )
+    question = plan(alone, machine).question
+    cell, *others = question.cells
+    if others:
+        raise UsageError("one trial runs in one layout, several are named", hint="use `--gpus 1 --ulysses 1`")
+    return question.trial(cell, length_tokens)
+
+
+def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:
+    """The GPUs that trials on ``count`` GPUs run on: the first ones that are visible."""
+    return machine.gpus[:count] if device == "cuda" else ()
+
+
+def _gpu_counts(request: Request, machine: Machine, device: Device) -> tuple[int, ...]:
+    present = len(machine.gpus)
+    if device == "cpu" or request.dry_run:
+        return tuple(dict.fromkeys(request.gpus or (1,)))
+    if not present:
+        raise MachineError("there is no GPU that the driver shows here", hint=_ON_THE_CPU)
+    powers = tuple(2**exponent for exponent in range(present.bit_length()))
+    counts = tuple(dict.fromkeys(request.gpus or powers))
+    if max(counts) > present:
+        works = " ".join(str(count) for count in counts if count <= present) or str(present)
+        raise MachineError(f"{max(counts)} GPUs are asked for, and {present} present", hint=f"use `--gpus {works}`")
+    return counts
+
+
+def _check_memory(request: Request, machine: Machine, device: Device, *, workers: int, total_bytes: int | None) -> None:
+    budget = request.memory_bytes
+    if budget is None and total_bytes is None:
+        example = "2GiB" if device == "cpu" else "80GiB"
+        what = "a search on the CPU" if device == "cpu" else "a dry run without a GPU"
+        raise UsageError(f"{what} needs a memory limit", hint=f"add `--memory {example}`")
+    if budget is not None and total_bytes is not None and budget > total_bytes:
+        raise UsageError(
+            f"--memory {format_bytes(budget)} is more than the GPU has, {format_bytes(total_bytes)}",
+            hint="leave `--memory` out to use the whole card",
+        )
+    if device == "cpu" and budget is not None and not request.dry_run and budget * workers > machine.host_memory_total_bytes:
+        present = machine.host_memory_total_bytes
+        raise MachineError(
+            f"{workers} x {format_bytes(budget)} is more than this machine's memory, {format_bytes(present)}",
+            hint=f"use `--memory {max(1, present // workers // MIB)}MiB`",
+        )
+    limit = budget or total_bytes or 0
+    if request.margin_bytes >= limit:
+        raise UsageError(
+            f"a margin of {format_bytes(request.margin_bytes)} leaves nothing of {format_bytes(limit)}",
+            hint="use a smaller `--margin`, or leave it out",
+        )
+
+
+def _device_name(gpus: tuple[Gpu, ...]) -> str:
+    names = list(dict.fromkeys(gpu.name for gpu in gpus))
+    if len(names) > 1:
+        same = ",".join(str(gpu.index) for gpu in gpus if gpu.name == names[0])
+        raise UsageError(
+            f"these GPUs are of different kinds: {', '.join(names)}", hint=f"`CUDA_VISIBLE_DEVICES={same}` keeps the {names[0]}"
+        )
+    return names[0] if names else "simulated GPU"
+
+
+def _cells(
+    request: Request, shape: ModelShape, device: Device, counts: tuple[int, ...], base: Settings
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """Every layout that can work, on every rung; and a note for each pair of degrees that is skipped."""
+    if device == "cpu" and request.allocator == "expandable":
+        raise UsageError("`--device cpu` and `--allocator expandable` exclude each other", hint="leave `--allocator` out")
+    named = msgspec.structs.replace(
+        base, recompute=request.recompute, rope=request.rope, sequences_per_micro_batch=request.sequences_per_micro_batch
+    )
+    rungs = default_ladder(device=device, base=named, allocator=request.allocator, loss=request.loss)
+    layouts: list[Layout] = []
+    skipped: list[str] = []
+    for gpus, degree in product(counts, dict.fromkeys(request.ulysses)):
+        obstacle = ulysses_obstacle(shape, gpus=gpus, degree=degree)
+        if obstacle is None:
+            layouts.append(Layout(gpus=gpus, ulysses_degree=degree))
+        else:
+            skipped.append(f"SP={degree} on {gpus} GPUs is skipped: {obstacle}")
+    if not layouts:
+        raise UsageError("; ".join(skipped), hint="use `--ulysses 1`")
+    return tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs)), tuple(skipped)
+
+
+def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int) -> str | None:
+    """Why this many GPUs cannot share a sequence by heads, in words; None when they can."""
+    if gpus % degree:
+        return f"{degree} does not divide {gpus} GPUs"
+    if shape.query_heads % degree:
+        return f"{degree} does not divide the model's {shape.query_heads} query heads"
+    if shape.kv_heads % degree and degree % shape.kv_heads:
+        return f"{degree} and the model's {shape.kv_heads} key/value heads do not divide each other"
+    return None
+
+
+def _grid(request: Request, model: Model) -> tuple[Grid, tuple[str, ...]]:
+    """The lengths to try. A model that scales its own RoPE ends at its maximum, unless YaRN is asked for."""
+    native = model.shape.native_length_tokens
+    longest, notes = request.max_tokens, ()
+    if model.own_rope_scaling and request.rope == "auto" and longest > native:
+        if request.start_tokens > native:
+            start = format_tokens(request.start_tokens)
+            raise UsageError(
+                f"{model.name} scales its own RoPE up to {format_tokens(native)} tokens: {start} is past it",
+                hint=f"add `--rope yarn` to scale by YaRN instead, or stay at {native} or below",
+            )
+        longest = native
+        notes = (f"lengths end at {format_tokens(native)}: {model.name}'s own RoPE scaling does; `--rope yarn` goes past it",)
+    grid = Grid(
+        start_tokens=request.start_tokens,
+        step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
+        native_length_tokens=native,
+        beyond_step_tokens=request.resolution_tokens or max(1, native // 4),
+        max_tokens=longest,
+    )
+    return grid, notes
