@@ -1,0 +1,124 @@
+"""Exact causal attention over packed documents, on one rank, by the fastest fused kernel of the hardware.
+
+Documents are known by their lengths on the host: runs of equal lengths become one batched kernel call, so that packed
+sequences never see each other, no mask is ever built, and nothing quadratic is ever stored.
+
+Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+
+from highwater.errors import MachineError
+
+Kernel = Literal["cudnn", "flash"]
+
+NAME = "highwater_dense"
+"""Under this name the attention is registered with transformers; models are built with it as ``attn_implementation``."""
+
+_BACKENDS: dict[Kernel, SDPBackend] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+_HOPPER = (9, 0)
+
+
+def attend(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, document_lengths: Sequence[int], scaling: float, kernel: Kernel
+) -> Tensor:
+    """Causal attention of each document over itself, shape BSHD.
+
+    Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the quadratic path.
+    """
+    assert query_BHSD.shape[0] == 1, "documents are packed into one row"
+    assert sum(document_lengths) == query_BHSD.shape[2], "the documents' lengths add up to the packed tokens"
+    outputs: list[Tensor] = []
+    start = 0
+    with sdpa_kernel([_BACKENDS[kernel]]):
+        for length, run in groupby(document_lengths):
+            count = len(list(run))
+            stop = start + count * length
+            q, k, v = (_as_batch(t, start, stop, count) for t in (query_BHSD, key_BKSD, value_BKSD))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
+            start = stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int) -> Kernel:
+    """The kernel for this hardware, proven by a small forward and backward pass: cuDNN from Hopper on, else flash.
+
+    Raises MachineError where neither runs: the quadratic kernel is never an answer.
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    candidates: tuple[Kernel, ...] = ("cudnn", "flash") if hopper else ("flash",)
+    reasons: list[str] = []
+    for kernel in candidates:
+        try:
+            _prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
+        except RuntimeError as error:
+            reasons.append(f"{kernel}: {str(error).splitlines()[0]}")
+        else:
+            return kernel
+    raise MachineError(
+        f"no fused attention kernel runs here for {query_heads} heads of size {head_dim} in {dtype} ({'; '.join(reasons)})",
+        hint="use a GPU of compute capability 8.0 or newer; `highwater doctor` lists what is here",
+    )
+
+
+def register(kernel: Kernel) -> str:
+    """Register ``attend`` with transformers for this process; returns the name to build the model with."""
+
+    def interface(
+        module: nn.Module,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        document_lengths: Sequence[int] | None = None,
+        **features: Any,
+    ) -> tuple[Tensor, None]:
+        if document_lengths is None:
+            raise RuntimeError(f"{type(module).__name__} does not hand the documents on: they would see each other")
+        if attention_mask is not None:
+            raise RuntimeError(f"{type(module).__name__} built an attention mask of shape {tuple(attention_mask.shape)}")
+        _refuse_features(features, longest=max(document_lengths))
+        scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query_BHSD, key_BKSD, value_BKSD, document_lengths=document_lengths, scaling=scale, kernel=kernel), None
+
+    AttentionInterface.register(NAME, interface)
+    return NAME
+
+
+def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """A run of ``count`` equal documents as a batch: a view, no copy, of shape (count, heads, length, head size)."""
+    if (start, stop, count) == (0, tensor_BHSD.shape[2], 1):
+        return tensor_BHSD
+    run_SHD = tensor_BHSD[0, :, start:stop].transpose(0, 1)
+    return run_SHD.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:
+    shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
+    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
+
+
+def _refuse_features(features: dict[str, Any], *, longest: int) -> None:
+    """Raise RuntimeError for what this attention does not compute, rather than compute something else."""
+    window = features.get("sliding_window")
+    if window is not None and window < longest:
+        raise RuntimeError(f"a sliding window of {window} tokens is not supported for documents of {longest}")
+    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if features.get(name) is not None:
+            raise RuntimeError(f"attention with {name} is not supported")
+    if features.get("dropout"):
+        raise RuntimeError("attention dropout is not supported")
+    if features.get("is_causal") is False:
+        raise RuntimeError("attention that is not causal is not supported")

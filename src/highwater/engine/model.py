@@ -1,0 +1,165 @@
+"""The model of a trial: any Hugging Face decoder-only causal LM, built on meta, sharded, then materialised shard by shard.
+
+Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from highwater.engine import weights
+from highwater.engine.loss import token_logprobs
+from highwater.engine.recompute import PREFIX, recompute_layers
+from highwater.engine.rope import scale_rope
+from highwater.errors import ModelError
+from highwater.parallel.fsdp import shard
+from highwater.spec.settings import Loss, Recompute, Rope
+
+_CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
+"""Config fields by which a family changes its logits after the head, and the value that changes nothing."""
+
+
+class LanguageModel(nn.Module):
+    """A causal LM whose forward pass ends in log-probabilities of the trained tokens, never in logits."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, loss: Loss) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.loss: Loss = loss
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        trained_positions_N: Tensor,
+        labels_N: Tensor,
+        document_lengths: Sequence[int],
+    ) -> Tensor:
+        """Log-probabilities of ``labels_N``, each read at its position; shape N, float32 or wider."""
+        hidden_TE = self.backbone(
+            input_ids=input_ids_T[None],
+            position_ids=position_ids_T[None],
+            use_cache=False,
+            document_lengths=document_lengths,
+        ).last_hidden_state[0]
+        hidden_NE = hidden_TE.index_select(0, trained_positions_N)
+        return token_logprobs(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+
+    @property
+    def backbone(self) -> nn.Module:
+        """Embedding, decoder layers and final norm."""
+        return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The projection to the vocabulary."""
+        return cast(nn.Linear, self.causal_lm.get_output_embeddings())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, first to last."""
+        count = self.causal_lm.config.num_hidden_layers
+        for module in self.backbone.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise ModelError(f"{type(self.causal_lm).__name__} has no list of {count} decoder layers", hint="use a decoder-only model")
+
+
+def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
+    """The model's config, its RoPE scaled for the length; no remote code is run."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    _refuse_changed_logits(config)
+    scale_rope(config, length_tokens=length_tokens, rope=rope)
+    config.use_cache = False
+    return config
+
+
+def build(
+    config: PreTrainedConfig,
+    *,
+    directory: str,
+    mesh: DeviceMesh,
+    attention: str,
+    loss: Loss,
+    recompute: Recompute,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> LanguageModel:
+    """The sharded model, its shards on the mesh's device: from safetensors in ``directory`` when present, else random.
+
+    At no time does a rank hold more than its own shards: what is sharded is a model without storage.
+    ``attention`` is the name that dense.register returned.
+    """
+    model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
+    # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
+    if recompute == "layer":
+        recompute_layers(model.layers)
+    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype)
+    model.to_empty(device=mesh.device_type)
+    _fill_buffers(model, device=torch.device(mesh.device_type))
+    _retie(model)
+    parameters = {name.replace(PREFIX, "").removeprefix("causal_lm."): p for name, p in model.named_parameters()}
+    if not weights.load(parameters, directory):
+        for name, parameter in parameters.items():
+            _fill_random(name, parameter, std=getattr(config, "initializer_range", 0.02), seed=seed)
+    assert all(p.dtype == master_dtype for p in parameters.values()), "master parameters keep their dtype"
+    return model.train()
+
+
+def build_on_meta(config: PreTrainedConfig, *, attention: str, loss: Loss, master_dtype: torch.dtype) -> LanguageModel:
+    """The model without storage, its parameters of the master dtype whatever the config says."""
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            config, dtype=master_dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    model = LanguageModel(causal_lm, loss=loss)
+    if getattr(model.head, "bias", None) is not None:
+        raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")
+    return model
+
+
+def _refuse_changed_logits(config: PreTrainedConfig) -> None:
+    for field, neutral in _CHANGES_LOGITS.items():
+        if getattr(config, field, neutral) not in (neutral, None):
+            raise ModelError(
+                f"{config.model_type} changes its logits by {field} = {getattr(config, field)}, which is not supported",
+                hint="use a family with plain logits, for example Qwen3 or Llama",
+            )
+
+
+def _fill_buffers(model: nn.Module, *, device: torch.device) -> None:
+    """Compute the buffers anew (RoPE frequencies): a model built on meta has none."""
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
+            continue
+        if not hasattr(module, "config"):
+            raise ModelError(f"{name} of {type(model).__name__} has buffers that no config describes", hint="use another family")
+        fresh = cast(Any, type(module))(module.config)
+        for buffer_name, buffer in buffers.items():
+            buffer.copy_(getattr(fresh, buffer_name).to(device))
+
+
+def _retie(model: LanguageModel) -> None:
+    """Share the embedding's weight with the head again: materialising gave each its own."""
+    if model.causal_lm.config.tie_word_embeddings:
+        model.head.weight = cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
+
+
+def _fill_random(name: str, parameter: nn.Parameter, *, std: float, seed: int) -> None:
+    """Norms 1, biases 0, the rest normal; every rank and parameter has a stream of its own."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if parameter.ndim == 1:
+        local.detach().fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    rank = parameter.device_mesh.get_rank() if isinstance(parameter, DTensor) else 0
+    stream = int.from_bytes(hashlib.sha256(f"{seed} {rank} {name}".encode()).digest()[:7], "big")
+    generator = torch.Generator(local.device).manual_seed(stream)
+    local.detach().normal_(0.0, std, generator=generator)

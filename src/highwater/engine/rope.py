@@ -1,0 +1,42 @@
+"""RoPE past the native length: YaRN by itself, a model's own scaling up to its maximum, a refusal otherwise."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from highwater.errors import UsageError
+from highwater.spec.settings import Rope
+
+
+def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> None:
+    """Set the config's RoPE for a length, in place; nothing changes up to the native length.
+
+    YaRN's factor is length / native length; for a model that brings its own scaling and ``rope="yarn"``, the native length is
+    the one its scaling started from. Raises UsageError past a maximum that cannot or may not be exceeded.
+    """
+    native = config.max_position_embeddings
+    if length_tokens <= native and rope == "auto":
+        return
+    parameters: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    if not parameters or "rope_type" not in parameters:
+        raise UsageError(
+            f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, and it has no RoPE to scale",
+            hint=f"use `--max-length {native}`",
+        )
+    if parameters["rope_type"] != "default":
+        if rope == "auto":
+            raise UsageError(
+                f"{length_tokens} tokens are past the {native} up to which the model's own {parameters['rope_type']} scaling goes",
+                hint=f"use `--max-length {native}`, or `--rope yarn` to replace it",
+            )
+        native = parameters.get("original_max_position_embeddings", native)
+    if length_tokens <= native:
+        return
+    kept = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    config.rope_parameters = {
+        **kept,
+        "rope_type": "yarn",
+        "factor": length_tokens / native,
+        "original_max_position_embeddings": native,
+    }
+    config.max_position_embeddings = length_tokens

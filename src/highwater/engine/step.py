@@ -1,0 +1,66 @@
+"""One optimizer step, in reading order: forward and backward of every micro-batch, clip, update."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from highwater.engine.data import Batch
+from highwater.engine.objective import sft
+
+CLIP_NORM = 1.0
+LEARNING_RATE = 1e-5
+
+Enter = Callable[[str], None]
+"""Told the name of each phase as it begins."""
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW on the float32 shards: two float32 moments per parameter, no temporaries."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    *,
+    mesh: DeviceMesh,
+    enter: Enter = lambda _: None,
+) -> tuple[Tensor, Tensor]:
+    """One step on this rank's micro-batches; returns the loss over all ranks' trained tokens and the gradient's norm.
+
+    Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
+    """
+    device = torch.device(mesh.device_type)
+    trained_tokens = count_trained(micro_batches, mesh=mesh)
+    loss = torch.zeros((), device=device)
+    for batch in micro_batches:
+        on_device = batch.to(device)
+        enter("forward")
+        logprobs_N = model(
+            on_device.input_ids_T,
+            on_device.position_ids_T,
+            on_device.trained_positions_N,
+            on_device.labels_N,
+            on_device.document_lengths,
+        )
+        share = sft(logprobs_N, trained_tokens=trained_tokens)
+        enter("backward")
+        share.backward()
+        loss = loss + share.detach()
+    enter("optimizer")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    torch.distributed.all_reduce(loss, group=mesh.get_group())
+    return loss, norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def count_trained(micro_batches: Sequence[Batch], *, mesh: DeviceMesh) -> int:
+    """Trained tokens of this step over all ranks."""
+    count = torch.tensor(sum(len(batch.labels_N) for batch in micro_batches), device=mesh.device_type)
+    torch.distributed.all_reduce(count, group=mesh.get_group())
+    return int(count)

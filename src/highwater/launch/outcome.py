@@ -1,0 +1,96 @@
+"""The outcome of a trial, from everything it left: exit status, signals, the ranks' reports and, last, the log's text."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from highwater.spec.codec import Noun
+from highwater.spec.oom import exhausted_memory
+from highwater.spec.trial import Failure, Outcome, RankReport, TrialSpec
+from highwater.units import format_seconds
+
+_RANK_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid: \d+\)")
+
+
+class Ending(Noun, frozen=True, kw_only=True):
+    """How the processes of a trial ended."""
+
+    exit_code: int | None
+    """Of the launcher; None when it was ended because time was up."""
+    timeout_s: float
+    reports: tuple[RankReport, ...]
+    log_tail: str
+    host_kills: int
+    """Processes that the kernel killed for want of host memory while the trial ran, on the whole machine."""
+
+
+class Verdict(NamedTuple):
+    """An outcome and the one line that says why."""
+
+    outcome: Outcome
+    reason: str
+
+
+def judge(spec: TrialSpec, ending: Ending) -> Verdict:
+    """The one outcome of a trial.
+
+    A log is read only where a rank died without a report: in a good trial any text may stand there.
+    """
+    if ending.exit_code is None:
+        return Verdict(Outcome.TIMEOUT, f"not done after {format_seconds(ending.timeout_s)}{_phases(ending.reports)}")
+    failures = {report.rank: report.failure for report in ending.reports if report.failure is not None}
+    for rank, failure in failures.items():
+        if failure.kind == "device_memory":
+            return Verdict(Outcome.OUT_OF_MEMORY, _say(rank, failure))
+        if failure.kind == "host_memory":
+            return Verdict(Outcome.HOST_OUT_OF_MEMORY, _say(rank, failure))
+    silent = spec.layout.gpus - len(ending.reports)
+    if silent:
+        return _judge_silence(spec, ending, silent, failures)
+    if failures:
+        rank, failure = min(failures.items())
+        return Verdict(Outcome.CRASHED, _say(rank, failure))
+    if ending.exit_code != 0:
+        return Verdict(Outcome.CRASHED, f"every rank reported success, yet the launcher exited with {ending.exit_code}")
+    return _judge_reports(spec, ending.reports)
+
+
+def _judge_silence(spec: TrialSpec, ending: Ending, silent: int, failures: dict[int, Failure]) -> Verdict:
+    """Some ranks left no report: the kernel, a signal or an abort in native code ended them."""
+    exits = [int(code) for code in _RANK_EXIT.findall(ending.log_tail)]
+    killed = [-code for code in exits if code < 0]
+    if ending.host_kills and 9 in killed:
+        memory = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
+        return Verdict(memory, "the kernel killed a worker for want of host memory")
+    exhausted = exhausted_memory(ending.log_tail, device=spec.device)
+    if exhausted is not None:
+        memory = Outcome.OUT_OF_MEMORY if exhausted == "device_memory" else Outcome.HOST_OUT_OF_MEMORY
+        return Verdict(memory, "a worker died without a report after its log said that memory ran out")
+    if killed:
+        return Verdict(Outcome.CRASHED, f"a worker was ended by signal {killed[0]}")
+    if failures:
+        rank, failure = min(failures.items())
+        return Verdict(Outcome.CRASHED, _say(rank, failure))
+    ranks = "1 rank" if silent == 1 else f"{silent} ranks"
+    return Verdict(Outcome.CRASHED, f"{ranks} left no report; the launcher exited with {ending.exit_code}")
+
+
+def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
+    """Every process exited 0 and reported: what is left is whether the training was one."""
+    for report in reports:
+        if len(report.losses) < spec.steps:
+            return Verdict(Outcome.CRASHED, f"rank {report.rank} did {len(report.losses)} of {spec.steps} steps")
+        if not all(math.isfinite(loss) for loss in report.losses):
+            return Verdict(Outcome.CRASHED, f"the loss of rank {report.rank} is not finite: {report.losses[-1]}")
+    return Verdict(Outcome.FIT, f"{spec.steps} steps done, loss {reports[0].losses[-1]:.3f}")
+
+
+def _say(rank: int, failure: Failure) -> str:
+    first_line = failure.text.strip().splitlines()[0] if failure.text.strip() else failure.kind
+    return f"rank {rank}, {failure.phase}: {first_line}"
+
+
+def _phases(reports: Sequence[RankReport]) -> str:
+    phases = sorted({report.failure.phase for report in reports if report.failure})
+    return f"; a rank had failed in {', '.join(phases)}" if phases else ""

@@ -1,0 +1,239 @@
+"""TorchrunRunner: a trial as fresh processes, from a clean environment to a judged result with nothing left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.launch.outcome import Ending, judge
+from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.flops import step_flops
+from highwater.spec.hardware import kind_of
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Allocator, Settings
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+
+LogLayout = Literal["rung", "published"]
+
+_TAIL_BYTES = 256 * 1024
+_RELEASE_S = 60.0
+_END_S = 30.0
+_ALLOCATOR: dict[Allocator, str] = {"native": "expandable_segments:False", "expandable": "expandable_segments:True"}
+_INHERITED = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables of the user's shell that would change a trial's memory, or make torchrun join another job."""
+
+
+class TorchrunRunner:
+    """Runs trials on this machine, one at a time, each in fresh processes."""
+
+    def __init__(self, *, log_directory: Path, timeout_s: float, log_layout: LogLayout = "rung", allow_busy: bool = False) -> None:
+        """``timeout_s`` bounds one trial from launch to exit; ``allow_busy`` runs on GPUs that others use too."""
+        self.log_directory = log_directory
+        self.timeout_s = timeout_s
+        self.log_layout: LogLayout = log_layout
+        self.allow_busy = allow_busy
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002 -- every launch is fresh
+        """See Runner. Raises UsageError, too, for what the engine cannot do yet."""
+        refuse_unsupported(spec.settings, spec.layout)
+        if spec.device == "cuda" and not self.allow_busy:
+            refuse_busy_gpus(probe(), count=spec.layout.gpus)
+        try:
+            return self._run(spec, attempt=attempt)
+        except OSError as error:
+            raise MachineError(
+                f"a trial could not be started or recorded: {error}",
+                hint=f"make room and check the rights of {self.log_directory}, or use another `--log-dir`",
+            ) from error
+
+    def _run(self, spec: TrialSpec, *, attempt: int) -> TrialResult:
+        log_path = _free_log_path(log_path_of(self.log_directory, spec, self.log_layout))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        began, began_unix = time.monotonic(), time.time()
+        kills_before = _host_kills()
+        with tempfile.TemporaryDirectory(prefix="highwater-") as folder, log_path.open("xb") as log:
+            spec_path, reports_path = Path(folder, "spec.json"), Path(folder, "reports")
+            spec_path.write_text(to_json(spec), encoding="utf-8")
+            reports_path.mkdir()
+            exit_code = self._launch(spec, spec_path, reports_path, log)
+            reports = _read_reports(reports_path)
+        if spec.device == "cuda" and not self.allow_busy:
+            _await_release(spec.layout.gpus)
+        ending = Ending(
+            exit_code=exit_code,
+            timeout_s=self.timeout_s,
+            reports=reports,
+            log_tail=_tail(log_path),
+            host_kills=_host_kills() - kills_before,
+        )
+        _raise_refusal(reports)
+        outcome, reason = judge(spec, ending)
+        first_steps = [r.first_step_at_unix_s for r in reports if r.first_step_at_unix_s is not None]
+        result = TrialResult(
+            outcome=outcome,
+            reason=reason,
+            ranks=reports,
+            launch_to_first_step_s=max(first_steps) - began_unix if first_steps else None,
+            wall_s=time.monotonic() - began,
+            attempt=attempt,
+            log_path=str(log_path),
+            exit_code=exit_code,
+        )
+        return _with_speed(spec, result)
+
+    def _launch(self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]) -> int | None:
+        """The launcher's exit code; None when time was up. Nothing of the trial runs any more when this returns or raises."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", f"--nproc-per-node={spec.layout.gpus}"]
+        worker = ["-m", "highwater.engine.worker", str(spec_path), str(reports_path)]
+        leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
+        process = subprocess.Popen(
+            [*leash, sys.executable, *torchrun, *worker],
+            env=trial_environment(spec),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
+            start_new_session=True,
+        )
+        try:
+            return process.wait(self.timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
+    """Where a trial's log goes: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``."""
+    folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / f"sp-{spec.layout.ulysses_degree}"
+    if layout == "rung":
+        folder /= spec.settings.slug
+    return folder / f"model_len-{spec.length_tokens}.log"
+
+
+def trial_environment(spec: TrialSpec) -> dict[str, str]:
+    """The environment of a trial's processes: the user's, less what would change its memory, plus what its settings ask."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _INHERITED and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
+    }
+    environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _ALLOCATOR[spec.settings.allocator])
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    cores = len(os.sched_getaffinity(0))
+    environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.layout.gpus))
+    if spec.device == "cpu":
+        # One arena and a fixed threshold: a freed tensor goes back to the system at once, and the same trial ends the same way.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1024**2)}
+    return environment
+
+
+def refuse_unsupported(settings: Settings, layout: Layout) -> None:
+    """Raise UsageError that names what the engine cannot do yet, rather than ignore it."""
+    refusals = [
+        (settings.strategy != "fsdp2", "FSDP1 (strategy fsdp)", "--strategy fsdp2"),
+        (layout.ulysses_degree > 1, f"Ulysses sequence parallelism of degree {layout.ulysses_degree}", "--ulysses 1"),
+        (layout.ring_degree > 1, "ring attention", "one GPU per sequence"),
+        (layout.replicate_degree > 1, "HSDP copies", "--replicate 1"),
+        (settings.offload, "offload of parameters and optimizer states", "the same command without offload"),
+        (settings.entropy != "none", "entropy", "the same command without entropy"),
+        (settings.objective != "sft", f"the objective {settings.objective}", "--objective sft"),
+        (settings.save_hf != "never", "saving Hugging Face weights", "--save-hf never"),
+    ]
+    for refused, what, instead in refusals:
+        if refused:
+            raise UsageError(f"{what} is not supported by the engine yet", hint=f"use `{instead}`")
+
+
+def _await_release(gpus: int) -> None:
+    """Wait until the driver has taken the trial's memory back; MachineError when it does not."""
+    deadline = time.monotonic() + _RELEASE_S
+    while busy_gpus((machine := probe()).gpus[:gpus]):
+        if time.monotonic() > deadline:
+            refuse_busy_gpus(machine, count=gpus)
+        time.sleep(0.2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the leash, which ends everything on it; both are gone on return, whatever interrupts."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _raise_refusal(reports: tuple[RankReport, ...]) -> None:
+    """What a worker refused is the user's to hear, not an outcome."""
+    for report in reports:
+        if report.failure is not None and report.failure.kind == "refused":
+            raise HighwaterError(report.failure.text.partition(": ")[2], hint=report.failure.hint or "see the log")
+
+
+def _read_reports(folder: Path) -> tuple[RankReport, ...]:
+    return tuple(from_json(path.read_bytes(), RankReport) for path in sorted(folder.glob("rank-*.json")))
+
+
+def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
+    """Tokens per second and MFU of a trial that fit."""
+    if result.outcome is not Outcome.FIT or result.step_time_s is None:
+        return result
+    sequences = spec.settings.sequences_per_micro_batch * spec.micro_batches * spec.layout.data_parallel_degree
+    tokens_per_s = sequences * spec.length_tokens / result.step_time_s
+    kind = kind_of(result.ranks[0].device_name or "")
+    mfu = None
+    if kind is not None and kind.bf16_dense_tflops is not None:
+        flops = step_flops(load_model(spec.model_directory).shape, length_tokens=spec.length_tokens, sequences=sequences)
+        mfu = flops / result.step_time_s / (kind.bf16_dense_tflops * 1e12 * spec.layout.gpus)
+    return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)
+
+
+def _free_log_path(wanted: Path) -> Path:
+    """The path itself, or the first ``.attempt-N`` beside it that is free: no log is ever overwritten."""
+    path, attempt = wanted, 1
+    while path.exists():
+        attempt += 1
+        path = wanted.with_suffix(f".attempt-{attempt}.log")
+    return path
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _host_kills() -> int:
+    """Processes that the kernel has killed for want of memory since boot; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,0 +1,27 @@
+"""FSDP2 over a finished model: float32 shards, a narrower compute copy of one layer at a time, float32 reduction."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard(model: nn.Module, layers: Sequence[nn.Module], *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard every layer by itself and the rest as one group, in place; parameters may still be on meta.
+
+    Gradients are summed over the ranks, not averaged: each rank's loss is already its share of the whole batch's.
+    """
+    master = next(model.parameters()).dtype
+    narrow = compute_dtype if compute_dtype != master else None
+    # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=master, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # PREMUL_SUM, FSDP2's way to divide, exists in NCCL alone; plain sums exist everywhere.
+            module.set_force_sum_reduction_for_comms(True)
