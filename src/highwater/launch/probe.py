@@ -47,9 +47,9 @@ def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
         return
     free = [gpu.index for gpu in machine.gpus if gpu not in busy_gpus(machine.gpus)]
     if len(free) >= count:
-        hint = f"`CUDA_VISIBLE_DEVICES={','.join(map(str, free[:count]))}` takes free ones; `--allow-busy` starts all the same"
+        hint = f"`CUDA_VISIBLE_DEVICES={','.join(map(str, free[:count]))}` takes free ones; `highwater find --allow-busy` starts all the same"
     else:
-        hint = "wait until they are free (`highwater doctor` shows them), or add `--allow-busy`"
+        hint = "wait until they are free, `highwater doctor` shows them; `highwater find --allow-busy` starts all the same"
     raise MachineError("; ".join(_use_of(gpu) for gpu in busy), hint=hint)
 
 

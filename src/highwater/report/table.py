@@ -25,6 +25,7 @@ class TextTable:
 
     title: str
     columns: tuple[str, ...]
+    """Headings; empty for a table without."""
     rows: tuple[tuple[str, ...], ...]
     footnotes: tuple[str, ...] = ()
     left_columns: int = 3
@@ -37,7 +38,7 @@ def answer_table(study: Study) -> TextTable:
     memory = "peak data segment" if question.device == "cpu" else "peak reserved"
     answers = {answer.cell: answer for answer in study.answers}
     return TextTable(
-        title=f"{plain(question.model.name)} on {place(question)}, {provenance(question)}",
+        title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
         columns=("rung", "GPUs", "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
         rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
         footnotes=tuple(_footnotes(study)),
@@ -45,12 +46,12 @@ def answer_table(study: Study) -> TextTable:
 
 
 def published_table(studies: Sequence[Study]) -> str:
-    """The published layout: one table for each rung and place, ``#GPU | SP | models``; ``*`` past native, ``-`` none, ``?`` unknown."""
+    """The published layout, ``#GPU | SP | models``, for each rung and place; ``*`` past native, ``-`` none, ``?`` unknown."""
     groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
     for study in studies:
         answers = {answer.cell: answer for answer in study.answers}
         for cell in study.question.cells:
-            title = f"{cell.settings.label} ({place(study.question)}, {provenance(study.question)})"
+            title = f"{cell.settings.label} ({place(study.question)}; {provenance(study.question)})"
             groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
     return "\n\n".join(_published_group(title, entries) for title, entries in groups.items())
 
@@ -66,8 +67,8 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
 
 def plain_table(table: TextTable) -> str:
     """The table in aligned columns, for a file or a pipe; never wrapped."""
-    grid = (table.columns, *table.rows)
-    widths = [max(len(row[column]) for row in grid) for column in range(len(table.columns))]
+    grid = (table.columns, *table.rows) if table.columns else table.rows
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = [
         "  ".join(
             text.ljust(width) if column < table.left_columns else text.rjust(width)
@@ -81,8 +82,10 @@ def plain_table(table: TextTable) -> str:
 def rich_table(table: TextTable) -> Table:
     """The table for a terminal. Every text goes in as text: markup in it stays as it is."""
     drawn = Table(title=Text(table.title), caption=Text("\n".join(table.footnotes)), title_justify="left", caption_justify="left")
-    for index, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="left" if index < table.left_columns else "right", overflow="fold")
+    drawn.show_header = bool(table.columns)
+    for index in range(len(table.rows[0]) if table.rows else len(table.columns)):
+        heading = Text(table.columns[index]) if table.columns else ""
+        drawn.add_column(heading, justify="left" if index < table.left_columns else "right", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(text) for text in row))
     return drawn
@@ -145,7 +148,9 @@ def _footnotes(study: Study) -> list[str]:
         notes.extend(f"{answer.cell.label}: not monotone: {plain(text)}" for text in answer.contradictions)
     best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
     if best is not None and best.capacity_tokens:
-        notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {provenance(question)}")
+        notes.append(
+            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {'simulated' if question.simulated else 'measured'}"
+        )
     return notes
 
 

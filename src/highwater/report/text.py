@@ -7,7 +7,7 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, every character that a terminal would act upon shown as its escape (``\\x1b``)."""
+    """``text`` on one line, every character that a terminal would act upon shown as its escape."""
     return "".join(_escaped(character) if unicodedata.category(character) in _UNSAFE else character for character in text)
 
 

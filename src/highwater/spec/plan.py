@@ -1,5 +1,6 @@
 """Plan: a request made into a question that this machine can be asked. Pure: nothing is started, nothing is written."""
 
+import shlex
 from itertools import product
 
 import msgspec
@@ -15,8 +16,6 @@ from highwater.spec.settings import Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import MIB, format_bytes, format_tokens
-
-_ON_THE_CPU = "`--device cpu --memory 2GiB` searches on the CPU"
 
 
 class Plan(Noun, frozen=True, kw_only=True):
@@ -89,7 +88,8 @@ def _gpu_counts(request: Request, machine: Machine, device: Device) -> tuple[int
     if device == "cpu" or request.dry_run:
         return tuple(dict.fromkeys(request.gpus or (1,)))
     if not present:
-        raise MachineError("there is no GPU that the driver shows here", hint=_ON_THE_CPU)
+        on_the_cpu = shlex.join(["highwater", "find", request.model, "--device", "cpu", "--memory", "2GiB"])
+        raise MachineError("the driver shows no GPU here", hint=f"`{on_the_cpu}` searches on the CPU")
     powers = tuple(2**exponent for exponent in range(present.bit_length()))
     counts = tuple(dict.fromkeys(request.gpus or powers))
     if max(counts) > present:

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.spec.codec import to_builtins, to_json
-from highwater.spec.study import STUDY_SCHEMA_VERSION, CellAnswer, Question, Study
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, Study
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.lines import (
     AnsweredLine,
     FinishedLine,
@@ -44,10 +44,17 @@ class Journal:
         self.notes = notes
         self._descriptor = descriptor
         self._record = record
+        self._undecided = {answer.cell for answer in record.answers if answer.limit in ("inconclusive", "time")}
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
-        """The result of this launch of this trial; None when it has not finished."""
-        return self._record.result((spec.key, attempt, repeat))
+        """The result of this launch of this trial; None when it has to be run.
+
+        A crash or a timeout that once left its cell without an answer is run again: whoever resumes has mended something.
+        """
+        result = self._record.result((spec.key, attempt, repeat))
+        if result is None or result.outcome is Outcome.FIT or result.outcome.is_memory:
+            return result
+        return None if Cell(layout=spec.layout, settings=spec.settings) in self._undecided else result
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; raises MachineError when the disk is full."""

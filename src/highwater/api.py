@@ -1,0 +1,160 @@
+"""The Python interface, and the only place where a search, a runner and a journal are put together.
+
+```python
+import highwater
+
+study = highwater.find("Qwen3-0.6B", gpus=[1], memory="80GiB")
+for answer in study.answers:
+    print(answer.cell.label, answer.capacity_tokens)
+```
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from highwater.errors import MachineError
+from highwater.launch.probe import probe, refuse_busy_gpus, refuse_unfit_gpu
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner
+from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
+from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
+from highwater.spec.hardware import Machine
+from highwater.spec.model import load_model
+from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
+from highwater.spec.protocols import Runner
+from highwater.spec.request import Request, request_from
+from highwater.spec.settings import Settings
+from highwater.spec.study import Question, Study
+from highwater.spec.trial import Device, TrialResult, TrialSpec
+from highwater.store.directory import check_log_directory, study_path
+from highwater.store.journal import Journal, open_journal, read_study
+from highwater.store.recording import RecordingRunner
+from highwater.units import parse_tokens
+
+Listener = Callable[[Event], None]
+
+
+def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
+    """The longest context that ``model`` trains with, for each layout and rung: a study with a pair of real trials each.
+
+    ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``.
+    ``on_event`` hears each trial as it starts and ends. Blocks for as long as the trials take; called again after an
+    interruption it goes on where it was.
+    Raises HighwaterError for what cannot be asked, before anything starts.
+    """
+    request = request_from({"model": model, **settings})
+    return answer(request, prepare(request), on_event=on_event)
+
+
+def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
+    """One real trial of ``length`` tokens: how it ended, and what was measured. ``settings`` as for ``find``.
+
+    Raises HighwaterError for what cannot be tried, before anything starts.
+    """
+    request = request_from({"model": model, **settings})
+    return answer_trial(request, prepare_trial(request, length))
+
+
+def open_study(path: str | Path) -> Study:
+    """The study in a file, as it is now; raises StudyError when there is none, or when it is damaged."""
+    return read_study(Path(path))
+
+
+def prepare(request: Request, *, base: Settings | None = None) -> Plan:
+    """The question of a request, after every check that can be made before the first trial.
+
+    ``base`` fixes settings that a request has no name for. Raises HighwaterError for what cannot be asked.
+    """
+    machine = probe()
+    planned = plan(request, machine, base=base)
+    question = planned.question
+    for cell in question.cells:
+        refuse_unsupported(cell.settings, cell.layout)
+    _check_machine(request, machine, question.device, gpus=max(cell.layout.gpus for cell in question.cells))
+    return planned
+
+
+def prepare_trial(request: Request, length: int | str) -> TrialSpec:
+    """The trial of one length, after the same checks as ``prepare``."""
+    machine = probe()
+    spec = plan_trial(request, machine, parse_tokens(str(length)))
+    refuse_unsupported(spec.settings, spec.layout)
+    _check_machine(request, machine, spec.device, gpus=spec.layout.gpus)
+    return spec
+
+
+def answer(
+    request: Request,
+    planned: Plan,
+    *,
+    on_event: Listener | None = None,
+    log_layout: LogLayout = "rung",
+    command: Sequence[str] = (),
+) -> Study:
+    """Ask the question: run what its study does not have yet, and return the study.
+
+    ``command`` is what was typed, kept in the study for whoever resumes it. Every finished trial is on disk when this
+    raises, KeyboardInterrupt included.
+    """
+    path = study_file(request, planned.question)
+    runner = _runner(request, log_layout, planned.question.device_total_bytes)
+    if path is not None:
+        return _search(planned, runner, path, on_event, command)
+    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
+        study = _search(planned, runner, Path(folder, "study.jsonl"), on_event, command)
+    return msgspec.structs.replace(study, path=None)
+
+
+def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
+    """Run one prepared trial; it is recorded in no study."""
+    totals = [gpu.memory_total_bytes for gpu in used_gpus(probe(), device=spec.device, count=spec.layout.gpus)]
+    return _runner(request, "rung", min(totals, default=None)).run(spec)
+
+
+def study_file(request: Request, question: Question) -> Path | None:
+    """The file of a question's study; None for a dry run, unless the request names one."""
+    if request.study is not None:
+        return Path(request.study)
+    return None if request.dry_run else study_path(Path(request.log_dir), question)
+
+
+def _search(planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str]) -> Study:
+    with open_journal(path, planned.question, command=command) as journal:
+        recording = RecordingRunner(runner, journal)
+        for event in campaign(planned.question, recording):
+            if isinstance(event, CellAnswered):
+                journal.cell_answered(event.answer)
+            if on_event is not None and not _is_recorded_start(event, journal):
+                on_event(event)
+        study = journal.snapshot()
+    return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes))
+
+
+def _is_recorded_start(event: Event, journal: Journal) -> bool:
+    """The start of a trial that will not start, because its result is in the journal: nobody needs to hear of it."""
+    return isinstance(event, TrialStarted) and journal.recorded(event.spec, attempt=event.attempt, repeat=event.repeat) is not None
+
+
+def _runner(request: Request, log_layout: LogLayout, device_total_bytes: int | None = None) -> Runner:
+    if request.dry_run:
+        return SimulatedRunner(FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes)
+    return TorchrunRunner(
+        log_directory=Path(request.log_dir), timeout_s=request.timeout_s, log_layout=log_layout, allow_busy=request.allow_busy
+    )
+
+
+def _check_machine(request: Request, machine: Machine, device: Device, *, gpus: int) -> None:
+    """Raise for what would make every trial fail: no engine, an unfit or busy GPU, a log directory that takes no log."""
+    if request.dry_run:
+        return
+    missing = [package for package in ("torch", "transformers") if package not in machine.versions]
+    if missing:
+        raise MachineError(f"{' and '.join(missing)} not installed: no trial can run", hint="`pip install 'highwater[train]'`")
+    for gpu in used_gpus(machine, device=device, count=gpus):
+        refuse_unfit_gpu(gpu)
+    if device == "cuda" and not request.allow_busy:
+        refuse_busy_gpus(machine, count=gpus)
+    check_log_directory(Path(request.log_dir))

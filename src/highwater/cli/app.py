@@ -1,0 +1,49 @@
+"""The ``highwater`` command: parse, dispatch, and turn every error into its message and exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from highwater.cli import console
+from highwater.cli.parser import parse, usage
+from highwater.errors import EXIT_INTERRUPTED, EXIT_USER, HighwaterError
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run ``highwater`` with these words (default: the command line's); returns its exit code."""
+    return guarded(_run, sys.argv[1:] if words is None else words)
+
+
+def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """The exit code of a command; an error of the user or the machine is printed, a bug is not caught."""
+    try:
+        return run(words)
+    except HighwaterError as error:
+        console.error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of the answer went away: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_USER
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = parse(words)
+    if arguments.command is None:
+        sys.stderr.write(usage())
+        return EXIT_USER
+    from highwater.cli import commands, doctor  # here, so that a slip in the grammar is told at once
+
+    handlers = {
+        "find": commands.find,
+        "try": commands.try_,
+        "show": commands.show,
+        "doctor": doctor.doctor,
+        "schema": commands.schema,
+    }
+    return handlers[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

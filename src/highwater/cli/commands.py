@@ -1,0 +1,163 @@
+"""The commands: each takes what was typed, prints its answer and the next command to type, and returns the exit code."""
+
+import argparse
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+from highwater import api
+from highwater.cli import console
+from highwater.cli.config import config_schema, request_of, to_yaml
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
+from highwater.report.table import TextTable, answer_table, published_table
+from highwater.report.text import plain
+from highwater.spec.request import Request
+from highwater.spec.study import Question, Study
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.directory import newest_study
+from highwater.units import format_bytes, format_seconds, format_tokens
+
+
+def find(arguments: argparse.Namespace) -> int:
+    """``highwater find``: search the longest context of every cell."""
+    request = request_of(arguments)
+    if arguments.print_config:
+        console.answer(to_yaml(request))
+        return EXIT_ANSWERED
+    planned = api.prepare(request)
+    console.notes(planned.notes)
+    _note_resumed(request, planned.question)
+    try:
+        with console.progress(planned.question) as listener:
+            study = api.answer(request, planned, on_event=listener, command=arguments.command_line)
+    except KeyboardInterrupt:
+        say_interrupted(api.study_file(request, planned.question))
+        return EXIT_INTERRUPTED
+    console.notes([note for note in study.notes if note not in planned.notes])
+    if arguments.json:
+        console.answer_json(study)
+        return exit_code(study)
+    console.answer_table(answer_table(study))
+    console.next_command(_after_find(study))
+    return exit_code(study)
+
+
+def try_(arguments: argparse.Namespace) -> int:
+    """``highwater try``: one trial."""
+    request = request_of(arguments)
+    spec = api.prepare_trial(request, arguments.length)
+    console.talk(
+        f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, {spec.layout.gpus} x {spec.device}"
+    )
+    try:
+        result = api.answer_trial(request, spec)
+    except KeyboardInterrupt:
+        console.talk("interrupted: nothing of the trial runs any more")
+        return EXIT_INTERRUPTED
+    if arguments.json:
+        console.answer_json({"schema_version": 1, "spec": spec, "result": result})
+    else:
+        console.answer_table(_trial_table(spec, result))
+        console.next_command(f"highwater find {shlex.quote(request.model)}{_limit(request)}")
+    return _trial_exit_code(result)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """``highwater show``: a study, or several, as a table, in the published layout or as JSON."""
+    paths = [Path(name) for name in arguments.studies] or [newest_study(Path(arguments.log_dir))]
+    studies = [api.open_study(path) for path in paths]
+    for study in studies:
+        console.notes(study.notes)
+    if arguments.as_ == "json":
+        if len(studies) > 1:
+            raise UsageError(
+                f"{len(studies)} studies are no one document", hint=f"`highwater show {shlex.quote(str(paths[0]))} --as json`"
+            )
+        console.answer_json(studies[0])
+        return EXIT_ANSWERED
+    if arguments.as_ == "published":
+        console.answer(published_table(studies))
+    else:
+        for study in studies:
+            console.answer_table(answer_table(study))
+    console.next_command(_after_show(studies[0], arguments.as_))
+    return EXIT_ANSWERED
+
+
+def schema(_: argparse.Namespace) -> int:
+    """``highwater schema``: the JSON Schema of a configuration file."""
+    console.answer_json(config_schema())
+    return EXIT_ANSWERED
+
+
+def exit_code(study: Study) -> int:
+    """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no answer."""
+    answers = study.answers
+    if not study.complete or any(answer.capacity_tokens is None or answer.limit in ("time", "inconclusive") for answer in answers):
+        return EXIT_INCONCLUSIVE
+    return EXIT_ANSWERED if any(answer.capacity_tokens for answer in answers) else EXIT_ANSWERED_NO
+
+
+def say_interrupted(path: Path | None) -> None:
+    """After Ctrl-C: what is kept, and how to go on."""
+    try:
+        study = None if path is None else api.open_study(path)
+    except StudyError:
+        study = None
+    if study is None or path is None:
+        console.talk("interrupted: no trial had finished")
+        return
+    console.talk(f"interrupted: {study.finished_trials} finished trials are kept in {path}")
+    console.next_command(f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)")
+
+
+def _note_resumed(request: Request, question: Question) -> None:
+    """Say what a study has already; what is wrong with it is told when it is opened for writing."""
+    path = api.study_file(request, question)
+    if path is None or not path.exists():
+        return
+    with suppress(StudyError):
+        study = api.open_study(path)
+        if study.question.key == question.key and study.finished_trials:
+            console.notes([f"{path} has {study.finished_trials} finished trials: they are not run again"])
+
+
+def _after_find(study: Study) -> str:
+    if study.path is None:
+        return shlex.join(word for word in study.command if word != "--dry-run")
+    return f"highwater show {shlex.quote(study.path)} --as published"
+
+
+def _after_show(study: Study, shown_as: str) -> str:
+    if not study.complete and study.command:
+        return f"{shlex.join(study.command)}  (answers the rest)"
+    other = "table" if shown_as == "published" else "published"
+    return f"highwater show {shlex.quote(study.path or '')} --as {other}"
+
+
+def _limit(request: Request) -> str:
+    limit = f" --memory {request.memory}" if request.memory is not None else ""
+    return f"{limit} --device {request.device}" if request.device is not None else limit
+
+
+def _trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
+    label = "simulated" if result.simulated else "measured"
+    rows = (
+        ("outcome", str(result.outcome)),
+        ("reason", result.reason),
+        ("peak data segment" if spec.device == "cpu" else "peak reserved", format_bytes(result.peak_reserved_bytes)),
+        ("headroom", format_bytes(result.headroom_bytes)),
+        ("step time", format_seconds(result.step_time_s)),
+        ("tokens/s", "-" if result.tokens_per_s is None else f"{result.tokens_per_s:,.0f}"),
+        ("MFU", "-" if result.mfu is None else f"{result.mfu:.1%}"),
+        ("launch to first step", format_seconds(result.launch_to_first_step_s)),
+        ("log", result.log_path or "-"),
+    )
+    title = f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}: {label}"
+    return TextTable(title=title, columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
+
+
+def _trial_exit_code(result: TrialResult) -> int:
+    if result.outcome is Outcome.FIT:
+        return EXIT_ANSWERED
+    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE

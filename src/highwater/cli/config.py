@@ -1,0 +1,59 @@
+"""Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are errors."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from highwater.cli.flags import typed_values
+from highwater.errors import UsageError
+from highwater.spec.codec import json_schema, to_builtins
+from highwater.spec.request import Request, request_from
+
+SCHEMA_ID = "https://highwater.dev/schema/study.json"
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request in the file of ``--config``, if any, and the flags over it.
+
+    Raises UsageError for a file that cannot be read, and for settings that cannot be.
+    """
+    typed = typed_values(arguments)
+    if arguments.config is None:
+        return request_from(typed)
+    path = Path(arguments.config)
+    from_file = _read_yaml(path)
+    if "model" in typed:
+        from_file["model"] = typed["model"]
+    in_file = request_from(from_file, config_file=str(path))
+    return request_from({**to_builtins(in_file), **typed})
+
+
+def to_yaml(request: Request) -> str:
+    """The configuration that asks the same as the request, every setting spelled out."""
+    settings = {name: value for name, value in to_builtins(request).items() if value is not None}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=False).rstrip()
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema of a configuration file. No key is required: the model may be named on the command line."""
+    schema = json_schema(Request)
+    schema["$defs"]["Request"].pop("required")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    example = f"`highwater find Qwen3-0.6B --print-config > {path}` writes one that works"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}", hint=example) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError(f"{path} is not a list of settings, `name: value`", hint=example)
+    return content

@@ -1,0 +1,132 @@
+"""``highwater doctor``: what this machine is, whether trials can run on it, and what to do when they cannot."""
+
+import argparse
+import re
+
+from highwater.cli import console
+from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError
+from highwater.launch.probe import busy_gpus, probe, refuse_unfit_gpu
+from highwater.report.table import TextTable
+from highwater.report.text import plain
+from highwater.spec.codec import Noun
+from highwater.spec.hardware import Gpu, Machine
+from highwater.units import format_bytes
+
+_NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
+_INSTALL = "`pip install 'highwater[train]'`"
+
+
+class Finding(Noun, frozen=True, kw_only=True):
+    """Something to know, and what to do about it."""
+
+    problem: str
+    hint: str
+    stops_every_trial: bool
+
+
+class Diagnosis(Noun, frozen=True, kw_only=True):
+    """The document that ``highwater doctor --json`` prints."""
+
+    schema_version: int = 1
+    machine: Machine
+    findings: tuple[Finding, ...]
+
+    @property
+    def can_run(self) -> bool:
+        """A trial can run here."""
+        return not any(finding.stops_every_trial for finding in self.findings)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis; exit code 3 when no trial can run here."""
+    diagnosis = diagnose(probe())
+    code = EXIT_ANSWERED if diagnosis.can_run else EXIT_MACHINE
+    if arguments.json:
+        console.answer_json(diagnosis)
+        return code
+    machine = diagnosis.machine
+    if machine.gpus:
+        console.answer_table(_gpu_table(machine))
+        console.answer("")
+    console.answer_table(_host_table(machine))
+    for finding in diagnosis.findings:
+        console.answer(f"\n{finding.problem}\n  {finding.hint}")
+    if diagnosis.can_run:
+        console.next_command(_next_command(machine))
+    else:
+        console.next_command(_INSTALL.strip("`"))
+    return code
+
+
+def diagnose(machine: Machine) -> Diagnosis:
+    """What stands in the way of trials on a machine; pure."""
+    findings = [*_missing_packages(machine)]
+    if not machine.gpus:
+        findings.append(
+            Finding(
+                problem="no GPU is visible: trials run on the CPU, with small models, under a memory limit",
+                hint="with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+                stops_every_trial=False,
+            )
+        )
+    for gpu in machine.gpus:
+        try:
+            refuse_unfit_gpu(gpu)
+        except HighwaterError as error:
+            findings.append(Finding(problem=error.problem, hint=error.hint, stops_every_trial=False))
+    busy = busy_gpus(machine.gpus)
+    if busy:
+        free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
+        findings.append(
+            Finding(
+                problem=f"GPU {', '.join(str(gpu.index) for gpu in busy)} in use: trials would measure somebody else's memory",
+                hint=f"set CUDA_VISIBLE_DEVICES={free}" if free else "wait until one is free, or add `--allow-busy`",
+                stops_every_trial=False,
+            )
+        )
+    return Diagnosis(machine=machine, findings=tuple(findings))
+
+
+def _missing_packages(machine: Machine) -> list[Finding]:
+    findings: list[Finding] = []
+    for package, needed in _NEEDED.items():
+        oldest = ".".join(map(str, needed))
+        installed = machine.versions.get(package)
+        if installed is None:
+            findings.append(Finding(problem=f"{package} is not installed", hint=_INSTALL, stops_every_trial=True))
+        elif tuple(map(int, re.findall(r"\d+", installed)[:2])) < needed:
+            problem = f"{package} {installed} is too old: {oldest} is the first that works"
+            findings.append(Finding(problem=problem, hint=_INSTALL, stops_every_trial=True))
+    return findings
+
+
+def _gpu_table(machine: Machine) -> TextTable:
+    busy = busy_gpus(machine.gpus)
+    return TextTable(
+        title=f"GPUs, driver {plain(machine.driver_version or '?')}",
+        columns=("GPU", "name", "state", "memory", "in use", "processes"),
+        rows=tuple(_gpu_row(gpu, "in use" if gpu in busy else "free") for gpu in machine.gpus),
+    )
+
+
+def _gpu_row(gpu: Gpu, state: str) -> tuple[str, ...]:
+    return (
+        str(gpu.index),
+        plain(gpu.name),
+        state,
+        format_bytes(gpu.memory_total_bytes),
+        format_bytes(gpu.memory_used_bytes),
+        " ".join(map(str, gpu.processes)) or "-",
+    )
+
+
+def _host_table(machine: Machine) -> TextTable:
+    memory = f"{format_bytes(machine.host_memory_available_bytes)} free of {format_bytes(machine.host_memory_total_bytes)}"
+    rows = (("CPU cores", str(machine.cpu_cores)), ("host memory", memory), *sorted(machine.versions.items()))
+    return TextTable(title="machine", columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
+
+
+def _next_command(machine: Machine) -> str:
+    if machine.gpus:
+        return "highwater find Qwen3-0.6B"
+    return "highwater find Qwen3-0.6B --device cpu --memory 2GiB --dry-run"

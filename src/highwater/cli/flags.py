@@ -1,0 +1,89 @@
+"""The flags of the command line: one table for all commands. A flag is a field of ``Request`` and says what that field says."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from msgspec import Meta
+from msgspec.structs import fields
+
+from highwater.spec.request import Request, choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag: ``--name`` sets ``field``. Values stay text here; ``request_from`` reads them, and a file's, alike."""
+
+    name: str
+    metavar: str | None = None
+    """What stands for the value in the help; None for a switch, and for a setting with fixed choices."""
+    several: bool = False
+    switch: bool = False
+
+    @property
+    def field(self) -> str:
+        """The field of ``Request`` that it sets."""
+        return self.name.replace("-", "_")
+
+
+TRIAL_FLAGS = (
+    Flag(name="gpus", metavar="N", several=True),
+    Flag(name="ulysses", metavar="N", several=True),
+    Flag(name="memory", metavar="SIZE"),
+    Flag(name="loss"),
+    Flag(name="allocator"),
+    Flag(name="recompute"),
+    Flag(name="rope"),
+    Flag(name="sequences-per-micro-batch", metavar="N"),
+    Flag(name="timeout", metavar="TIME"),
+    Flag(name="steps", metavar="N"),
+    Flag(name="micro-batches", metavar="N"),
+    Flag(name="data", metavar="MODULE:FUNCTION"),
+    Flag(name="device"),
+    Flag(name="log-dir", metavar="DIR"),
+    Flag(name="allow-busy", switch=True),
+    Flag(name="dry-run", switch=True),
+)
+"""What one trial depends on: flags of ``find`` and ``try``."""
+
+SEARCH_FLAGS = (
+    Flag(name="start-length", metavar="TOKENS"),
+    Flag(name="resolution", metavar="TOKENS"),
+    Flag(name="max-length", metavar="TOKENS"),
+    Flag(name="method"),
+    Flag(name="confirm", metavar="K"),
+    Flag(name="margin", metavar="SIZE"),
+    Flag(name="study", metavar="FILE"),
+)
+"""What only a search has."""
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str) -> None:
+    """Give the parser these flags; one that is not typed leaves no trace in the namespace."""
+    section = parser.add_argument_group(group)
+    for flag in flags:
+        options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
+        if flag.switch:
+            options["action"] = "store_true"
+        else:
+            options["metavar"] = flag.metavar or f"{{{','.join(choices(flag.field))}}}"
+            if flag.several:
+                options["nargs"] = "+"
+        section.add_argument(f"--{flag.name}", **options)
+
+
+def typed_values(arguments: argparse.Namespace) -> dict[str, object]:
+    """What was typed, by the field of ``Request`` that it sets."""
+    typed = vars(arguments)
+    return {name: typed[name] for name in Request.__struct_fields__ if typed.get(name) is not None}
+
+
+def _help(flag: Flag) -> str:
+    field = next(field for field in fields(Request) if field.name == flag.field)
+    description = next(extra.description or "" for extra in get_args(field.type) if isinstance(extra, Meta))
+    shown = "" if field.default in (None, False, 0) or "default" in description else f" (default: {_spelled(field.default)})"
+    return f"{description}{shown}".replace("%", "%%")
+
+
+def _spelled(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

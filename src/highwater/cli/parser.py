@@ -1,0 +1,106 @@
+"""The grammar of ``highwater``: its commands and their flags. Errors of the grammar are errors like all others."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from highwater import __version__
+from highwater.cli.flags import SEARCH_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.errors import UsageError
+
+_COMMANDS = {
+    "find": "the longest context that a model trains with here, by real trials",
+    "try": "one trial of one length",
+    "show": "a study: as a table, in the published layout, or as JSON",
+    "doctor": "GPUs, versions, free memory, and what to do",
+    "schema": "the JSON Schema of --config files",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors, with a command that works as the hint."""
+
+    def __init__(self, *, example: str, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # pyright: ignore[reportArgumentType]
+        self.example = example
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise UsageError(message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag")
+
+    def flags(self) -> list[str]:
+        """Every flag, as its help lists them."""
+        return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What was typed after ``highwater``. Raises UsageError, with the nearest word that works."""
+    parser, commands = _parsers()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        near = get_close_matches(words[0], commands, n=1, cutoff=0.4)
+        raise UsageError(f"there is no command {words[0]!r}", hint=f"use `{commands[near[0] if near else 'find'].example}`")
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise _unknown(unknown[0], commands[arguments.command] if arguments.command else parser)
+    arguments.command_line = ("highwater", *words)
+    return arguments
+
+
+def usage() -> str:
+    """The help of ``highwater`` itself."""
+    return _parsers()[0].format_help()
+
+
+def _unknown(word: str, parser: Parser) -> UsageError:
+    if not word.startswith("-"):
+        return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
+    near = get_close_matches(word.partition("=")[0], parser.flags(), n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`?" if near else f"`{parser.prog} --help` lists every flag"
+    return UsageError(f"unknown flag {word}", hint=hint)
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(
+        prog="highwater",
+        example="highwater find Qwen3-0.6B",
+        description="The longest context you can train a model with, on these GPUs, and with which settings.",
+    )
+    parser.add_argument("--version", action="version", version=f"highwater {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    examples = {"find": "highwater find Qwen3-0.6B", "try": "highwater try Qwen3-0.6B --length 32k"}
+    commands = {
+        name: subparsers.add_parser(name, help=text, description=f"{name}: {text}", example=examples.get(name, f"highwater {name}"))
+        for name, text in _COMMANDS.items()
+    }
+    _find_flags(commands["find"])
+    _try_flags(commands["try"])
+    _show_flags(commands["show"])
+    commands["doctor"].add_argument("--json", action="store_true", help="print one JSON document")
+    return parser, commands
+
+
+def _find_flags(parser: Parser) -> None:
+    _model_and_config(parser)
+    parser.add_argument("--print-config", action="store_true", help="print the configuration that asks the same, and exit")
+    add_flags(parser, TRIAL_FLAGS, group="a trial")
+    add_flags(parser, SEARCH_FLAGS, group="the search")
+
+
+def _try_flags(parser: Parser) -> None:
+    _model_and_config(parser)
+    parser.add_argument("--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k")
+    add_flags(parser, TRIAL_FLAGS, group="the trial")
+
+
+def _show_flags(parser: Parser) -> None:
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one")
+    parser.add_argument("--as", dest="as_", choices=("table", "published", "json"), default="table", help="how to show it")
+    parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
+
+
+def _model_and_config(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -1,0 +1,109 @@
+"""Progress of a search: what each cell has tried, and how long the rest may take. Data and text; console.py draws it."""
+
+import time
+from collections.abc import Callable
+
+from highwater.report.table import TextTable, capacity_text, provenance
+from highwater.report.text import plain
+from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted
+from highwater.spec.study import Cell, Question
+from highwater.spec.trial import Outcome
+from highwater.units import format_bytes, format_seconds, format_tokens
+
+_RECENT = 4
+"""Trials that the estimate of the time left is averaged over: later ones are more like those to come."""
+
+
+class Progress:
+    """Hears the events of a search; knows where each cell stands."""
+
+    def __init__(self, question: Question, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._question = question
+        self._clock = clock
+        self._trials: dict[Cell, int] = dict.fromkeys(question.cells, 0)
+        self._states: dict[Cell, str] = dict.fromkeys(question.cells, "waiting")
+        self._fits: dict[Cell, int] = {}
+        self._walls_s: list[float] = []
+        self._started_at: float | None = None
+        self._trials_left = 0
+
+    def hear(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case TrialStarted():
+                self._started_at = self._clock()
+                self._trials_left = event.trials_left
+                self._states[event.cell] = f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
+            case TrialFinished():
+                self._started_at = None
+                self._trials_left = max(0, self._trials_left - 1)
+                self._trials[event.cell] += 1
+                self._walls_s.append(event.result.wall_s)
+                if event.result.outcome is Outcome.FIT:
+                    self._fits[event.cell] = max(event.spec.length_tokens, self._fits.get(event.cell, 0))
+                self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}"
+            case CellAnswered():
+                self._states[event.answer.cell] = f"done: {capacity_text(self._question, event.answer)}"
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimated seconds left, from the time that the last trials took; None while no trial has told."""
+        recent = [wall for wall in self._walls_s[-_RECENT:] if wall > 0]
+        if not recent:
+            return None
+        running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
+        return max(0.0, self._trials_left * sum(recent) / len(recent) - running_s)
+
+    def line(self, event: Event) -> str:
+        """One line about an event, for a log or a pipe."""
+        match event:
+            case TrialStarted():
+                return f"{event.cell.label}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{self._left()}"
+            case TrialFinished():
+                result = event.result
+                peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
+                reason = "" if result.outcome is Outcome.FIT else f": {plain(result.reason)}"
+                took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
+                length = format_tokens(event.spec.length_tokens)
+                return f"{event.cell.label}: {length} tokens {words(result.outcome)}{took}{peak}{reason}"
+            case CellAnswered():
+                return f"{event.answer.cell.label}: capacity {capacity_text(self._question, event.answer)} tokens"
+
+    def table(self) -> TextTable:
+        """Where every cell stands now."""
+        left = self.left_s
+        return TextTable(
+            title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
+            columns=("rung", "GPUs", "SP", "now", "longest that fit", "trials"),
+            rows=tuple(
+                (
+                    cell.settings.label,
+                    str(cell.layout.gpus),
+                    str(cell.layout.ulysses_degree),
+                    self._states[cell],
+                    format_tokens(self._fits.get(cell)),
+                    str(self._trials[cell]),
+                )
+                for cell in self._question.cells
+            ),
+            footnotes=() if left is None else (f"about {format_seconds(left)} left",),
+        )
+
+    def _left(self) -> str:
+        return "" if self.left_s is None else f" (about {format_seconds(self.left_s)} left)"
+
+
+def words(outcome: Outcome) -> str:
+    """An outcome in a sentence: ``fit``, ``ran out of memory``, ..."""
+    return {
+        Outcome.FIT: "fit",
+        Outcome.OUT_OF_MEMORY: "ran out of memory",
+        Outcome.HOST_OUT_OF_MEMORY: "ran out of host memory",
+        Outcome.TIMEOUT: "timed out",
+        Outcome.CRASHED: "crashed",
+    }[outcome]
+
+
+def _again(event: TrialStarted) -> str:
+    attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
+    return f"{attempt}, to confirm" if event.repeat else attempt
