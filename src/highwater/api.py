@@ -18,9 +18,10 @@ import msgspec
 
 from highwater.errors import MachineError
 from highwater.launch.probe import probe, refuse_busy_gpus, refuse_unfit_gpu
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
+from highwater.search.compare import MethodCount, compare, read_capacity_table
 from highwater.spec.hardware import Machine
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
@@ -61,6 +62,12 @@ def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
 def open_study(path: str | Path) -> Study:
     """The study in a file, as it is now; raises StudyError when there is none, or when it is damaged."""
     return read_study(Path(path))
+
+
+def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
+    """Trials that each search method takes to find the capacities of a known table (CSV); nothing is trained."""
+    table = read_capacity_table(Path(table_path))
+    return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.capacity_tokens)))
 
 
 def prepare(request: Request, *, base: Settings | None = None) -> Plan:

@@ -41,6 +41,7 @@ def _run(words: Sequence[str]) -> int:
         "show": commands.show,
         "doctor": doctor.doctor,
         "schema": commands.schema,
+        "compare-search": commands.compare_search,
     }
     return handlers[arguments.command](arguments)
 

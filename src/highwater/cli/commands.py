@@ -90,6 +90,33 @@ def schema(_: argparse.Namespace) -> int:
     return EXIT_ANSWERED
 
 
+def compare_search(arguments: argparse.Namespace) -> int:
+    """``highwater compare-search``: the trials that each search method takes on a known table, side by side."""
+    counts = api.compare_search(arguments.table)
+    if arguments.json:
+        console.answer_json({"schema_version": 1, "methods": counts})
+        return EXIT_ANSWERED
+    models = list(dict.fromkeys(model for count in counts for model in count.trials_by_model))
+    table = TextTable(
+        title=f"trials to find the capacities of {plain(arguments.table)}: simulated",
+        columns=("method", "trials", *map(plain, models), "cells with another answer"),
+        rows=tuple(
+            (
+                count.method,
+                str(count.trials),
+                *(str(count.trials_by_model.get(model, 0)) for model in models),
+                str(len(count.differing_cells)),
+            )
+            for count in counts
+        ),
+        footnotes=tuple(f"{count.method}: {plain(cell)}" for count in counts for cell in count.differing_cells),
+        left_columns=1,
+    )
+    console.answer_table(table)
+    console.next_command("highwater find Qwen3-0.6B --method bisect")
+    return EXIT_ANSWERED
+
+
 def exit_code(study: Study) -> int:
     """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no answer."""
     answers = study.answers

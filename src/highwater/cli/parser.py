@@ -16,6 +16,7 @@ _COMMANDS = {
     "show": "a study: as a table, in the published layout, or as JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
+    "compare-search": "trials that each search method takes to find the capacities of a known table",
 }
 
 
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Every flag, as its help lists them."""
-        return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
+        return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", self.format_help())))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -41,10 +42,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = get_close_matches(words[0], commands, n=1, cutoff=0.4)
         raise UsageError(f"there is no command {words[0]!r}", hint=f"use `{commands[near[0] if near else 'find'].example}`")
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise _unknown(unknown[0], commands[arguments.command] if arguments.command else parser)
+    arguments = parse_strictly(commands[words[0]] if words and words[0] in commands else parser, words, whole=parser)
     arguments.command_line = ("highwater", *words)
+    return arguments
+
+
+def parse_strictly(parser: Parser, words: Sequence[str], *, whole: Parser | None = None) -> argparse.Namespace:
+    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``) does not know."""
+    arguments, unknown = (whole or parser).parse_known_args(words)
+    if unknown:
+        raise _unknown(unknown[0], parser)
     return arguments
 
 
@@ -69,7 +76,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"highwater {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    examples = {"find": "highwater find Qwen3-0.6B", "try": "highwater try Qwen3-0.6B --length 32k"}
+    examples = {
+        "find": "highwater find Qwen3-0.6B",
+        "try": "highwater try Qwen3-0.6B --length 32k",
+        "compare-search": "highwater compare-search capacities.csv",
+    }
     commands = {
         name: subparsers.add_parser(name, help=text, description=f"{name}: {text}", example=examples.get(name, f"highwater {name}"))
         for name, text in _COMMANDS.items()
@@ -77,7 +88,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _find_flags(commands["find"])
     _try_flags(commands["try"])
     _show_flags(commands["show"])
-    commands["doctor"].add_argument("--json", action="store_true", help="print one JSON document")
+    commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
+    for name in ("doctor", "compare-search"):
+        commands[name].add_argument("--json", action="store_true", help="print one JSON document")
     return parser, commands
 
 

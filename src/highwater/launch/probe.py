@@ -46,10 +46,11 @@ def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
     if not busy:
         return
     free = [gpu.index for gpu in machine.gpus if gpu not in busy_gpus(machine.gpus)]
+    all_the_same = "`highwater find --allow-busy` starts all the same"
     if len(free) >= count:
-        hint = f"`CUDA_VISIBLE_DEVICES={','.join(map(str, free[:count]))}` takes free ones; `highwater find --allow-busy` starts all the same"
+        hint = f"`CUDA_VISIBLE_DEVICES={','.join(map(str, free[:count]))}` takes free ones; {all_the_same}"
     else:
-        hint = "wait until they are free, `highwater doctor` shows them; `highwater find --allow-busy` starts all the same"
+        hint = f"wait until they are free, `highwater doctor` shows them; {all_the_same}"
     raise MachineError("; ".join(_use_of(gpu) for gpu in busy), hint=hint)
 
 

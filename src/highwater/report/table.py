@@ -148,9 +148,8 @@ def _footnotes(study: Study) -> list[str]:
         notes.extend(f"{answer.cell.label}: not monotone: {plain(text)}" for text in answer.contradictions)
     best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
     if best is not None and best.capacity_tokens:
-        notes.append(
-            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {'simulated' if question.simulated else 'measured'}"
-        )
+        label = "simulated" if question.simulated else "measured"
+        notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {label}")
     return notes
 
 

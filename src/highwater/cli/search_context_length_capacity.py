@@ -1,0 +1,212 @@
+"""``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by this project's trials.
+
+The same flags, defaults, log tree and line per cell. What the engine cannot do yet is refused by name, never ignored.
+Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from highwater import api
+from highwater.cli import console
+from highwater.cli.app import guarded
+from highwater.cli.commands import exit_code, say_interrupted
+from highwater.cli.parser import Parser, parse_strictly
+from highwater.cli.progress import Progress
+from highwater.errors import EXIT_INTERRUPTED, HighwaterError, MachineError, UsageError
+from highwater.launch.torchrun import refuse_unsupported
+from highwater.report.table import published_line
+from highwater.search.campaign import CellAnswered, Event
+from highwater.spec.layout import Layout
+from highwater.spec.request import Request, request_from
+from highwater.spec.settings import Allocator, Settings
+
+PROGRAM = "search_context_length_capacity"
+_MICRO_BATCHES = 4
+_SEQUENCES_PER_MICRO_BATCH = 2
+"""Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
+_NO_CEILING = "16m"
+"""The published scan has none."""
+_FLAG_NAMES = {
+    "--gpus": "--test_gpu_num",
+    "--ulysses": "--test_sp_num",
+    "--log-dir": "--log_dir",
+    "--start-length": "--start_length",
+}
+"""Flags of ``highwater find`` in hints, and what they are called here."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command with these words (default: the command line's); returns its exit code."""
+    return guarded(_run, sys.argv[1:] if words is None else words)
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = parse_strictly(_parser(), words)
+    settings = settings_of(arguments, os.environ)
+    if arguments.dlc:
+        raise _no_dlc(arguments, _unsupported(arguments, settings))
+    _refuse_unsupported(arguments, settings)
+    try:
+        request = request_of(arguments, settings)
+        planned = api.prepare(request, base=settings)
+    except HighwaterError as error:
+        error.hint = _in_these_words(error.hint)
+        raise
+    console.notes(
+        (
+            f"the objective is {settings.objective}, not GRPO: its trials hold no reference log-probabilities and no entropy",
+            f"no checkpoint is written, and {arguments.checkpoint_path} is left alone",
+            *map(_in_these_words, planned.notes),
+        )
+    )
+    progress = Progress(planned.question)
+
+    def hear(event: Event) -> None:
+        progress.hear(event)
+        console.talk(progress.line(event))
+        if isinstance(event, CellAnswered):
+            console.answer(published_line(planned.question, event.answer.cell, event.answer))
+
+    try:
+        study = api.answer(request, planned, on_event=hear, log_layout="published", command=(PROGRAM, *words))
+    except KeyboardInterrupt:
+        say_interrupted(api.study_file(request, planned.question))
+        return EXIT_INTERRUPTED
+    console.next_command(f"highwater show {shlex.quote(study.path or '')} --as published")
+    return exit_code(study)
+
+
+def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
+    """The settings that the flags name; the allocator's mode is in the environment there, as the guide's "Env"."""
+    named = environment.get("PYTORCH_CUDA_ALLOC_CONF", environment.get("PYTORCH_ALLOC_CONF", ""))
+    allocator: Allocator = "expandable" if "expandable_segments:true" in named.replace(" ", "").lower() else "native"
+    return Settings(
+        strategy=arguments.trainer_strategy,
+        allocator=allocator,
+        entropy="chunked" if arguments.entropy_saving else "none",
+        offload=arguments.offload,
+        sequences_per_micro_batch=_SEQUENCES_PER_MICRO_BATCH,
+        save_hf=arguments.save_hf_checkpoint,
+    )
+
+
+def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:
+    """The search that the flags ask for: by bisection, on GPUs, YaRN past the native length whatever the model brings."""
+    return request_from(
+        {
+            "model": arguments.model_path,
+            "gpus": arguments.test_gpu_num,
+            "ulysses": arguments.test_sp_num,
+            "loss": settings.loss,
+            "allocator": settings.allocator,
+            "rope": "yarn",
+            "sequences_per_micro_batch": settings.sequences_per_micro_batch,
+            "micro_batches": _MICRO_BATCHES,
+            "start_length": arguments.start_length,
+            "max_length": _NO_CEILING,
+            "timeout": arguments.timeout,
+            "device": "cuda",
+            "log_dir": arguments.log_dir,
+        }
+    )
+
+
+def _refuse_unsupported(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Raise UsageError that names every flag, defaults included, that asks for what the engine cannot do yet."""
+    refused = _unsupported(arguments, settings)
+    if refused:
+        raise UsageError(
+            f"the engine cannot do this yet: {', '.join(flag for flag, _ in refused)}", hint=f"`{_command(arguments, refused)}`"
+        )
+
+
+def _unsupported(arguments: argparse.Namespace, settings: Settings) -> list[tuple[str, dict[str, Any]]]:
+    """Each flag that the engine cannot do, as it was typed, and what to give in its place."""
+    plain, alone = Settings(), Layout()
+    tried = [degree for degree in arguments.test_sp_num if degree > 1 and any(n % degree == 0 for n in arguments.test_gpu_num)]
+    asked = [
+        (f"--trainer_strategy {settings.strategy}", {"trainer_strategy": "fsdp2"}, _with(plain, strategy=settings.strategy), alone),
+        (
+            f"--save_hf_checkpoint {settings.save_hf}",
+            {"save_hf_checkpoint": "never"},
+            _with(plain, save_hf=settings.save_hf),
+            alone,
+        ),
+        ("--entropy_saving", {"entropy_saving": False}, _with(plain, entropy=settings.entropy), alone),
+        ("--offload", {"offload": False}, _with(plain, offload=settings.offload), alone),
+        *((f"--test_sp_num {n}", {"test_sp_num": [1]}, plain, Layout(gpus=n, ulysses_degree=n)) for n in tried),
+    ]
+    return [(flag, instead) for flag, instead, alike, layout in asked if not _is_supported(alike, layout)]
+
+
+def _is_supported(settings: Settings, layout: Layout) -> bool:
+    try:
+        refuse_unsupported(settings, layout)
+    except UsageError:
+        return False
+    return True
+
+
+def _with(settings: Settings, **changes: Any) -> Settings:
+    return msgspec.structs.replace(settings, **changes)
+
+
+def _no_dlc(arguments: argparse.Namespace, refused: list[tuple[str, dict[str, Any]]]) -> MachineError:
+    return MachineError(
+        "--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: the GPUs of the machine this is typed on",
+        hint=f"`{_command(arguments, [('--dlc', {'dlc': False}), *refused])}`, on one machine of the job",
+    )
+
+
+def _command(arguments: argparse.Namespace, replaced: list[tuple[str, dict[str, Any]]]) -> str:
+    """The command line of these arguments with some flags replaced, defaults left out."""
+    values = vars(arguments)
+    for _, instead in replaced:
+        values = {**values, **instead}
+    defaults = vars(_parser().parse_args([f"--model_path={arguments.model_path}"]))
+    words = [PROGRAM, "--model_path", arguments.model_path]
+    for name, value in values.items():
+        if value != defaults[name]:
+            words.append(f"--{name}")
+            words.extend([] if isinstance(value, bool) else map(str, value) if isinstance(value, list) else [str(value)])
+    return shlex.join(words)
+
+
+def _in_these_words(text: str) -> str:
+    for theirs, here in _FLAG_NAMES.items():
+        text = text.replace(f"`{theirs}", f"`{here}")
+    return text
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2 --save_hf_checkpoint never",
+        description="The longest context that a model trains with, for each number of GPUs and each SP.",
+    )
+    checkpoint_path = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
+    add = parser.add_argument
+    add("--model_path", required=True, help="directory of a Hugging Face model")
+    add("--start_length", type=int, default=4096, help="shortest length to try, in tokens (default: 4096)")
+    add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
+    add("--checkpoint_path", default=checkpoint_path, help="accepted; nothing is written to it, and it is never deleted")
+    add("--test_gpu_num", type=int, nargs="*", default=[1, 2, 4, 6], help="GPU counts (default: 1 2 4 6)")
+    add("--test_sp_num", type=int, nargs="*", default=[1], help="SP values, tried where they divide GPUs and heads (default: 1)")
+    add("--save_hf_checkpoint", choices=("always", "never", "last"), default="last", help="when to save HF weights (default: last)")
+    add("--entropy_saving", action="store_true", help="entropy in chunks, recomputed")
+    add("--offload", action="store_true", help="parameters, gradients and optimizer states in host memory")
+    add("--trainer_strategy", choices=("fsdp", "fsdp2"), default="fsdp", help="how states are sharded (default: fsdp)")
+    add("--timeout", type=int, default=2400, help="seconds for one trial (default: 2400)")
+    add("--dlc", action="store_true", help="join the Ray cluster of an Aliyun PAI DLC job")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
