@@ -1,0 +1,154 @@
+"""SimulatedRunner: answers trials from a memory law, for tests, for ``--dry-run``, and for comparing search methods.
+
+A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
+budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law, times unknown.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.study import Cell
+from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
+from highwater.units import MIB, format_bytes
+
+CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 1300 * MIB, "cpu": 0}
+"""Outside the allocator: the driver's reserve and a context with cuBLAS and cuDNN (read on an H200, torch 2.11), no NCCL.
+On the CPU the limit bounds the whole data segment."""
+
+STATE_BYTES_PER_PARAMETER = 16
+"""float32: parameter, gradient and both moments of AdamW."""
+ENGINE_LOGITS_BYTES = 2.0
+"""Per token x vocabulary, ``full``: bf16 logits, overwritten by their own gradient. Source: engine/loss.py."""
+VERL_LOGITS_BYTES = 8.0
+"""The same in Trinity-RFT and verl, which divide by the temperature in place. Measured, torch 2.11."""
+GATHERED_BYTES_PER_EMBEDDING = 4
+"""Embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
+NATIVE_USABLE_SHARE = 0.86
+"""What fragmentation leaves of the memory without expandable segments. Fitted to the published A100 tables."""
+BASE_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000 - CONTEXT_BYTES["cuda"], "cpu": 512 * MIB}
+"""Besides all that: with the context, the 2.5 GB fitted to the published tables; on the CPU, an interpreter with torch."""
+
+Law = Callable[[TrialSpec], int | Outcome]
+"""Bytes that the allocator of one GPU must reserve for a trial, or how the trial ends."""
+
+
+class SimulatedRunner:
+    """A ``Runner`` that trains nothing and takes no time."""
+
+    def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
+        """``device_total_bytes`` is the card's memory, for trials without a budget; None is a card without end."""
+        self._law = law
+        self._device_total_bytes = device_total_bytes
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002 (a law knows no repeats)
+        """The result by the law. Raises what the law raises."""
+        told = self._law(spec)
+        if isinstance(told, Outcome):
+            return TrialResult(outcome=told, reason=f"simulated: {told.value}", attempt=attempt, simulated=True)
+        cap_bytes = self._cap_bytes(spec)
+        fits = cap_bytes is None or told <= cap_bytes
+        reason = f"simulated: {format_bytes(told)} needed"
+        if cap_bytes is not None:
+            reason += f", {format_bytes(cap_bytes)} usable"
+        failure = None if fits else Failure(kind="device_memory", phase="backward", text=reason)
+        memory = self._memory(spec, reserved_bytes=told if cap_bytes is None else min(told, cap_bytes))
+        budget = _budget(spec)
+        return TrialResult(
+            outcome=Outcome.FIT if fits else Outcome.OUT_OF_MEMORY,
+            reason=reason,
+            ranks=tuple(RankReport(rank=r, failure=failure, memory=memory, budget=budget) for r in range(spec.layout.gpus)),
+            attempt=attempt,
+            simulated=True,
+        )
+
+    def _cap_bytes(self, spec: TrialSpec) -> int | None:
+        """What the allocator may reserve; below zero where not even a context fits."""
+        limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
+        return None if limit_bytes is None else limit_bytes - CONTEXT_BYTES[spec.device]
+
+    def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
+        """Peaks of one rank. A trial that failed had reserved all it could."""
+        reserved_bytes = max(0, reserved_bytes)
+        if spec.device == "cpu":
+            return RankMemory(peak_data_segment_bytes=reserved_bytes)
+        return RankMemory(
+            peak_reserved_bytes=reserved_bytes,
+            device_used_bytes=reserved_bytes + CONTEXT_BYTES[spec.device],
+            device_total_bytes=self._device_total_bytes,
+        )
+
+
+def _budget(spec: TrialSpec) -> MemoryBudget | None:
+    if spec.memory_budget_bytes is None:
+        return None
+    context_bytes = CONTEXT_BYTES[spec.device]
+    return MemoryBudget(
+        budget_bytes=spec.memory_budget_bytes,
+        context_bytes=context_bytes,
+        nccl_bytes=0,
+        allocator_cap_bytes=max(0, spec.memory_budget_bytes - context_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaLaw:
+    """What a model needs, in closed form: states, gathered weights, and a cost per token of the longest-lived tensors.
+
+    The form that was fitted to the published A100 tables, of which it explains 69 of 80 cells with expandable segments exactly
+    and the others within a grid step; with terms of the loss and of one layer for settings that those tables lack. Rough.
+    """
+
+    shape: ModelShape | None = None
+    """None: each trial's model is read from its directory."""
+    logits_bytes: float = ENGINE_LOGITS_BYTES
+    """Per token x vocabulary, of the loss ``full``; ``chunked`` has none."""
+
+    def __call__(self, spec: TrialSpec) -> int:
+        """Bytes that each GPU's allocator must reserve."""
+        settings, layout = spec.settings, spec.layout
+        shape = self.shape or _shape(spec.model_directory)
+        tokens = -(-settings.sequences_per_micro_batch * spec.length_tokens // layout.context_degree)
+        states = 0 if settings.offload else STATE_BYTES_PER_PARAMETER * shape.parameters // layout.shard_degree
+        embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+        fixed = states + GATHERED_BYTES_PER_EMBEDDING * embeddings + BASE_BYTES[spec.device]
+        peak = fixed + tokens * self._bytes_per_token(spec, shape)
+        usable_share = NATIVE_USABLE_SHARE if spec.device == "cuda" and settings.allocator == "native" else 1
+        return int(peak / usable_share)
+
+    def _bytes_per_token(self, spec: TrialSpec, shape: ModelShape) -> float:
+        """What is saved in the forward pass, and the larger of the loss's logits and one layer being recomputed."""
+        layer = _layer_bytes_per_token(shape)
+        kept_of_each_layer = 2 * shape.hidden_size if spec.settings.recompute == "layer" else layer
+        logits = self.logits_bytes * shape.vocab_size if spec.settings.loss == "full" else 0
+        return kept_of_each_layer * shape.layers + max(logits, layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLaw:
+    """A table of capacities: a length fits if it is no longer than its cell's. It knows no bytes."""
+
+    capacity_tokens: Mapping[tuple[str, Cell], int]
+    """By model name and cell; 0 where nothing fits."""
+
+    def __call__(self, spec: TrialSpec) -> Outcome:
+        """Whether the table has a length this long. Raises KeyError for a cell that it does not have."""
+        capacity = self.capacity_tokens[spec.model_name, Cell(layout=spec.layout, settings=spec.settings)]
+        return Outcome.FIT if spec.length_tokens <= capacity else Outcome.OUT_OF_MEMORY
+
+
+@cache
+def _shape(model_directory: str) -> ModelShape:
+    return load_model(model_directory).shape
+
+
+def _layer_bytes_per_token(shape: ModelShape) -> int:
+    """One decoder layer's activations in bf16: norms and residuals, q, k, v and the output, the MLP's three products.
+
+    q to output twice: before and after rotation or transposition. For Qwen3-0.6B with layer inputs 101 KiB a token,
+    where Hugging Face with a fused loss was measured at 107.
+    """
+    attention = 2 * shape.head_dim * (shape.query_heads + shape.kv_heads)
+    mlp = 4 * shape.intermediate_size * shape.experts_per_token
+    return 2 * (4 * shape.hidden_size + attention + mlp)

@@ -1,0 +1,120 @@
+"""Bracket: which index of the grid to try next, and what the outcomes so far prove. Pure ask and tell.
+
+The answer is always made of observed outcomes: ``fits`` fit, and ``fits + 1`` did not; or ``fits`` is 0 and index 1 did
+not fit; or nothing above ``fits`` is left to try. A hint for the first index orders the trials and decides nothing.
+
+Trials for a capacity at index n, on any monotone law (``tests/unit/test_bracket.py``):
+    without a hint        at most 2·log2(n) + 2, and 1 for n = 0: gallop 1, 2, 4, ... and bisect (Bentley and Yao, 1976)
+    with a hint up to n   no more than without
+    with a longer hint    at most ``HINT_COST`` more, however wrong it is
+    with n or n + 1       2, the fewest that prove an answer
+"""
+
+from dataclasses import dataclass
+
+from highwater.spec.study import Method
+
+HINT_COST = 5
+"""Trials that a hint can cost: those of ``_around_the_hint``. After them the search starts from the bottom of the grid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """Two outcomes that no monotone law gives: ``failed_index`` did not fit, ``fit_index``, the same or longer, did."""
+
+    failed_index: int
+    fit_index: int
+
+
+class Bracket:
+    """The longest index in 1..``size`` that fits, found one observed outcome at a time.
+
+    ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan.
+    Outcomes may be told in any order, more than once, and for indices that were never asked for.
+    Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search goes on until the next
+    index above it is decided too, and ``contradictions`` lists what speaks against it.
+    """
+
+    def __init__(self, size: int, first: int | None = None, method: Method = "bisect") -> None:
+        self._size = size
+        self._first = min(max(first or 1, 1), size)
+        self._method: Method = method
+        self._fit: set[int] = set()
+        self._failed: set[int] = set()
+        self._undecided: set[int] = set()
+
+    def ask(self) -> int | None:
+        """The index to try next; None when the outcomes make an answer."""
+        if self.end == self.fits + 1:
+            return None
+        return self._next_in_scan() if self._method == "linear" else self._next_in_bisection()
+
+    def tell(self, index: int, fits: bool) -> None:
+        """Record that ``index`` fit, or that it did not."""
+        (self._fit if fits else self._failed).add(index)
+
+    def tell_undecided(self, index: int) -> None:
+        """Record that no trial of ``index`` could tell, in the time it had: nothing from there on is asked for."""
+        self._undecided.add(index)
+
+    @property
+    def fits(self) -> int:
+        """The longest index that fit; 0 when none has."""
+        return max(self._fit, default=0)
+
+    @property
+    def end(self) -> int:
+        """The lowest index above ``fits`` that is not worth a trial: it did not fit, was undecided, or is off the grid."""
+        return min((i for i in self._failed | self._undecided if i > self.fits), default=self._size + 1)
+
+    @property
+    def does_not_fit(self) -> int | None:
+        """The lowest index above ``fits`` that was seen not to fit."""
+        return min((i for i in self._failed if i > self.fits), default=None)
+
+    @property
+    def is_proven(self) -> bool:
+        """Two observed neighbours: ``fits`` fit (or is 0) and the index above it did not."""
+        return self.does_not_fit == self.fits + 1
+
+    @property
+    def contradictions(self) -> tuple[Contradiction, ...]:
+        """For each index that did not fit, the closest one at or above it that did; lowest first."""
+        above = {failed: [i for i in self._fit if i >= failed] for failed in sorted(self._failed)}
+        return tuple(Contradiction(failed, min(fit)) for failed, fit in above.items() if fit)
+
+    @property
+    def trials_left(self) -> int:
+        """About how many more trials the answer takes; while nothing bounds it from above, at least that many."""
+        gap = self.end - self.fits - 1
+        if gap <= 0:
+            return 0
+        if self._method == "bisect" and self.end <= self._size:
+            return gap.bit_length()
+        return 2 if not self._fit else 1
+
+    def _next_in_scan(self) -> int:
+        """Upwards from the start; below a start that failed, downwards, to the first that fits."""
+        if self._fit:
+            return self.fits + 1
+        return self.end - 1 if self._failed or self._undecided else self._first
+
+    def _next_in_bisection(self) -> int:
+        for index in self._around_the_hint:
+            if self.fits < index < self.end:
+                return index
+        if self.end > self._size:
+            distance = self.fits - self._first + 1
+            return min(self.fits + distance, self._size)
+        middle = (self.fits + self.end) // 2
+        return min(middle, max(2 * self.fits, 1))
+
+    @property
+    def _around_the_hint(self) -> tuple[int, ...]:
+        """The hint, then ever further below it for as long as they fail.
+
+        A good hint is a step or a few per cent off. One that is more than twice the capacity says nothing about it:
+        the bisection then gallops from index 1, so that a wild hint costs these trials and no more.
+        """
+        first = self._first
+        return (first, first - 1, first - 3, first - first // 8, first // 2)

@@ -1,0 +1,148 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.search.bracket import HINT_COST, Bracket, Contradiction
+
+SIZES = st.integers(1, 5000)
+
+
+def bound(capacity: int) -> float:
+    return 2 * math.log2(capacity) + 2 if capacity else 1
+
+
+def search(bracket: Bracket, capacity: int) -> int:
+    """Trials that a monotone law of this capacity takes."""
+    trials = 0
+    while (index := bracket.ask()) is not None:
+        bracket.tell(index, index <= capacity)
+        trials += 1
+    return trials
+
+
+@given(SIZES, st.data())
+def test_bisect_finds_the_capacity_of_any_monotone_law_within_the_bound(size, data):
+    capacity = data.draw(st.integers(0, size))
+    bracket = Bracket(size)
+    assert search(bracket, capacity) <= bound(capacity)
+    assert bracket.fits == capacity
+    assert bracket.is_proven == (capacity < size)
+
+
+@given(SIZES, st.data())
+def test_no_hint_however_wrong_costs_more_than_the_trials_around_it(size, data):
+    capacity = data.draw(st.integers(0, size))
+    hint = data.draw(st.integers(1, 2 * size))
+    bracket = Bracket(size, first=hint)
+    trials = search(bracket, capacity)
+    assert bracket.fits == capacity
+    assert trials <= bound(capacity) + (HINT_COST if hint > capacity else 0)
+
+
+@given(SIZES, st.data())
+def test_a_hint_at_the_edge_takes_the_two_trials_that_prove_it(size, data):
+    capacity = data.draw(st.integers(1, size))
+    for hint in (capacity, capacity + 1):
+        assert search(Bracket(size, first=hint), capacity) <= 2
+
+
+def test_a_grid_on_which_nothing_fits_takes_one_trial():
+    bracket = Bracket(100)
+    assert search(bracket, 0) == 1
+    assert (bracket.fits, bracket.does_not_fit, bracket.is_proven) == (0, 1, True)
+
+
+def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
+    bracket = Bracket(100)
+    search(bracket, 100)
+    assert (bracket.fits, bracket.end, bracket.does_not_fit, bracket.is_proven) == (100, 101, None, False)
+
+
+@given(SIZES, st.data())
+def test_a_timeout_lowers_the_ceiling_and_proves_nothing(size, data):
+    patience = data.draw(st.integers(1, size))
+    capacity = data.draw(st.integers(patience, size))
+    bracket = Bracket(size, first=data.draw(st.none() | st.integers(1, size)))
+    while (index := bracket.ask()) is not None:
+        if index >= patience:
+            bracket.tell_undecided(index)
+        else:
+            bracket.tell(index, index <= capacity)
+    assert bracket.fits == patience - 1
+    assert bracket.end == patience
+    assert not bracket.is_proven
+
+
+@given(st.integers(1, 40), st.data())
+def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradiction_is_listed(size, data):
+    index = st.integers(1, size)
+    told = data.draw(st.lists(st.tuples(index, st.booleans())))
+    bracket = Bracket(size, first=data.draw(st.none() | index), method=data.draw(st.sampled_from(["bisect", "linear"])))
+    for at, fits in told:
+        bracket.tell(at, fits)
+    for _ in range(size + 1):
+        asked = bracket.ask()
+        if asked is None:
+            break
+        assert asked not in [at for at, fits in told], "an index that was decided is not asked for again"
+        fits = data.draw(st.booleans())
+        told.append((asked, fits))
+        bracket.tell(asked, fits)
+    assert bracket.ask() is None
+    assert bracket.fits == max([at for at, fits in told if fits], default=0)
+    assert (bracket.fits + 1, False) in told or bracket.fits == size
+    failed_below = {at for at, fits in told if not fits and at <= bracket.fits}
+    assert {pair.failed_index for pair in bracket.contradictions} == failed_below
+    assert all((pair.fit_index, True) in told for pair in bracket.contradictions)
+
+
+def test_a_repeat_that_disagrees_is_kept_and_listed():
+    bracket = Bracket(10)
+    search(bracket, 4)
+    bracket.tell(4, fits=False)
+    assert bracket.contradictions == (Contradiction(failed_index=4, fit_index=4),)
+    assert (bracket.fits, bracket.ask()) == (4, None)
+
+
+def test_a_fit_above_the_edge_reopens_the_search_there():
+    bracket = Bracket(10)
+    search(bracket, 4)
+    bracket.tell(6, fits=True)
+    assert bracket.ask() == 7
+    bracket.tell(7, fits=False)
+    assert (bracket.fits, bracket.does_not_fit, bracket.ask()) == (6, 7, None)
+    assert bracket.contradictions == (Contradiction(5, 6), Contradiction(6, 6))
+
+
+@given(st.integers(1, 200), st.data())
+def test_linear_scans_upwards_and_stops_at_the_first_that_fails(size, data):
+    capacity = data.draw(st.integers(0, size))
+    start = data.draw(st.integers(1, capacity + 1))
+    bracket = Bracket(size, first=start, method="linear")
+    trials = search(bracket, capacity)
+    assert bracket.fits == capacity
+    if start <= capacity:
+        assert trials == min(capacity + 1, size) - start + 1
+
+
+@given(st.integers(2, 200), st.data())
+def test_linear_scans_downwards_from_a_start_that_fails(size, data):
+    start = data.draw(st.integers(2, size))
+    capacity = data.draw(st.integers(0, start - 1))
+    bracket = Bracket(size, first=start, method="linear")
+    assert search(bracket, capacity) == start - capacity + (capacity > 0)
+    assert bracket.fits == capacity
+    assert bracket.is_proven
+
+
+@pytest.mark.parametrize("told", [[], [(3, True)], [(9, False)], [(3, True), (9, False)]])
+def test_the_trials_left_end_at_zero_and_never_before(told):
+    bracket = Bracket(20)
+    for index, fits in told:
+        bracket.tell(index, fits)
+    while (index := bracket.ask()) is not None:
+        assert bracket.trials_left > 0
+        bracket.tell(index, index <= 6)
+    assert bracket.trials_left == 0

@@ -1,0 +1,259 @@
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from highwater.errors import MachineError
+from highwater.launch.simulated import CONTEXT_BYTES, FormulaLaw, Law, SimulatedRunner
+from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer, Grid, Question
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.units import GIB, MIB
+
+STEP = 1000
+GRID_SIZE = 64
+MODEL = load_model("Qwen3-0.6B")
+
+
+def ask(**changes) -> Question:
+    """One cell on a grid of 64 lengths, index i of which is i thousand tokens."""
+    fields = {
+        "model": MODEL,
+        "device": "cuda",
+        "device_name": "simulated GPU",
+        "device_total_bytes": None,
+        "memory_budget_bytes": None,
+        "cells": (Cell(layout=Layout(), settings=Settings()),),
+        "grid": Grid(
+            start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=GRID_SIZE * STEP
+        ),
+    }
+    return Question(**(fields | changes))
+
+
+def fits_up_to(index: int) -> Law:
+    return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
+
+
+def events_of(question: Question, law: Law) -> list[Event]:
+    return list(campaign(question, SimulatedRunner(law)))
+
+
+def answers_of(question: Question, law: Law) -> list[CellAnswer]:
+    return [event.answer for event in events_of(question, law) if isinstance(event, CellAnswered)]
+
+
+def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
+    """A law that answers some lengths (thousands of tokens) from a list, launch by launch, before it is lawful."""
+    left = {index * STEP: list(told) for index, told in outcomes.items()}
+
+    def law(spec: TrialSpec) -> int | Outcome:
+        told = left.get(spec.length_tokens)
+        return told.pop(0) if told else otherwise(spec)
+
+    return law
+
+
+class Repeats:
+    """A runner whose repeats follow another law than its first trials."""
+
+    def __init__(self, first: Law, repeats: Law) -> None:
+        self.launches: Counter[tuple[int, int]] = Counter()
+        self._runners = (SimulatedRunner(first), SimulatedRunner(repeats))
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        self.launches[spec.length_tokens // STEP, repeat] += 1
+        return self._runners[repeat > 0].run(spec, attempt=attempt, repeat=repeat)
+
+
+def answer_by(question: Question, runner: Repeats) -> CellAnswer:
+    return next(event.answer for event in campaign(question, runner) if isinstance(event, CellAnswered))
+
+
+@given(st.integers(0, GRID_SIZE - 1), st.sampled_from(["bisect", "linear"]))
+def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not(capacity, method):
+    events = events_of(ask(method=method), fits_up_to(capacity))
+    answer = events[-1].answer
+    outcomes = {e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)}
+    assert answer.capacity_tokens == capacity * STEP
+    assert answer.does_not_fit_tokens == (capacity + 1) * STEP
+    assert outcomes[answer.does_not_fit_tokens] is Outcome.OUT_OF_MEMORY
+    assert capacity == 0 or outcomes[answer.capacity_tokens] is Outcome.FIT
+    assert (answer.limit, answer.monotone, answer.trials) == ("memory", True, len(outcomes))
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 140), st.sampled_from(["Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"]), st.integers(1, 8))
+def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_gib, model, gpus):
+    rungs = [Settings(), Settings(allocator="expandable"), Settings(allocator="expandable", loss="chunked")]
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
+    grid = Grid(start_tokens=4096, step_tokens=4096, native_length_tokens=40960, beyond_step_tokens=10240, max_tokens=1024**2)
+    question = ask(model=load_model(model), memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
+    together = answers_of(question, FormulaLaw())
+    alone = [
+        answers_of(ask(model=question.model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)), FormulaLaw())
+        for c in cells
+    ]
+    assert [answer.capacity_tokens for answer in together] == [answers[0].capacity_tokens for answers in alone]
+
+
+def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
+    events = events_of(ask(), fits_up_to(3))
+    assert isinstance(events[-1], CellAnswered)
+    for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
+        assert isinstance(started, TrialStarted)
+        assert isinstance(finished, TrialFinished)
+        assert (started.spec, started.attempt, started.repeat) == (finished.spec, finished.attempt, finished.repeat)
+
+
+def test_the_estimate_of_trials_left_ends_at_zero():
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2, 4))
+    started = [e for e in events_of(ask(cells=cells), fits_up_to(20)) if isinstance(e, TrialStarted)]
+    assert started[0].trials_left > 0
+    assert started[-1].trials_left == 0
+
+
+def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
+    [answer] = answers_of(ask(), fits_up_to(GRID_SIZE))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (64_000, None, "ceiling")
+    assert answer.reason == "64,000 tokens fit, the longest length that was to be tried"
+
+
+def test_host_memory_that_runs_out_is_named_as_the_limit():
+    [answer] = answers_of(ask(), lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.HOST_OUT_OF_MEMORY)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (5000, 6000, "host_memory")
+
+
+@pytest.mark.parametrize("trouble", [Outcome.CRASHED, Outcome.TIMEOUT])
+def test_trouble_that_passes_is_retried_and_leaves_no_trace_in_the_answer(trouble):
+    events = events_of(ask(), in_turn({4: [trouble]}, fits_up_to(4)))
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (4000, "memory", True)
+    attempts = [e.attempt for e in events if isinstance(e, TrialStarted) and e.spec.length_tokens == 4000]
+    assert attempts == [1, 2]
+    assert answer.trials == sum(isinstance(e, TrialStarted) for e in events)
+
+
+def test_a_trial_that_only_crashes_leaves_the_cell_inconclusive_with_the_longest_fit():
+    events = events_of(ask(), lambda spec: Outcome.CRASHED if spec.length_tokens == 4000 else Outcome.FIT)
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (2000, None, "inconclusive")
+    assert answer.reason == "4,000 tokens: none of 3 attempts told whether it fits; the last: simulated: CRASHED"
+    assert [e.attempt for e in events if isinstance(e, TrialStarted)][-3:] == [1, 2, 3]
+
+
+def test_a_cell_where_no_trial_told_anything_has_no_capacity():
+    [answer] = answers_of(ask(), lambda spec: Outcome.CRASHED)
+    assert (answer.capacity_tokens, answer.limit, answer.trials) == (None, "inconclusive", 3)
+
+
+def test_a_crash_in_one_cell_does_not_end_the_others():
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2))
+    one, two = answers_of(ask(cells=cells), lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7)(spec))
+    assert (one.limit, two.limit, two.capacity_tokens) == ("inconclusive", "memory", 7000)
+
+
+def test_a_length_that_times_out_twice_ends_the_search_above_and_it_goes_on_below():
+    events = events_of(ask(), lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.TIMEOUT)
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (5000, None, "time")
+    assert answer.reason == "6,000 tokens took too long to tell: simulated: TIMEOUT"
+    assert max(e.attempt for e in events if isinstance(e, TrialStarted)) == 2
+
+
+def test_memory_that_runs_out_below_a_timeout_is_the_limit():
+    law = in_turn({8: [Outcome.TIMEOUT] * 2}, fits_up_to(5))
+    [answer] = answers_of(ask(), law)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (5000, 6000, "memory")
+
+
+@given(st.integers(0, 40 * STEP))
+def test_the_margin_asks_for_the_longest_length_with_that_headroom(margin_mib):
+    """By the law each token takes 1 MiB, and 40 thousand tokens fill the allocator's share."""
+    budget = CONTEXT_BYTES["cuda"] + 40 * STEP * MIB
+    question = ask(memory_budget_bytes=budget, margin_bytes=margin_mib * MIB)
+    [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
+    assert answer.capacity_tokens == (40 * STEP - margin_mib) // STEP * STEP
+    if answer.capacity_tokens:
+        assert answer.headroom_bytes >= margin_mib * MIB
+        assert answer.peak_reserved_bytes == answer.capacity_tokens * MIB
+
+
+def test_a_fit_without_the_margin_says_so():
+    question = ask(memory_budget_bytes=CONTEXT_BYTES["cuda"] + 40 * STEP * MIB, margin_bytes=2 * GIB)
+    [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
+    assert answer.reason == "38,000 tokens fit with 1.95 GiB of headroom; 2.00 GiB is asked for"
+
+
+def test_headroom_that_nobody_measured_is_no_margin():
+    [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9))
+    assert answer.capacity_tokens == 0
+    assert "could not be measured" in answer.reason
+
+
+def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once():
+    runner = Repeats(fits_up_to(5), fits_up_to(5))
+    answer = answer_by(ask(confirm=3), runner)
+    assert [runner.launches[5, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
+    assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
+    assert [runner.launches[index, 0] for index in (7, 8, 9)] == [1, 1, 1]
+    assert set(runner.launches.values()) == {1}
+    assert (answer.capacity_tokens, answer.monotone, answer.trials) == (5000, True, runner.launches.total())
+
+
+def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), fits_up_to(4)))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (5000, 6000, False)
+    assert answer.contradictions == ("5,000 tokens fit in one trial and not in another",)
+
+
+def test_a_repeat_that_fits_moves_the_edge_up_and_the_new_edge_is_confirmed():
+    runner = Repeats(fits_up_to(5), fits_up_to(6))
+    answer = answer_by(ask(confirm=2), runner)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (6000, 7000, False)
+    assert runner.launches[7, 2] == 1
+    assert answer.contradictions == ("6,000 tokens fit in one trial and not in another",)
+
+
+def test_a_fit_above_the_edge_is_reported_not_smoothed():
+    def law(spec: TrialSpec) -> Outcome:
+        return Outcome.FIT if spec.length_tokens <= 5000 or spec.length_tokens == 7000 else Outcome.OUT_OF_MEMORY
+
+    answer = answer_by(ask(confirm=1), Repeats(law, law))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (7000, 8000, False)
+    assert answer.contradictions == ("6,000 tokens did not fit, 7,000 tokens did",)
+
+
+def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), lambda spec: Outcome.TIMEOUT))
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (5000, "memory", True)
+    assert answer.reason.endswith("; repeats that took too long to confirm it: 2")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(Outcome), min_size=GRID_SIZE, max_size=GRID_SIZE), st.integers(0, 3))
+def test_any_law_at_all_gets_an_answer_that_its_trials_bear_out(outcomes, confirm):
+    law: Callable[[TrialSpec], Outcome] = lambda spec: outcomes[spec.length_tokens // STEP - 1]  # noqa: E731
+    events = events_of(ask(confirm=confirm), law)
+    answer = events[-1].answer
+    tried = {e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)}
+    assert not answer.capacity_tokens or tried[answer.capacity_tokens] is Outcome.FIT
+    if answer.does_not_fit_tokens:
+        assert tried[answer.does_not_fit_tokens].is_memory
+        assert answer.does_not_fit_tokens == answer.capacity_tokens + STEP
+    failed_below = [length for length, outcome in tried.items() if outcome.is_memory and length <= (answer.capacity_tokens or 0)]
+    assert answer.monotone == (not failed_below)
+
+
+@pytest.mark.parametrize("error", [MachineError("the GPU fell off the bus", hint="restart"), KeyboardInterrupt()])
+def test_what_ends_the_machine_ends_the_campaign(error):
+    def law(spec: TrialSpec) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        events_of(ask(), law)
