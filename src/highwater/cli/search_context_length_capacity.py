@@ -38,6 +38,8 @@ _FLAG_NAMES = {
     "--ulysses": "--test_sp_num",
     "--log-dir": "--log_dir",
     "--start-length": "--start_length",
+    "--timeout 10s": "--timeout 10",
+    "--timeout 40m": "--timeout 2400",
 }
 """Flags of ``highwater find`` in hints, and what they are called here."""
 
@@ -48,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments = parse_strictly(_parser(), words)
+    arguments = parse(words)
     settings = settings_of(arguments, os.environ)
     if arguments.dlc:
         raise _no_dlc(arguments, _unsupported(arguments, settings))
@@ -81,6 +83,11 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     console.next_command(f"highwater show {shlex.quote(study.path or '')} --as published")
     return exit_code(study)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What was typed, with the original's defaults; raises UsageError for a flag that it does not have."""
+    return parse_strictly(_parser(), words)
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:

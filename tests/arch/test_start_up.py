@@ -1,0 +1,77 @@
+"""The control plane starts at once: it imports neither torch nor transformers, whatever is asked of it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import highwater
+
+HEAVY = ("torch", "transformers", "safetensors", "numpy")
+START_UP_S = 1.0
+"""A command that only talks answers within this, on a slow machine too; here it takes a tenth."""
+_RUN = f"""
+import sys
+from highwater.cli.app import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as leaving:
+    code = leaving.code
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"imported {{heavy}}" if heavy else code)
+"""
+DRY = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
+
+
+def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "highwater",
+        "highwater.api",
+        "highwater.cli.commands",
+        "highwater.cli.search_context_length_capacity",
+        "highwater.launch.torchrun",
+    ],
+)
+def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
+    done = run(f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--help",), ("find", "--help"), ("find", "Qwen3-0.6B", *DRY), ("try", "Qwen3-0.6B", "--length", "8k", *DRY), ("schema",)],
+)
+def test_a_command_that_trains_nothing_imports_nothing_heavy(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(_RUN, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
+    for form in ("table", "published", "json"):
+        assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("--help",), ("find", "Qwen3-0.6B", *DRY)])
+def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], tmp_path: Path) -> None:
+    took_s: list[float] = []
+    for _ in range(3):
+        began = time.monotonic()
+        run(_RUN, *words, cwd=tmp_path)
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < START_UP_S
+
+
+def test_the_public_names_are_these() -> None:
+    assert highwater.__all__ == ["HighwaterError", "__version__", "find", "open_study", "run_trial"]
+    assert all(getattr(highwater, name) is not None for name in highwater.__all__)
+    with pytest.raises(AttributeError):
+        _ = highwater.Journal

@@ -1,0 +1,105 @@
+"""``try``, ``show``, ``doctor``, ``schema`` and ``compare-search``."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("length", "code", "outcome"), [("8k", 0, "FIT"), ("1m", 1, "OUT_OF_MEMORY")])
+def test_one_trial_says_how_it_ended_by_its_exit_code(highwater: Run, length: str, code: int, outcome: str) -> None:
+    done = highwater("try", "Qwen3-0.6B", "--length", length, *SIMULATED)
+    assert done.returncode == code
+    assert done.stdout.splitlines()[0].endswith("tokens, vanilla: simulated")
+    assert f"outcome               {outcome}" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("next: highwater find Qwen3-0.6B")
+    as_json = highwater("try", "Qwen3-0.6B", "--length", length, *SIMULATED, "--json")
+    document = json.loads(as_json.stdout)
+    assert (as_json.returncode, document["schema_version"], document["result"]["outcome"]) == (code, 1, outcome)
+
+
+def test_a_study_is_shown_as_a_table_as_published_and_as_json(highwater: Run, tmp_path: Path) -> None:
+    found = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
+    assert highwater("show").stdout == found.stdout
+    published = highwater("show", "logs/m/study-1.jsonl", "--as", "published")
+    assert published.stdout.splitlines()[1] == "#GPU | SP | Qwen3-0.6B"
+    document = json.loads(highwater("show", "--as", "json").stdout)
+    assert document["path"] == "logs/m/study-1.jsonl"
+    assert len(document["trials"]) > 6
+    assert all(trial["result"]["simulated"] for trial in document["trials"])
+
+
+def test_without_a_name_the_newest_study_is_shown(highwater: Run) -> None:
+    for model in ("Qwen3-0.6B", "Qwen3-1.7B"):
+        highwater("find", model, *SIMULATED, "--study", f"elsewhere/{model}/study-1.jsonl")
+    assert highwater("show", "--log-dir", "elsewhere").stdout.startswith("Qwen3-1.7B")
+
+
+def test_several_studies_share_a_published_table(highwater: Run) -> None:
+    for name, model in (("a.jsonl", "Qwen3-0.6B"), ("b.jsonl", "Qwen3-1.7B")):
+        highwater("find", model, *SIMULATED, "--study", name)
+    shown = highwater("show", "a.jsonl", "b.jsonl", "--as", "published").stdout
+    assert shown.splitlines()[1] == "#GPU | SP | Qwen3-0.6B | Qwen3-1.7B"
+    refused = highwater("show", "a.jsonl", "b.jsonl", "--as", "json")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "`highwater show a.jsonl --as json`" in refused.stderr
+
+
+def test_a_search_that_was_cut_short_is_shown_with_the_command_that_resumes_it(highwater: Run, tmp_path: Path) -> None:
+    command = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
+    highwater(*command)
+    lines = (tmp_path / "s.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "s.jsonl").write_text("".join(lines[:6]))
+    shown = highwater("show", "s.jsonl")
+    assert "not searched yet" in shown.stdout
+    assert f"next: highwater {' '.join(command)}  (answers the rest)" in shown.stderr
+    highwater(*command)
+    assert "not searched yet" not in highwater("show", "s.jsonl").stdout
+
+
+def test_the_doctor_says_what_is_here_and_what_to_do(highwater: Run) -> None:
+    done = highwater("doctor")
+    assert "no GPU is visible" in done.stdout
+    assert "host memory" in done.stdout
+    document = json.loads(highwater("doctor", "--json").stdout)
+    assert document["machine"]["gpus"] == []
+    assert document["machine"]["host_memory_total_bytes"] > 0
+    installed = "torch" in document["machine"]["versions"] and "transformers" in document["machine"]["versions"]
+    assert done.returncode == (0 if installed else 3)
+    if installed:
+        following = done.stderr.splitlines()[-1].removeprefix("next: highwater ").split()
+        assert highwater(*following).returncode in (0, 1)
+
+
+def test_the_published_schema_is_current(highwater: Run) -> None:
+    printed = highwater("schema").stdout
+    assert json.loads(printed)["$defs"]["Request"]["additionalProperties"] is False
+    assert (ROOT / "docs" / "study.schema.json").read_text() == printed, "`highwater schema > docs/study.schema.json` renews it"
+
+
+def test_methods_are_compared_on_a_known_table(highwater: Run) -> None:
+    table = str(ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv")
+    counts = {
+        entry["method"]: entry["trials"] for entry in json.loads(highwater("compare-search", table, "--json").stdout)["methods"]
+    }
+    assert (counts["published scan"], counts["published scan, carried start"], counts["floor"]) == (969, 426, 224)
+    assert counts["highwater, bisect"] <= 320
+    shown = highwater("compare-search", table).stdout
+    assert [line.split()[-1] for line in shown.splitlines()[3:]] == ["0"] * 5
+
+
+@pytest.mark.parametrize("command", ["find", "try", "show", "doctor", "schema", "compare-search"])
+def test_every_command_explains_itself(highwater: Run, command: str) -> None:
+    done = highwater(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: highwater {command}")
+
+
+def test_every_setting_has_a_flag() -> None:
+    from highwater.cli.flags import SEARCH_FLAGS, TRIAL_FLAGS
+    from highwater.spec.request import Request
+
+    assert {flag.field for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS)} | {"model"} == set(Request.__struct_fields__)

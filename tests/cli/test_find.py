@@ -1,0 +1,134 @@
+"""``highwater find``: the answer on stdout, talk on stderr, and every answer with the next command."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run, refusal
+
+from highwater.spec.codec import from_json
+from highwater.spec.study import Study
+
+
+def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater: Run, tmp_path: Path) -> None:
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
+    assert done.returncode == 0
+    title, _, header, *rows = done.stdout.splitlines()
+    assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
+    assert header.split()[:5] == ["rung", "GPUs", "SP", "capacity", "ended"]
+    assert [row.split()[:3] for row in rows[:6]] == [
+        [rung, gpus, "1"] for gpus in "12" for rung in ("vanilla", "Env", "Env+chunked")
+    ]
+    assert "out of memory" in rows[0]
+    assert "next: highwater find Qwen3-0.6B --device cuda --memory 80GiB --gpus 1 2\n" in done.stderr
+    assert "vanilla, 1 GPU: trying " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater: Run) -> None:
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["schema_version"]) == (0, 1)
+    assert from_json(done.stdout, Study).complete
+    answer = document["answers"][0]
+    assert answer["does_not_fit_tokens"] > answer["capacity_tokens"] > 0
+    assert "next:" not in done.stderr
+
+
+def test_nothing_that_fits_is_an_answer_of_no(highwater: Run) -> None:
+    done = highwater("find", "Qwen3-32B", "--device", "cuda", "--memory", "20GiB", "--dry-run", "--gpus", "1")
+    assert done.returncode == 1
+    assert "none" in done.stdout
+
+
+def test_the_next_command_of_every_answer_works(highwater: Run) -> None:
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "my study.jsonl")
+    for _ in range(3):
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith("next: highwater show ")
+        done = highwater(*shlex.split(line.removeprefix("next: "))[1:])
+        assert done.returncode == 0
+        assert "Qwen3-0.6B" in done.stdout
+
+
+def test_the_same_command_resumes_and_runs_nothing_twice(highwater: Run, tmp_path: Path) -> None:
+    words = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
+    first, again = highwater(*words), highwater(*words)
+    assert first.stdout == again.stdout
+    assert "trying" not in again.stderr
+    assert "s.jsonl has " in again.stderr
+    assert " finished trials: they are not run again" in again.stderr
+    assert (tmp_path / "s.jsonl").read_text().count('"kind":"opened"') == 2
+
+
+def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Run) -> None:
+    highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", "--confirm", "1"), 2)
+    assert problem == "s.jsonl asks another question: confirm is 0 there and 1 here"
+    flag, path = hint.split("`")[1].split()
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", flag, path).returncode == 0
+
+
+def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(
+        "model: Qwen3-0.6B\ndevice: cuda\nmemory: 80GiB\ndry_run: true\ngpus: [1, 2]\nloss: full\n"
+    )
+    by_file = highwater("find", "--config", "study.yaml", "--gpus", "1", "--print-config")
+    by_flags = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "--loss", "full", "--print-config")
+    assert (by_file.returncode, by_file.stderr) == (0, "")
+    assert by_file.stdout == by_flags.stdout
+    (tmp_path / "printed.yaml").write_text(by_file.stdout)
+    answers = [highwater("find", "--config", name, "--gpus", "1").stdout for name in ("study.yaml", "printed.yaml")]
+    assert answers[0] == answers[1]
+    assert "vanilla, 1 GPU" in answers[0]
+    assert "2 GPUs" not in answers[0]
+    assert "chunked" not in answers[0]
+
+
+def test_a_model_on_the_command_line_overrides_the_files(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text("memory: 80GiB\ndevice: cuda\ndry_run: true\n")
+    assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith("Qwen3-1.7B ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("memroy: 80GiB", "study.yaml: unknown setting 'memroy'", "did you mean `memory`?"),
+        ("loss: ful", "study.yaml: loss 'ful' is not one of", "`loss: full`"),
+        ("confirm: often", "study.yaml: confirm 'often' is not a whole number", "`confirm: 2`"),
+        ("- a list", "study.yaml is not a list of settings", "--print-config > study.yaml"),
+        ("a: [", "study.yaml is not YAML", "--print-config > study.yaml"),
+        ("!!python/object/apply:os.system ['touch pwned']", "study.yaml is not YAML", "--print-config > study.yaml"),
+    ],
+)
+def test_mistakes_in_a_file_are_told_with_the_file(highwater: Run, tmp_path: Path, text: str, said: str, hint: str) -> None:
+    (tmp_path / "study.yaml").write_text(text)
+    told = refusal(highwater("find", "Qwen3-0.6B", "--config", "study.yaml"), 2)
+    assert told[0].startswith(said)
+    assert hint in told[1]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater: Run, tmp_path: Path) -> None:
+    problem, hint = refusal(highwater("find", "--config", "none.yaml"), 2)
+    assert problem == "none.yaml cannot be read: No such file or directory"
+    command, path = hint.split("`")[1].split(" > ")
+    (tmp_path / path).write_text(highwater(*command.split()[1:]).stdout)
+    assert highwater("find", "--config", path, *SIMULATED).returncode == 0
+
+
+def test_a_models_name_cannot_drive_the_terminal(highwater: Run, tiny: Path) -> None:
+    evil = tiny.rename(tiny.with_name("evil[red]\x1b[31m"))
+    done = highwater("find", str(evil), *SIMULATED, "--max-length", "8192")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "evil[red]\\x1b[31m" in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_crash(highwater: Run, tmp_path: Path) -> None:
+    highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
+    script = "highwater show s.jsonl --as json | head -c 10"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr

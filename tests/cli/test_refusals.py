@@ -1,0 +1,145 @@
+"""What is refused before anything starts: a clear error, its exit code, and a hint that works."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BIN, SIMULATED, Run, refusal
+
+CPU = ("--device", "cpu", "--memory", "2GiB")
+
+
+def test_an_unknown_model_is_answered_with_the_known_ones(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.7B", *SIMULATED), 2)
+    assert problem == "no model 'Qwen3-0.7B': not a directory, not in the catalog"
+    offered = re.findall(r"Qwen3-[\w.]+B", hint)
+    assert highwater("find", offered[0], *SIMULATED).returncode == 0
+
+
+def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    del config["vocab_size"], config["num_hidden_layers"]
+    (tiny / "config.json").write_text(json.dumps(config))
+    problem, hint = refusal(highwater("find", str(tiny), *SIMULATED), 2)
+    assert problem == f"{tiny}/config.json has no vocab_size, num_hidden_layers"
+    assert highwater("find", *hint.split("`")[1].split()[2:], *SIMULATED).returncode == 0
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_the_cpu_is_offered(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", "--device", "cuda"), 3)
+    assert problem == "the driver shows no GPU here"
+    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run").returncode in (0, 1)
+
+
+def test_without_a_gpu_a_search_wants_a_memory_limit(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B"), 2)
+    assert problem == "a search on the CPU needs a memory limit"
+    assert highwater("find", "Qwen3-0.6B", "--dry-run", *hint.split("`")[1].split()).returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "mended"),
+    [
+        (("--start-length", "1"), "a start length of 1 tokens", ("--start-length", "2")),
+        (("--max-length", "2k"), "the longest length to try, 2048, is below the start length 4096", ("--start-length", "2048")),
+        (("--timeout", "9s"), "a timeout of 9.00 s ends a trial before it has started", ("--timeout", "10s")),
+        (("--memory", "80GB"), "memory size '80GB' has a decimal or unclear unit", ("--memory", "80GiB")),
+        (("--loss", "ful"), "loss 'ful' is not one of chunked, full", ("--loss", "full")),
+        (("--steps", "1"), "1 steps of 2 micro-batches never hold the peak", ("--steps", "2")),
+        (("--data", "nothing"), "data source 'nothing' is not module:function", ("--data", "my_package.batches:packed")),
+        (("--margin", "90GiB"), "a margin of 90.00 GiB leaves nothing of 80.00 GiB", ("--margin", "1GiB")),
+        (("--gpus", "0"), "gpus is 0", ("--gpus", "1")),
+        (("--ulysses", "3"), "SP=3 on 1 GPUs is skipped: 3 does not divide 1 GPUs", ("--ulysses", "1")),
+        (("--confirm", "-1"), "confirm and margin cannot be negative", ("--confirm", "2")),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_and_the_hint_does(
+    highwater: Run, words: tuple[str, str], said: str, mended: tuple[str, str]
+) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, *words), 2)
+    assert problem == said
+    if words[0] not in ("--margin",):  # its hint names no value
+        assert mended[1] in hint
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, *words, *mended).returncode == 0
+
+
+def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *CPU, "--allocator", "expandable", "--dry-run"), 2)
+    assert problem == "`--device cpu` and `--allocator expandable` exclude each other"
+    assert hint == "leave `--allocator` out"
+
+
+def test_what_the_engine_cannot_do_yet_is_refused_by_name(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "2", "--ulysses", "2"), 2)
+    assert "Ulysses" in problem
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "2", *hint.split("`")[1].split()).returncode == 0
+
+
+def test_one_trial_past_a_models_own_rope_scaling_is_refused(highwater: Run) -> None:
+    words = ("try", "Llama-3.1-8B", "--length", "256k", *SIMULATED)
+    problem, hint = refusal(highwater(*words), 2)
+    assert problem == "Llama-3.1-8B scales its own RoPE up to 131,072 tokens: 262,144 is past it"
+    assert highwater(*words, *hint.split("`")[1].split()).returncode in (0, 1)
+
+
+@pytest.mark.skipif(
+    "torch" not in sys.modules and not list(BIN.parent.glob("lib/*/site-packages/torch")), reason="needs the engine"
+)
+def test_a_log_directory_that_cannot_be_written_is_refused_before_anything_starts(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *CPU, "--log-dir", "file/logs"), 2)
+    assert problem == "the log directory file/logs cannot be written: Not a directory"
+    assert "`--log-dir " in hint
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "from highwater.cli.app import main; sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["find", "Qwen3-0.6B", *CPU, "--log-dir", "logs"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    problem, hint = refusal(done, 3)
+    assert problem.startswith("the log directory logs is full: no space left")
+    assert "`--log-dir " in hint
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (("fnd",), "there is no command 'fnd'", "use `highwater find Qwen3-0.6B`"),
+        (("find", "Qwen3-0.6B", "--memroy", "1GiB"), "unknown flag --memroy", "did you mean `--memory`?"),
+        (("find", "Qwen3-0.6B", "--zzz"), "unknown flag --zzz", "`highwater find --help` lists every flag"),
+        (("find", "Qwen3-0.6B", "again"), "unexpected argument 'again'", "for example `highwater find Qwen3-0.6B`"),
+        (("find",), "no model is named", "name a directory or a catalog model: `highwater find Qwen3-0.6B`"),
+        (("show", "none.jsonl"), "none.jsonl cannot be read: No such file or directory", "`highwater show` shows the newest study"),
+        (("show",), "there is no study under logs", "`highwater find Qwen3-0.6B` makes one"),
+        (("compare-search", "none.csv"), None, None),
+        (("try", "Qwen3-0.6B"), None, None),
+        (("find", "--gpus"), None, None),
+    ],
+)
+def test_a_slip_of_the_fingers_is_answered_like_every_other_error(
+    highwater: Run, words: tuple[str, ...], said: str | None, hint: str | None
+) -> None:
+    told = refusal(highwater(*words), 2)
+    assert said is None or told == (said, hint)
+
+
+def test_the_example_in_the_hint_of_a_grammar_error_works(highwater: Run) -> None:
+    _, hint = refusal(highwater("try", "Qwen3-0.6B"), 2)
+    assert highwater(*hint.split("`")[1].split()[1:], *SIMULATED).returncode == 0
+
+
+def test_without_a_command_the_help_is_shown_and_nothing_is_answered(highwater: Run) -> None:
+    done = highwater()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: highwater" in done.stderr

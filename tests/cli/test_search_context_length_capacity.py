@@ -1,0 +1,117 @@
+"""The drop-in command: the flags and defaults that Trinity-RFT users know; what cannot be done yet is refused by name."""
+
+import shlex
+import subprocess
+
+import pytest
+from conftest import Run, refusal
+
+from highwater.cli.search_context_length_capacity import PROGRAM, parse, request_of, settings_of
+
+MODEL = ("--model_path", "Qwen3-0.6B")
+SUPPORTED = ("--trainer_strategy", "fsdp2", "--save_hf_checkpoint", "never")
+
+
+@pytest.fixture
+def search(run: Run) -> Run:
+    """Runs the drop-in command."""
+    return lambda *words, **environment: run(PROGRAM, *words, **environment)
+
+
+def test_the_flags_and_defaults_are_the_original_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRINITY_CHECKPOINT_ROOT_DIR", raising=False)
+    assert vars(parse(MODEL)) == {
+        "model_path": "Qwen3-0.6B",
+        "start_length": 4096,
+        "log_dir": "./logs",
+        "checkpoint_path": "./checkpoints/length-test",
+        "test_gpu_num": [1, 2, 4, 6],
+        "test_sp_num": [1],
+        "save_hf_checkpoint": "last",
+        "entropy_saving": False,
+        "offload": False,
+        "trainer_strategy": "fsdp",
+        "timeout": 2400,
+        "dlc": False,
+    }
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", "/checkpoints")
+    assert parse(MODEL).checkpoint_path == "/checkpoints"
+
+
+def test_a_trial_is_the_original_one() -> None:
+    arguments = parse((*MODEL, *SUPPORTED, "--test_gpu_num", "2", "4", "--timeout", "600"))
+    request = request_of(arguments, settings_of(arguments, {}))
+    assert (request.gpus, request.ulysses, request.timeout_s, request.start_tokens) == ((2, 4), (1,), 600.0, 4096)
+    assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
+    assert (request.method, request.rope, request.device, request.loss) == ("bisect", "yarn", "cuda", "full")
+
+
+@pytest.mark.parametrize(
+    ("environment", "allocator"),
+    [
+        ({}, "native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, "expandable"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "native"),
+    ],
+)
+def test_the_allocator_is_the_one_that_the_environment_names(environment: dict[str, str], allocator: str) -> None:
+    assert settings_of(parse(MODEL), environment).allocator == allocator
+
+
+def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -> None:
+    problem, hint = refusal(search(*MODEL), 2)
+    assert problem == "the engine cannot do this yet: --trainer_strategy fsdp, --save_hf_checkpoint last"
+    assert shlex.split(hint.strip("`"))[1:] == [*MODEL, "--save_hf_checkpoint", "never", "--trainer_strategy", "fsdp2"]
+    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--offload",), "--offload"),
+        (("--entropy_saving",), "--entropy_saving"),
+        (("--test_sp_num", "1", "2"), "--test_sp_num 2"),
+        (("--save_hf_checkpoint", "always"), "--save_hf_checkpoint always"),
+    ],
+)
+def test_each_flag_that_cannot_be_done_yet_is_refused_alone(search: Run, words: tuple[str, ...], named: str) -> None:
+    problem, hint = refusal(search(*MODEL, *SUPPORTED, *words), 2)
+    assert problem == f"the engine cannot do this yet: {named}"
+    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
+
+
+def test_an_sp_that_divides_no_gpu_count_is_not_refused_because_it_is_never_tried(search: Run) -> None:
+    assert _is_past_the_refusal(search(*MODEL, *SUPPORTED, "--test_gpu_num", "1", "--test_sp_num", "1", "2"))
+
+
+def test_dlc_is_answered_with_what_is_supported(search: Run) -> None:
+    problem, hint = refusal(search(*MODEL, "--dlc"), 3)
+    assert problem.startswith("--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: ")
+    assert _is_past_the_refusal(search(*shlex.split(hint.split("`")[1])[1:]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (("--traner_strategy", "fsdp2"), "unknown flag --traner_strategy", "did you mean `--trainer_strategy`?"),
+        (("--timeout", "5"), "a timeout of 5.00 s ends a trial before it has started", None),
+        (("--start_length", "0"), "length '0' is not a whole number of tokens, 1 or more", None),
+        (("--test_gpu_num", "0"), "gpus is 0", "use 1 or more, for example `--test_gpu_num 1`"),
+    ],
+)
+def test_errors_speak_the_words_of_this_command(search: Run, words: tuple[str, ...], said: str, hint: str | None) -> None:
+    told = refusal(search(*MODEL, *SUPPORTED, *words), 2)
+    assert told[0] == said
+    assert hint in (None, told[1])
+
+
+def test_it_runs_as_a_module_too(run: Run) -> None:
+    done = run("python", "-m", "highwater.cli.search_context_length_capacity", "--help")
+    assert done.returncode == 0
+    assert "--test_sp_num" in done.stdout
+
+
+def _is_past_the_refusal(done: subprocess.CompletedProcess[str]) -> bool:
+    """On a machine whose GPUs are hidden, the next thing in the way is that there are none."""
+    return refusal(done, 3)[0] == "the driver shows no GPU here"

@@ -1,0 +1,60 @@
+"""Machines, models and questions that tests of the control plane share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from highwater.spec.hardware import Gpu, Machine
+from highwater.spec.plan import plan
+from highwater.spec.request import request_from
+from highwater.spec.study import Question
+from highwater.units import GIB
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """A directory with the tiny config; a field set to None is left out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in {**TINY, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+H200 = Gpu(
+    index=0,
+    name="NVIDIA H200",
+    memory_total_bytes=139 * GIB,
+    memory_used_bytes=GIB // 2,
+    compute_capability=(9, 0),
+    processes=(),
+)
+NO_GPU = Machine(
+    gpus=(), driver_version=None, cpu_cores=2, host_memory_total_bytes=24 * GIB, host_memory_available_bytes=20 * GIB, versions={}
+)
+
+
+def machine_with(count: int, **changes: Any) -> Machine:
+    """A machine with this many H200s."""
+    gpus = tuple(msgspec.structs.replace(H200, index=index, **changes) for index in range(count))
+    return msgspec.structs.replace(NO_GPU, gpus=gpus, driver_version="580")
+
+
+def question_of(**settings: Any) -> Question:
+    """A question about Qwen3-0.6B on a simulated GPU with 80 GiB."""
+    return plan(
+        request_from({"model": "Qwen3-0.6B", "device": "cuda", "memory": "80GiB", "dry_run": True, **settings}), NO_GPU
+    ).question

@@ -1,0 +1,38 @@
+"""The Python interface: what the command line does, without the command line."""
+
+from pathlib import Path
+
+import pytest
+
+import highwater
+from highwater.search.campaign import CellAnswered, Event, TrialFinished
+from highwater.spec.trial import Outcome
+
+
+def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    study = highwater.find(
+        "Qwen3-0.6B",
+        gpus=[1, 2],
+        memory="80GiB",
+        device="cuda",
+        dry_run=True,
+        study=str(tmp_path / "s.jsonl"),
+        on_event=heard.append,
+    )
+    assert study.complete
+    assert [event.answer for event in heard if isinstance(event, CellAnswered)] == list(study.answers)
+    assert sum(isinstance(event, TrialFinished) for event in heard) == len(study.trials)
+    assert highwater.open_study(tmp_path / "s.jsonl") == study
+
+
+def test_one_trial_from_python() -> None:
+    result = highwater.run_trial("Qwen3-0.6B", "8k", memory="80GiB", device="cuda", dry_run=True)
+    assert result.outcome is Outcome.FIT
+    assert result.simulated
+
+
+def test_a_setting_that_does_not_exist_is_answered_with_the_nearest() -> None:
+    with pytest.raises(highwater.HighwaterError) as refusal:
+        highwater.find("Qwen3-0.6B", memroy="80GiB")
+    assert refusal.value.hint == "did you mean `memory`?"

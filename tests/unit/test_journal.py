@@ -1,0 +1,330 @@
+"""The journal: what was recorded is there after every accident, and nothing else is."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from places import question_of
+
+from highwater.errors import StudyError
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner
+from highwater.search.campaign import CellAnswered, campaign
+from highwater.spec.protocols import Runner
+from highwater.spec.study import Question, Study
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.journal import Journal, open_journal, read_study
+from highwater.store.recording import RecordingRunner
+
+FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
+QUESTION = question_of(loss="chunked", allocator="expandable")
+
+
+def spec_of(length_tokens: int) -> TrialSpec:
+    """A trial of the question's only cell."""
+    return QUESTION.trial(QUESTION.cells[0], length_tokens)
+
+
+def record(journal: Journal, length_tokens: int) -> None:
+    """A trial from start to end."""
+    journal.trial_started(spec_of(length_tokens), attempt=1, repeat=0)
+    journal.trial_finished(spec_of(length_tokens), attempt=1, repeat=0, result=FIT)
+
+
+def search(question: Question, journal: Journal, runner: Runner | None = None) -> RecordingRunner:
+    """A whole search on the simulated runner, recorded."""
+    recording = RecordingRunner(runner or SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal)
+    for event in campaign(question, recording):
+        if isinstance(event, CellAnswered):
+            journal.cell_answered(event.answer)
+    return recording
+
+
+def lengths(study: Study) -> list[int]:
+    """Lengths of the finished trials."""
+    return [trial.spec.length_tokens for trial in study.trials if trial.result is not None]
+
+
+def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "study.jsonl"
+    with open_journal(path, QUESTION, command=("highwater", "find", "Qwen3-0.6B")) as journal:
+        search(QUESTION, journal)
+        written = journal.snapshot()
+    read = read_study(path)
+    assert read == written
+    assert read.complete
+    assert read.question == QUESTION
+    assert read.command == ("highwater", "find", "Qwen3-0.6B")
+    assert len(read.trials) >= 2
+
+
+def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        assert search(QUESTION, journal).reused == 0
+        first = journal.snapshot()
+    with open_journal(path, QUESTION) as journal:
+        assert search(QUESTION, journal).reused == len(first.trials)
+        assert journal.snapshot() == first
+
+
+def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> None:
+    with open_journal(tmp_path / "whole.jsonl", QUESTION) as journal:
+        search(QUESTION, journal)
+        whole = journal.snapshot()
+    for finished in range(len(whole.trials)):
+        path = tmp_path / f"{finished}.jsonl"
+        law = FormulaLaw(shape=QUESTION.model.shape)
+        ran: list[int] = []
+
+        def interrupted(spec: TrialSpec, limit: int = finished, ran: list[int] = ran, law: FormulaLaw = law) -> int:
+            if len(ran) == limit:
+                raise KeyboardInterrupt
+            ran.append(spec.length_tokens)
+            return law(spec)
+
+        with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
+            search(QUESTION, journal, SimulatedRunner(interrupted))
+        cut = read_study(path)
+        assert (len(cut.trials), cut.finished_trials, cut.complete) == (finished + 1, finished, False)
+        with open_journal(path, QUESTION) as journal:
+            assert search(QUESTION, journal).reused == finished
+            assert journal.snapshot().trials == whole.trials
+            assert journal.snapshot().answers == whole.answers
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(cut=st.integers(min_value=0, max_value=10_000))
+def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("cut") / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        for length in (4096, 8192, 12288):
+            record(journal, length)
+    content = path.read_bytes()
+    cut %= len(content) + 1
+    path.write_bytes(content[:cut])
+    survivors = content[:cut].count(b'"kind":"trial_finished"') - (content[:cut].rpartition(b"\n")[2].count(b"trial_finished"))
+    with open_journal(path, QUESTION) as journal:
+        assert journal.snapshot().finished_trials == survivors
+        assert bool(journal.notes) == (cut not in _line_ends(content) and cut > content.index(b"\n"))
+        record(journal, 16384)
+    assert lengths(read_study(path)) == [*[4096, 8192, 12288][:survivors], 16384]
+    assert read_study(path).notes == ()
+
+
+def _line_ends(content: bytes) -> set[int]:
+    return {index + 1 for index, byte in enumerate(content) if byte == ord("\n")}
+
+
+def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+        with path.open("ab") as file:
+            file.write(b'{"kind":"trial_star')
+        study = read_study(path)
+    assert lengths(study) == [4096]
+    assert "not complete" in study.notes[0]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], lines[2][:40] + b"\n", *lines[3:]]))
+    before = path.read_bytes()
+    for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
+        with pytest.raises(StudyError, match=r"line 3 of .* is damaged"):
+            attempt(path)
+    assert path.read_bytes() == before
+
+
+def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if b"trial_started" not in line))
+    with pytest.raises(StudyError, match="ended but never started"):
+        read_study(path)
+
+
+def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    open_journal(path, QUESTION).close()
+    newer = path.read_bytes().replace(b'"schema_version":1', b'"schema_version":2,"and_more":true', 1)
+    path.write_bytes(newer)
+    for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
+        with pytest.raises(StudyError, match="newer highwater: its schema is 2, this one reads 1") as refusal:
+            attempt(path)
+    assert path.read_bytes() == newer
+    assert str(path.with_name("study-2.jsonl")) in refusal.value.hint
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"kind":"other"}\n', b"[]\n", b"\0\0\0\0"])
+def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
+        with pytest.raises(StudyError, match="is not a study"):
+            attempt(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            question_of(loss="chunked", allocator="expandable", memory="70GiB"),
+            "memory_budget_bytes is 85899345920 there and 75161927680 here",
+        ),
+        (question_of(loss="chunked", allocator="expandable", resolution=1024), "grid.step_tokens is 4096 there and 1024 here"),
+        (question_of(loss="full"), "cells is Env+chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here"),
+        (msgspec.structs.replace(QUESTION, simulated=False), "simulated is True there and False here"),
+    ],
+)
+def test_another_question_is_refused_and_the_difference_is_told(tmp_path: Path, asked: Question, said: str) -> None:
+    path = tmp_path / "study.jsonl"
+    open_journal(path, QUESTION).close()
+    with pytest.raises(StudyError) as refusal:
+        open_journal(path, asked)
+    assert said in refusal.value.problem
+    offered = Path(refusal.value.hint.split("`")[1].removeprefix("--study "))
+    open_journal(offered, asked).close()
+
+
+def test_the_same_model_in_another_place_is_the_same_question(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    open_journal(path, QUESTION).close()
+    moved = msgspec.structs.replace(QUESTION, model=msgspec.structs.replace(QUESTION.model, directory="/elsewhere"))
+    open_journal(path, moved).close()
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION):
+        code = (
+            "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+            "from test_journal import QUESTION, open_journal, StudyError\n"
+            "try: open_journal(Path(sys.argv[1]), QUESTION)\n"
+            "except StudyError as error: print(error, '|', error.hint)\n"
+        )
+        said = _python(code, str(path), str(Path(__file__).parent)).stdout
+        assert f"is being written by process {os.getpid()}" in said
+        assert f"--study {tmp_path / 'study-2.jsonl'}" in said
+        assert f"highwater show {path}" in said
+        assert read_study(path).trials == ()
+    open_journal(path, QUESTION).close()
+
+
+def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    code = (
+        "import sys, itertools; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from test_journal import QUESTION, open_journal, record\n"
+        "journal = open_journal(Path(sys.argv[1]), QUESTION)\n"
+        "for length in itertools.count(2):\n"
+        "    record(journal, length); print(length, flush=True)\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    for _ in range(20):
+        promised = int(writer.stdout.readline())
+    time.sleep(0.003)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    with open_journal(path, QUESTION) as journal:
+        kept = lengths(journal.snapshot())
+        assert kept == list(range(2, len(kept) + 2))
+        assert len(kept) >= promised - 1
+        record(journal, 10**6)
+    assert lengths(read_study(path)) == [*kept, 10**6]
+
+
+_FILL = """
+import sys, itertools, resource, signal; from pathlib import Path; sys.path.insert(0, sys.argv[2])
+from highwater.errors import MachineError
+from test_journal import QUESTION, open_journal, record
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if sys.argv[3] != "0": resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+journal = open_journal(Path(sys.argv[1]), QUESTION)
+try:
+    for length in itertools.count(2): record(journal, length)
+except MachineError as error: print(length, error.exit_code, "|", error, "|", error.hint)
+"""
+
+
+def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    said = _python(_FILL, str(path), str(Path(__file__).parent), "20001").stdout
+    assert "no space left to record the study" in said
+    assert "every finished trial is kept" in said
+    assert path.read_bytes().endswith(b"\n")
+    failed_at = int(said.split()[0])
+    with open_journal(path, QUESTION) as journal:
+        assert journal.notes == ()
+        assert lengths(journal.snapshot()) == list(range(2, failed_at))
+
+
+def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = 'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4" 0 && cat "$1/study.jsonl" > "$5"'
+    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    kept = tmp_path / "kept.jsonl"
+    run = subprocess.run(
+        [*mounted, str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)], capture_output=True, text=True
+    )
+    if run.returncode and not kept.exists():
+        pytest.skip(f"no user namespace to mount a small disk in: {run.stderr.strip()[:200]}")
+    assert os.strerror(errno.ENOSPC) in run.stdout
+    assert read_study(kept).notes == ()
+    assert lengths(read_study(kept)) == list(range(2, int(run.stdout.split()[0])))
+
+
+def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StudyError, match="cannot be opened"):
+        open_journal(tmp_path / "file" / "study.jsonl", QUESTION)
+    with pytest.raises(StudyError, match="cannot be read"):
+        read_study(tmp_path / "none.jsonl")
+
+
+def test_a_crash_that_left_no_answer_is_tried_again_on_resume_and_a_measured_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    law = FormulaLaw(shape=QUESTION.model.shape)
+    crashing = SimulatedRunner(lambda spec: Outcome.CRASHED if law(spec) > 60 * 1024**3 else law(spec))
+    with open_journal(path, QUESTION) as journal:
+        search(QUESTION, journal, crashing)
+        crashed = journal.snapshot()
+    assert crashed.answers[0].limit == "inconclusive"
+    good = sum(trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials)
+    with open_journal(path, QUESTION) as journal:
+        assert search(QUESTION, journal).reused == good
+        assert journal.snapshot().answers[0].limit == "memory"
+    assert read_study(path).complete
+
+
+def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path: Path) -> None:
+    with open_journal(tmp_path / "study.jsonl", QUESTION) as journal:
+        record(journal, 4096)
+        assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT
+        assert journal.recorded(spec_of(4096), attempt=2, repeat=0) is None
+        assert journal.recorded(spec_of(4096), attempt=1, repeat=1) is None
+
+
+def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done

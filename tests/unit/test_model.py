@@ -1,0 +1,76 @@
+"""Models: what is read from a config.json, and what is said about one that cannot be trained."""
+
+from pathlib import Path
+
+import pytest
+from places import write_model
+
+from highwater.errors import ModelError
+from highwater.spec.model import MIN_FIELDS, catalog_names, load_model
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen3-0.6B", 0.596),
+        ("Qwen3-1.7B", 1.72),
+        ("Qwen3-4B", 4.02),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-30B-A3B", 30.5),
+        ("Llama-3.1-8B", 8.03),
+    ],
+)
+def test_the_catalog_knows_how_many_parameters_its_models_have(name: str, billions: float) -> None:
+    assert load_model(name).shape.parameters / 1e9 == pytest.approx(billions, rel=0.004)
+
+
+def test_every_catalog_model_can_be_read() -> None:
+    assert len(catalog_names()) >= 8
+    assert all(load_model(name).name == name for name in catalog_names())
+
+
+def test_a_model_is_named_after_its_directory(tmp_path: Path) -> None:
+    model = load_model(str(write_model(tmp_path / "my-model")))
+    assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == ("my-model", 2, 4096)
+
+
+def test_two_places_with_one_config_are_one_model(tmp_path: Path) -> None:
+    here, there = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    assert load_model(str(here)).config_digest == load_model(str(there)).config_digest
+
+
+@pytest.mark.parametrize("field", MIN_FIELDS)
+def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ModelError, match=field):
+        load_model(str(write_model(tmp_path, **{field: None})))
+
+
+@pytest.mark.parametrize("value", [0, -1, "64", 1.5])
+def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ModelError, match="hidden_size"):
+        load_model(str(write_model(tmp_path, hidden_size=value)))
+
+
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        load_model(str(write_model(tmp_path, is_encoder_decoder=True)))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ModelError):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.7B", "/no/such/directory", ""])
+def test_an_unknown_model_is_answered_with_the_known_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as refusal:
+        load_model(name)
+    assert "Qwen3-0.6B" in refusal.value.hint
+
+
+def test_a_model_that_scales_its_own_rope_says_so() -> None:
+    assert load_model("Llama-3.1-8B").own_rope_scaling
+    assert not load_model("Qwen3-0.6B").own_rope_scaling

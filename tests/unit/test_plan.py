@@ -1,0 +1,141 @@
+"""Plans: a request and a machine make a question, or an error before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from places import H200, NO_GPU, machine_with, write_model
+
+from highwater.errors import MachineError, ModelError, UsageError
+from highwater.spec.hardware import Machine
+from highwater.spec.plan import Plan, plan, plan_trial
+from highwater.spec.request import request_from
+
+
+def planned(machine: Machine, **settings: Any) -> Plan:
+    """The plan for Qwen3-0.6B."""
+    return plan(request_from({"model": "Qwen3-0.6B", **settings}), machine)
+
+
+@pytest.mark.parametrize(("present", "counts"), [(1, {1}), (4, {1, 2, 4}), (6, {1, 2, 4}), (8, {1, 2, 4, 8})])
+def test_by_default_every_power_of_two_of_gpus_is_searched(present: int, counts: set[int]) -> None:
+    assert {cell.layout.gpus for cell in planned(machine_with(present)).question.cells} == counts
+
+
+def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
+    cells = planned(machine_with(2)).question.cells
+    assert [cell.label for cell in cells] == [
+        *("vanilla, 1 GPU", "Env, 1 GPU", "Env+chunked, 1 GPU"),
+        *("vanilla, 2 GPUs", "Env, 2 GPUs", "Env+chunked, 2 GPUs"),
+    ]
+
+
+def test_more_gpus_than_present_are_refused_with_a_count_that_works() -> None:
+    with pytest.raises(MachineError, match="8 GPUs are asked for, and 2 present") as refusal:
+        planned(machine_with(2), gpus=[1, 2, 4, 8])
+    assert refusal.value.hint == "use `--gpus 1 2`"
+    planned(machine_with(2), gpus=[1, 2])
+
+
+def test_without_a_gpu_the_search_is_on_the_cpu_and_wants_a_memory_limit() -> None:
+    with pytest.raises(UsageError, match="a search on the CPU needs a memory limit") as refusal:
+        planned(NO_GPU)
+    assert "`--memory 2GiB`" in refusal.value.hint
+    question = planned(NO_GPU, memory="2GiB").question
+    assert (question.device, question.device_name, len(question.cells)) == ("cpu", "CPU", 2)
+
+
+def test_gpus_that_are_not_there_are_refused_with_the_cpu_as_the_hint() -> None:
+    with pytest.raises(MachineError, match="no GPU") as refusal:
+        planned(NO_GPU, device="cuda")
+    assert "`highwater find Qwen3-0.6B --device cpu --memory 2GiB`" in refusal.value.hint
+
+
+def test_gpus_can_be_simulated_where_there_are_none() -> None:
+    question = planned(NO_GPU, device="cuda", memory="80GiB", gpus=[1, 8], dry_run=True).question
+    assert question.simulated
+    assert {cell.layout.gpus for cell in question.cells} == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"memory": "200GiB"}, "more than the GPU has"),
+        ({"memory": "10GiB", "margin": "10GiB"}, "leaves nothing"),
+        ({"device": "cpu", "memory": "2GiB", "allocator": "expandable"}, "exclude each other"),
+        ({"start_length": "32k", "max_length": "16k"}, "below the start length"),
+        ({"start_length": "1"}, "start length of 1"),
+        ({"steps": 1}, "never hold the peak"),
+        ({"data": "not a function"}, "not module:function"),
+        ({"ulysses": [3]}, "3 does not divide 1 GPUs"),
+        ({"sequences_per_micro_batch": 0}, "0 sequences"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(machine_with(1), **settings)
+
+
+def test_more_memory_than_the_host_has_is_refused_on_the_cpu() -> None:
+    with pytest.raises(MachineError, match="more than this machine's memory") as refusal:
+        planned(NO_GPU, memory="20GiB", gpus=[2])
+    planned(NO_GPU, memory=refusal.value.hint.split()[-1].strip("`"), gpus=[2])
+
+
+def test_gpus_of_different_kinds_are_refused() -> None:
+    both = msgspec.structs.replace(NO_GPU, gpus=(H200, msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")))
+    with pytest.raises(UsageError, match="different kinds") as refusal:
+        planned(both)
+    assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
+
+
+def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said() -> None:
+    result = planned(machine_with(4), gpus=[1, 4], ulysses=[1, 2, 3])
+    assert [(cell.layout.gpus, cell.layout.ulysses_degree) for cell in result.question.cells][::3] == [(1, 1), (4, 1), (4, 2)]
+    assert len(result.notes) == 3
+    assert "SP=3 on 4 GPUs is skipped: 3 does not divide 4 GPUs" in result.notes
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
+    with pytest.raises(UsageError, match="4 does not divide the model's 6 query heads"):
+        plan(request_from({"model": model, "gpus": [4], "ulysses": [4]}), machine_with(4))
+
+
+def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum() -> None:
+    result = plan(request_from({"model": "Llama-3.1-8B"}), machine_with(1))
+    assert result.question.grid.max_tokens == 131072
+    assert "`--rope yarn`" in result.notes[0]
+    assert plan(request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1)).question.grid.max_tokens == 1024**2
+
+
+def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_asked_for() -> None:
+    with pytest.raises(UsageError, match="scales its own RoPE up to 131,072") as refusal:
+        plan_trial(request_from({"model": "Llama-3.1-8B"}), machine_with(1), 262144)
+    assert "`--rope yarn`" in refusal.value.hint
+    assert plan_trial(request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1), 262144).length_tokens == 262144
+
+
+def test_one_trial_takes_the_cheapest_rung_unless_another_is_named() -> None:
+    machine = machine_with(2)
+    assert plan_trial(request_from({"model": "Qwen3-0.6B"}), machine, 4096).settings.label == "vanilla"
+    named = request_from({"model": "Qwen3-0.6B", "loss": "chunked", "allocator": "expandable", "gpus": [2]})
+    trial = plan_trial(named, machine, 4096)
+    assert (trial.settings.label, trial.layout.gpus) == ("Env+chunked", 2)
+
+
+def test_one_trial_has_one_layout() -> None:
+    with pytest.raises(UsageError, match="several"):
+        plan_trial(request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}), machine_with(2), 4096)
+
+
+def test_what_a_model_lacks_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="vocab_size"):
+        plan(request_from({"model": str(write_model(tmp_path, vocab_size=None))}), machine_with(1))
+
+
+def test_the_same_request_asks_the_same_question_and_another_budget_another() -> None:
+    machine = machine_with(1)
+    first, again, other = planned(machine), planned(machine), planned(machine, memory="80GiB")
+    assert first.question.key == again.question.key != other.question.key

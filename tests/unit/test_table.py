@@ -1,0 +1,134 @@
+"""Tables: what a study says, on a terminal and in a file; nothing in it is ever a command to the terminal."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import NO_GPU, question_of, write_model
+from rich.console import Console
+
+from highwater.report.table import answer_table, plain_table, published_line, published_table, rich_table
+from highwater.report.text import plain
+from highwater.spec.plan import plan
+from highwater.spec.request import request_from
+from highwater.spec.study import CellAnswer, Question, Study
+from highwater.units import GIB
+
+QUESTION = question_of(gpus=[1, 2])
+
+
+def answered(question: Question, *capacities: int | None) -> Study:
+    """A study whose cells have these capacities, in order; cells beyond them are not answered yet."""
+    answers = tuple(
+        CellAnswer(
+            cell=cell,
+            capacity_tokens=capacity,
+            does_not_fit_tokens=None if capacity is None else capacity + 4096,
+            limit="inconclusive" if capacity is None else "memory",
+            reason="the worker crashed" if capacity is None else "rank 0, backward: out of memory",
+            trials=3,
+            peak_reserved_bytes=70 * GIB,
+            headroom_bytes=GIB,
+            tokens_per_s=12345.6,
+            mfu=0.4321,
+        )
+        for cell, capacity in zip(question.cells, capacities, strict=False)
+    )
+    return Study(question=question, answers=answers)
+
+
+def test_the_final_table_has_each_figure_once_and_says_how_it_was_got() -> None:
+    text = plain_table(answer_table(answered(QUESTION, 36864, 51200, 0, None)))
+    assert text.splitlines()[0] == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
+    rows = [line.split() for line in text.splitlines()[2:9]]
+    assert " ".join(rows[0][:4]) == "rung GPUs SP capacity"
+    assert " ".join(rows[1]) == "vanilla 1 1 36,864 40,960: out of memory 70.00 GiB 1.00 GiB 12,346 43.2%"
+    assert [row[3] for row in rows[1:]] == ["36,864", "51,200*", "none", "?", "?", "?"]
+    assert "* past the native length of 40,960: YaRN" in text
+    assert "high-water mark: 51,200 tokens (Env, 1 GPU), simulated" in text
+    assert "vanilla, 2 GPUs: the worker crashed" in text
+
+
+def test_measured_figures_are_called_measured() -> None:
+    study = answered(msgspec.structs.replace(QUESTION, simulated=False), 36864)
+    assert plain_table(answer_table(study)).splitlines()[0].endswith(": measured")
+    assert "simulated," not in plain_table(answer_table(study))
+
+
+def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
+    lines = plain_table(answer_table(answered(QUESTION, 4096, 40960, 51200))).splitlines()[2:9]
+    assert all(line == line.rstrip() for line in lines)
+    assert (
+        len(
+            {
+                line.index(figure) + len(figure)
+                for line, figure in zip(lines, ["capacity", "4,096", "40,960", "51,200*"], strict=False)
+            }
+        )
+        == 1
+    )
+
+
+def test_the_published_layout_has_a_table_for_each_rung() -> None:
+    text = published_table([answered(QUESTION, 36864, 51200, 0, None)])
+    vanilla, env, chunked = text.split("\n\n")
+    assert vanilla.splitlines()[1:] == ["#GPU | SP | Qwen3-0.6B", "1    | 1  | 36864", "2    | 1  | ?"]
+    assert env.splitlines()[2] == "1    | 1  | 51200*"
+    assert chunked.splitlines()[2] == "1    | 1  | -"
+    assert all("simulated" in table.splitlines()[0] for table in (vanilla, env, chunked))
+
+
+def test_the_published_layout_puts_models_side_by_side() -> None:
+    other = question_of(model="Qwen3-1.7B", gpus=[1, 2])
+    table = published_table([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
+    assert table.splitlines()[1:3] == ["#GPU | SP | Qwen3-0.6B | Qwen3-1.7B", "1    | 1  | 36864      | 16384"]
+
+
+def test_the_published_line_is_the_one_that_scripts_parse() -> None:
+    study = answered(QUESTION, 40960)
+    line = published_line(QUESTION, QUESTION.cells[0], study.answers[0])
+    assert line == "model_name = Qwen3-0.6B, trainer_gpu_num = 1, sp_num = 1, max_model_len = 40960"
+    assert published_line(QUESTION, QUESTION.cells[1], None).endswith("max_model_len = ?")
+
+
+@given(st.text())
+def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text: str) -> None:
+    assert not set("\n\r\t\x1b\x07\x9b\u202e\u200b") & set(plain(text))
+    assert plain(plain(text)) == plain(text)
+
+
+@pytest.mark.parametrize("text", ["Qwen3-0.6B", "模型", "naïve – 80×", "[red]"])
+def test_plain_text_is_left_as_it_is(text: str) -> None:
+    assert plain(text) == text
+
+
+def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
+    evil = "evil[red]\x1b[31m\r\x1b]0;title\x07"
+    model = write_model(tmp_path / evil)
+    request = request_from({"model": str(model), "device": "cuda", "memory": "80GiB", "dry_run": True})
+    study = answered(plan(request, NO_GPU).question, 4096)
+    shown = "evil[red]\\x1b[31m\\r\\x1b]0;title\\x07"
+    table = answer_table(study)
+    terminal = io.StringIO()
+    Console(file=terminal, width=200, color_system=None, force_terminal=True).print(rich_table(table))
+    for text in (
+        plain_table(table),
+        terminal.getvalue(),
+        published_table([study]),
+        published_line(study.question, study.answers[0].cell, None),
+    ):
+        assert shown in text
+        assert "\x1b]" not in text
+        assert "\x1b[31m" not in text
+        assert "\r" not in text
+
+
+def test_what_a_trial_said_is_data_too() -> None:
+    study = answered(QUESTION, 4096)
+    said = msgspec.structs.replace(study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",))
+    text = plain_table(answer_table(msgspec.structs.replace(study, answers=(said,))))
+    assert "[bold]boom[/bold]\\x1b[2J" in text
+    assert "not monotone: [link=x]\\x9b" in text

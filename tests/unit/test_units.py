@@ -1,0 +1,73 @@
+"""Bytes, tokens and seconds: what is typed is what is meant, and what is printed can be read back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.errors import UsageError
+from highwater.units import GIB, format_bytes, format_seconds, format_tokens, parse_bytes, parse_seconds, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GiB", 80 * GIB), ("79.15 GiB", 84986665369), ("512MiB", 512 * 1024**2), ("1_000", 1000), ("2tib", 2048 * GIB)],
+)
+def test_memory_sizes_are_binary(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["80GB", "80g", "80 gb"])
+def test_a_decimal_memory_size_is_refused_with_the_binary_one_as_the_hint(text: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parse_bytes(text)
+    assert refusal.value.hint.endswith("`80GiB`")
+    assert parse_bytes(refusal.value.hint.rpartition(" ")[2].strip("`")) == 80 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 parsecs", "--"])
+def test_what_is_no_memory_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "count"), [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)])
+def test_lengths_count_in_binary_thousands(text: str, count: int) -> None:
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "0.3", "1.0001k", "12 miles", "-5"])
+def test_a_length_is_a_whole_positive_number_of_tokens(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_tokens(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)]
+)
+def test_times_take_hours_minutes_and_seconds(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "soon", "-40m", "40 minutes"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_seconds(text)
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_a_printed_size_is_within_half_of_its_last_digit(count: int) -> None:
+    assert abs(parse_bytes(format_bytes(count)) - count) <= 0.0051 * GIB
+
+
+@given(st.integers(min_value=1, max_value=2**40))
+def test_a_printed_length_reads_back_as_itself(count: int) -> None:
+    assert parse_tokens(format_tokens(count)) == count
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.314, "2.31 s"), (41.2, "41 s"), (245, "4m 05s"), (3725, "1h 02m"), (None, "-")])
+def test_a_time_is_printed_as_one_says_it(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_unknown_is_a_dash() -> None:
+    assert (format_bytes(None), format_tokens(None), format_seconds(None)) == ("-", "-", "-")
