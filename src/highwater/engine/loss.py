@@ -25,7 +25,7 @@ def token_logprobs(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, lo
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps one number per token and
     computes each chunk's logits twice. Both give the same values and gradients up to the order of summation.
     """
-    rows = len(labels_N) if loss == "full" else chunk_rows(weight_VE)
+    rows = max(1, len(labels_N)) if loss == "full" else chunk_rows(weight_VE)
     return _TokenLogprobs.apply(hidden_NE, weight_VE, labels_N, rows, loss == "full")
 
 

@@ -115,9 +115,15 @@ def build(
 
 def build_on_meta(config: PreTrainedConfig, *, attention: str, loss: Loss, master_dtype: torch.dtype) -> LanguageModel:
     """The model without storage, its parameters of the master dtype whatever the config says."""
+    # The grouped product of experts, transformers' default, takes no float64.
+    experts = "eager" if master_dtype == torch.float64 else None
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
-            config, dtype=master_dtype, attn_implementation=attention, trust_remote_code=False
+            config,
+            dtype=master_dtype,
+            attn_implementation=attention,
+            experts_implementation=experts,
+            trust_remote_code=False,
         )
     model = LanguageModel(causal_lm, loss=loss)
     if getattr(model.head, "bias", None) is not None:

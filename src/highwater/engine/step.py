@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from highwater.engine.data import Batch
 from highwater.engine.objective import sft
+from highwater.parallel.mesh import total
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-5
@@ -55,12 +56,10 @@ def train_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    torch.distributed.all_reduce(loss, group=mesh.get_group())
-    return loss, norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return total(loss, mesh), norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def count_trained(micro_batches: Sequence[Batch], *, mesh: DeviceMesh) -> int:
     """Trained tokens of this step over all ranks."""
-    count = torch.tensor(sum(len(batch.labels_N) for batch in micro_batches), device=mesh.device_type)
-    torch.distributed.all_reduce(count, group=mesh.get_group())
-    return int(count)
+    own = sum(len(batch.labels_N) for batch in micro_batches)
+    return own if mesh.size() == 1 else int(total(torch.tensor(own, device=mesh.device_type), mesh))

@@ -1,18 +1,24 @@
 """The process group of a trial: joined, warmed up and left in one place."""
 
+import os
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from highwater.spec.layout import Layout
 
 
 def join(device: torch.device) -> None:
-    """Join the group that torchrun's environment describes: NCCL on GPUs, gloo on the CPU."""
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    """Join the group that torchrun's environment describes: NCCL on GPUs, gloo on the CPU.
+
+    NCCL's communicator is made here rather than at the first collective, so that its memory can be told from the rest. A rank
+    alone makes none: it has nobody to talk to, and would spend 0.5 GiB on it.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    alone = int(os.environ["WORLD_SIZE"]) == 1
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" and not alone else None)
 
 
 def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -34,7 +40,15 @@ def warm_up(mesh: DeviceMesh) -> None:
     dist.all_reduce(part, group=group)
 
 
+def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the mesh of a tensor that is this rank's share; in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor
+
+
 def leave() -> None:
     """Wait for the others, then leave: tearing a group down while a peer still talks kills the peer."""
-    dist.barrier()
+    if dist.get_world_size() > 1:
+        dist.barrier()
     dist.destroy_process_group()

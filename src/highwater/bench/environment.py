@@ -1,0 +1,29 @@
+"""What a benchmark ran on: part of every JSON document that a benchmark writes."""
+
+import platform
+import sys
+from importlib.metadata import version
+
+import torch
+from torch.cuda.nccl import version as nccl_version
+
+
+def environment() -> dict[str, object]:
+    """Command, versions and GPU of this process."""
+    return {
+        "command": ["python", "-m", *sys.argv] if not sys.argv[0].endswith(".py") else ["python", *_module(sys.argv)],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(str(part) for part in nccl_version()),
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_total_bytes": torch.cuda.mem_get_info()[1],
+    }
+
+
+def _module(argv: list[str]) -> list[str]:
+    """The arguments with the file of a module as ``-m`` names it: no path of this machine leaves it."""
+    name = argv[0].rpartition("/highwater/")[2].removesuffix(".py").replace("/", ".")
+    return ["-m", f"highwater.{name}", *argv[1:]]

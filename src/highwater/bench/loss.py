@@ -1,0 +1,107 @@
+"""Bytes per token and vocabulary entry of the loss paths: ours, and Hugging Face's, side by side in one run.
+
+``python -m highwater.bench.loss`` (one GPU, about a minute). The slope of the loss's own peak (forward and backward, inputs
+excluded) between two token counts is what a path costs per token; divided by the vocabulary it does not depend on the model.
+No memory is reported before the values and both gradients equal a float64 reference.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from highwater.bench.environment import environment
+from highwater.engine.loss import token_logprobs
+
+VOCABULARY = 151_936
+HIDDEN = 1024
+TOKENS = (8192, 16384)
+TOLERANCE = 1e-2
+"""Norm-relative, against float64: bfloat16 keeps 8 bits, and rounds logits and their gradients once each."""
+
+LossPath = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def main() -> None:
+    """Print a table to stderr and the JSON document to stdout or ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    arguments = parser.parse_args()
+    rows = [measure(name, path) for name, path in PATHS.items()]
+    for row in rows:
+        print(f"{row['path']:>14}  {row['bytes_per_token_vocabulary']:6.3f} bytes / (token x vocabulary)", file=sys.stderr)
+    text = json.dumps({"environment": environment(), "vocabulary": VOCABULARY, "hidden": HIDDEN, "rows": rows}, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+
+
+def measure(name: str, path: LossPath) -> dict[str, object]:
+    """Deviations from float64, peaks at both token counts, and their slope."""
+    deviations = compare(path)
+    if max(deviations.values()) > TOLERANCE:
+        raise SystemExit(f"{name} is not exact, so it is not measured: {deviations}")
+    peaks = [peak_bytes(path, tokens) for tokens in TOKENS]
+    slope = (peaks[1] - peaks[0]) / (TOKENS[1] - TOKENS[0]) / VOCABULARY
+    return {
+        "path": name,
+        "bytes_per_token_vocabulary": slope,
+        "tokens": list(TOKENS),
+        "peak_bytes": peaks,
+        "norm_relative_deviation": deviations,
+    }
+
+
+def compare(path: LossPath, *, tokens: int = 1031, vocabulary: int = 5003) -> dict[str, float]:
+    """Norm-relative deviation of the loss and its gradients from float64 on the same bfloat16 inputs, odd sizes."""
+    hidden, weight, labels = _inputs(tokens, vocabulary)
+    ours = (path(hidden, weight, labels), *torch.autograd.grad(path(hidden, weight, labels), (hidden, weight)))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    reference_loss = F.cross_entropy(wide[0] @ wide[1].T, labels, reduction="sum")
+    reference = (reference_loss, *torch.autograd.grad(reference_loss, wide))
+    names = ("loss", "hidden_gradient", "weight_gradient")
+    return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, ours, reference, strict=True)}
+
+
+def peak_bytes(path: LossPath, tokens: int) -> int:
+    """Peak allocated over forward and backward, less what was alive before."""
+    inputs = _inputs(tokens, VOCABULARY)
+    path(*inputs).backward()  # compiles kernels and makes workspaces
+    for tensor in inputs[:2]:
+        tensor.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    path(*inputs).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def hugging_face(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tensor:
+    """What transformers' ForCausalLMLoss does: all logits, upcast to float32, cross-entropy."""
+    return F.cross_entropy((hidden_NE @ weight_VE.T).float(), labels_N, reduction="sum")
+
+
+PATHS: dict[str, LossPath] = {
+    "hugging face": hugging_face,
+    "full": lambda h, w, y: -token_logprobs(h, w, y, loss="full").sum(),
+    "chunked": lambda h, w, y: -token_logprobs(h, w, y, loss="chunked").sum(),
+}
+
+
+def _inputs(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+    weight = torch.randn(vocabulary, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator) / HIDDEN**0.5
+    labels = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+if __name__ == "__main__":
+    main()

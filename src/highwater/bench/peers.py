@@ -1,0 +1,50 @@
+"""Peers: how others train the same model, set up as their users do, for benchmarks that print ratios."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from highwater.engine.step import CLIP_NORM, LEARNING_RATE
+
+
+class HuggingFacePeer:
+    """Plain Hugging Face: bfloat16 parameters, SDPA, per-layer recompute, full logits; float32 master weights and moments."""
+
+    def __init__(self, directory: str) -> None:
+        self.model: Any = _load(directory).train()
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.parameters: list[Tensor] = list(self.model.parameters())
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+        """One optimizer step over (token ids, labels) of one sequence each; the mean loss."""
+        total = torch.zeros((), device="cuda")
+        for ids_T, labels_T in micro_batches:
+            ids, labels = ids_T[None].cuda(), labels_T[None].cuda()
+            loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                parameter.copy_(master)
+        return float(total)
+
+
+def _load(directory: str) -> Any:
+    """The model on the GPU in bfloat16: with the directory's weights, or random ones where it has none."""
+    kind = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    if any(Path(directory).glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, device_map="cuda", **kind)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, **kind)

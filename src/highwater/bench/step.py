@@ -1,0 +1,200 @@
+"""A training step of ours against plain Hugging Face: time interleaved in one process, memory in a process each.
+
+``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Both train on the same synthetic sequences,
+one sequence per micro-batch, two micro-batches per step. The losses of both are printed side by side: they start from the same
+weights, so that a ratio is only shown for the same work.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from highwater.attention.dense import register, select_kernel
+from highwater.bench.environment import environment
+from highwater.bench.peers import HuggingFacePeer
+from highwater.engine.data import UNTRAINED, Batch, pack
+from highwater.engine.model import LanguageModel, build, read_config
+from highwater.engine.step import make_optimizer, train_step
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Loss
+
+MICRO_BATCHES = 2
+LOSS_TOLERANCE = 5e-4
+"""Relative: two bfloat16 paths from the same weights, a few steps of bfloat16 rounding apart."""
+
+Step = Callable[[list[tuple[Tensor, Tensor]]], float]
+
+
+def main() -> None:
+    """Print ratios to stderr and the JSON document to stdout or ``--out``."""
+    arguments = _parse()
+    if arguments.memory_of:
+        print(json.dumps(peak_of(arguments.memory_of, arguments.model, arguments.lengths)))
+        return
+    # Memory first: once this process has timed a step, the card is no longer empty for anybody else.
+    peaks = {name: _in_own_process(name, arguments.model, arguments.lengths) for name in arguments.contenders}
+    rows = time_side_by_side(arguments.model, arguments.lengths, arguments.rounds, arguments.contenders)
+    for row in rows:
+        row["peak_reserved_bytes"] = {name: peak.get(str(row["length_tokens"])) for name, peak in peaks.items()}
+        _say(row)
+    text = json.dumps({"environment": environment(), "model": arguments.model, "rows": rows}, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+
+
+def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: list[str]) -> list[dict[str, object]]:
+    """Median step time of every contender at every length, the contenders taking turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = _same_weights(model, Path(folder))
+        steps = {name: make(directory, max(lengths)) for name, make in CONTENDERS.items() if name in contenders}
+        rows: list[dict[str, object]] = []
+        for length in lengths:
+            sequences = _sequences(model, length)
+            losses = {name: step(sequences) for name, step in steps.items()}
+            times: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(rounds):
+                for name, step in steps.items():
+                    times[name].append(_timed(step, sequences))
+            rows.append(_row(length, losses, times))
+    return rows
+
+
+def peak_of(contender: str, model: str, lengths: list[int]) -> dict[int, int]:
+    """Peak reserved bytes of one contender alone, at each length: two steps, so that every state is alive."""
+    step = CONTENDERS[contender](load_model(model).directory, max(lengths))
+    peaks: dict[int, int] = {}
+    for length in lengths:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            step(_sequences(model, length))
+        peaks[length] = torch.cuda.max_memory_reserved()
+    return peaks
+
+
+def ours(directory: str, longest: int, *, loss: Loss) -> Step:
+    """Our engine on one GPU."""
+    device = torch.device("cuda", 0)
+    shape = load_model(directory).shape
+    kernel = select_kernel(device, torch.bfloat16, query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    if not torch.distributed.is_initialized():
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        process_mesh.join(device)
+    mesh = process_mesh.shard_mesh(Layout(), device)
+    # The native RoPE at every length, as Hugging Face has it here: YaRN changes values, not time or memory.
+    config = read_config(directory, length_tokens=min(longest, shape.native_length_tokens), rope="auto")
+    model: LanguageModel = build(
+        config,
+        directory=directory,
+        mesh=mesh,
+        attention=register(kernel),
+        loss=loss,
+        recompute="layer",
+        compute_dtype=torch.bfloat16,
+    )
+    optimizer = make_optimizer(model)
+
+    def step(sequences: list[tuple[Tensor, Tensor]]) -> float:
+        micro_batches: list[Batch] = [pack([sequence]) for sequence in sequences]
+        return float(train_step(model, optimizer, micro_batches, mesh=mesh)[0])
+
+    return step
+
+
+def hugging_face(directory: str, _longest: int) -> Step:
+    """Plain Hugging Face."""
+    return HuggingFacePeer(directory).step
+
+
+CONTENDERS: dict[str, Callable[[str, int], Step]] = {
+    "hugging face": hugging_face,
+    "full": lambda directory, longest: ours(directory, longest, loss="full"),
+    "chunked": lambda directory, longest: ours(directory, longest, loss="chunked"),
+}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory or catalog name")
+    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="tokens of one sequence")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each contender, taking turns")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="who takes part")
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _same_weights(model: str, folder: Path) -> str:
+    """A directory with the model's config and random weights that every contender loads."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(load_model(model).directory, local_files_only=True)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh.save_pretrained(folder)
+    return str(folder)
+
+
+def _sequences(model: str, length: int) -> list[tuple[Tensor, Tensor]]:
+    """The same micro-batches for every contender: random tokens, the first 2,048 (or half) not trained on."""
+    vocabulary = load_model(model).shape.vocab_size
+    generator = torch.Generator().manual_seed(length)
+    sequences: list[tuple[Tensor, Tensor]] = []
+    for _ in range(MICRO_BATCHES):
+        ids = torch.randint(vocabulary, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: min(2048, length // 2)] = UNTRAINED
+        sequences.append((ids, labels))
+    return sequences
+
+
+def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step(sequences)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _row(length: int, losses: dict[str, float], times: dict[str, list[float]]) -> dict[str, object]:
+    base = losses["hugging face"]
+    wrong = {name: loss for name, loss in losses.items() if abs(loss - base) > LOSS_TOLERANCE * abs(base)}
+    if wrong:
+        raise SystemExit(f"not the same work, so not compared: losses {losses}")
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "length_tokens": length,
+        "loss": losses,
+        "step_times_s": times,
+        "tokens_per_s": {name: MICRO_BATCHES * length / value for name, value in median.items()},
+        "speed_over_hugging_face": {name: median["hugging face"] / value for name, value in median.items()},
+    }
+
+
+def _in_own_process(contender: str, model: str, lengths: list[int]) -> dict[str, int]:
+    command = [sys.executable, "-m", "highwater.bench.step", model, "--memory-of", contender, "--lengths", *map(str, lengths)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+
+
+def _say(row: dict[str, object]) -> None:
+    print(json.dumps({k: v for k, v in row.items() if k != "step_times_s"}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One process of a group: every case of sharded training against the unsharded reference. Started by torchrun.
+
+``torchrun --nproc-per-node N cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from reference import Documents, reference_gradients
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from highwater.attention.dense import register
+from highwater.engine.data import pack
+from highwater.engine.model import LanguageModel, build, read_config
+from highwater.engine.recompute import PREFIX
+from highwater.engine.step import train_step
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.layout import Layout
+
+MICRO_BATCHES = 2
+VOCABULARY = 97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train the same thing."""
+
+    model: str
+    dtype: str
+    loss: str
+    recompute: str
+    batch: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.dtype} {self.loss} recompute={self.recompute} {self.batch}"
+
+
+CASES = [
+    Case(model=model, dtype=dtype, loss=loss, recompute=recompute, batch=batch)
+    for (model, dtype), (loss, recompute), batch in product(
+        product(("dense", "tied", "moe"), ("float64", "float32")),
+        (("full", "layer"), ("chunked", "none"), ("chunked", "layer")),
+        ("packed", "untrained-rank"),
+    )
+]
+
+
+class RecordGradients(torch.optim.SGD):
+    """An optimizer that keeps what it was given."""
+
+    def step(self, closure: None = None) -> None:
+        self.gradients: list[Tensor] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+
+
+def main() -> None:
+    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    device = torch.device("cpu")
+    torch.set_num_threads(1)
+    process_mesh.join(device)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    results = {}
+    for case in CASES:
+        try:
+            results[case.name] = run(case, weights / case.model, mesh, rank, world)
+        except Exception:
+            results[case.name] = {"error": traceback.format_exc()}
+    if rank == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient."""
+    dtype = getattr(torch, case.dtype)
+    batches = [[documents(case.batch, r, m) for m in range(MICRO_BATCHES)] for r in range(world)]
+    model = build(
+        read_config(str(directory), length_tokens=64, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash"),
+        loss=case.loss,
+        recompute=case.recompute,
+        compute_dtype=dtype,
+        master_dtype=dtype,
+    )
+    optimizer = RecordGradients(model.parameters(), lr=0.0)
+    loss, norm = train_step(model, optimizer, [pack(batch) for batch in batches[rank]], mesh=mesh)
+    gradients = _by_name(model, optimizer.gradients)
+    reference_loss, reference_norm, expected = reference_gradients(
+        directory, dtype, [documents for of_rank in batches for documents in of_rank]
+    )
+    missing = set(expected) ^ set(gradients)
+    assert not missing, f"parameters without a partner: {missing}"
+    deviations = {name: float((gradients[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    worst = max(deviations, key=deviations.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(reference_loss) - 1),
+        "norm": abs(float(norm) / float(reference_norm) - 1),
+        "gradient": deviations[worst],
+        "worst": worst,
+    }
+
+
+def documents(kind: str, rank: int, micro_batch: int) -> Documents:
+    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts are not trained on."""
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    packed = []
+    for length in (7, 7, 1, 13 + rank, 5):
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        if kind == "untrained-rank" and rank == 0:
+            labels[:] = -100
+        packed.append((ids, labels))
+    if kind == "untrained-rank" and torch.distributed.get_world_size() == 1 and micro_batch == 1:
+        packed[-1][1][1:] = packed[-1][0][1:]
+    return packed
+
+
+def _by_name(model: LanguageModel, gradients: list[Tensor]) -> dict[str, Tensor]:
+    names = [name.replace(PREFIX, "").removeprefix("causal_lm.") for name, _ in model.named_parameters()]
+    full = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    return dict(zip(names, full, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at a time, textbook loss."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from highwater.attention.reference import reference_attention
+from highwater.engine.step import CLIP_NORM
+
+Documents = list[tuple[Tensor, Tensor]]
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def save_models(folder: Path) -> None:
+    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings, mixture of experts."""
+    torch.manual_seed(0)
+    dense = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, intermediate_size=48, tie_word_embeddings=False))
+    tied = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, intermediate_size=48, tie_word_embeddings=True))
+    moe = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **_SHAPE,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=6,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    )
+    for name, model in (("dense", dense), ("tied", tied), ("moe", moe)):
+        model.double().save_pretrained(folder / name)
+
+
+def reference_gradients(
+    directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped gradient."""
+    AttentionInterface.register("textbook", _textbook_attention)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="textbook", experts_implementation="eager", local_files_only=True
+    )
+    trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
+    loss = torch.zeros((), dtype=dtype)
+    for ids, labels in (document for batch in micro_batches for document in batch):
+        if len(ids) > 1 and (labels[1:] != -100).any():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _textbook_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: object
+) -> tuple[Tensor, None]:
+    """Hugging Face's own eager attention takes its softmax in float32, whatever the model's dtype."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return reference_attention(q, k, v, document_lengths=[len(q)], scaling=scaling).to(query.dtype)[None], None

@@ -1,0 +1,73 @@
+"""Dense attention against the float64 textbook: output and every gradient, odd lengths, packed documents, grouped heads."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.attention.dense import attend, register, select_kernel  # noqa: E402
+from highwater.attention.reference import reference_attention  # noqa: E402
+
+TOLERANCE = 1e-12
+"""Norm-relative in float64: only the order of summation differs."""
+
+PACKINGS = [(1,), (33,), (7, 7, 7), (5, 5, 1, 13), (1, 1, 1), (64, 3, 3)]
+
+
+@pytest.mark.parametrize("document_lengths", PACKINGS)
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (7, 1)])
+def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...], query_heads: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    tokens, size = sum(document_lengths), 8
+    q, k, v = (
+        torch.randn(tokens, heads, size, dtype=torch.float64, requires_grad=True) for heads in (query_heads, kv_heads, kv_heads)
+    )
+    upstream = torch.randn(tokens, query_heads, size, dtype=torch.float64)
+    as_heads = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    ours = attend(*as_heads, document_lengths=document_lengths, scaling=0.3, kernel="flash")[0]
+    expected = reference_attention(q, k, v, document_lengths=document_lengths, scaling=0.3)
+    assert deviation(ours, expected) < TOLERANCE
+    gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+        assert deviation(gradient, wanted) < TOLERANCE
+
+
+def test_a_document_does_not_see_the_one_before_it() -> None:
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64) for _ in range(3))
+    before = attend(q, k, v, document_lengths=(5, 7), scaling=1.0, kernel="flash")
+    k[:, :, :5], v[:, :, :5] = 100.0, -100.0
+    after = attend(q, k, v, document_lengths=(5, 7), scaling=1.0, kernel="flash")
+    assert torch.equal(before[:, 5:], after[:, 5:])
+    assert not torch.equal(before[:, :5], after[:, :5])
+
+
+def test_a_kernel_that_cannot_run_is_an_error_and_not_the_quadratic_one() -> None:
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
+        attend(q, q, q, document_lengths=(5,), scaling=1.0, kernel="cudnn")
+
+
+def test_the_kernel_of_a_cpu_is_flash() -> None:
+    assert select_kernel(torch.device("cpu"), torch.float32, query_heads=4, kv_heads=2, head_dim=16) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
+        ({"document_lengths": None}, "see each other"),
+        ({"sliding_window": 3}, "sliding window"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    interface = ALL_ATTENTION_FUNCTIONS[register("flash")]
+    q = torch.randn(1, 2, 4, 4)
+    with pytest.raises(RuntimeError, match=said):
+        interface(torch.nn.Identity(), q, q, q, **{"attention_mask": None, "document_lengths": (4,), **arguments})
+
+
+def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
+    return float((ours - expected).detach().norm() / expected.norm().clamp_min(1e-300))

@@ -1,0 +1,151 @@
+"""The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from transformers import GPT2Config, LlamaConfig, Qwen3Config  # noqa: E402
+
+from highwater.engine.data import UNTRAINED, batches, pack  # noqa: E402
+from highwater.engine.model import build_on_meta, read_config  # noqa: E402
+from highwater.engine.rope import scale_rope  # noqa: E402
+from highwater.errors import HighwaterError, ModelError, UsageError  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
+from highwater.spec.settings import Settings  # noqa: E402
+from highwater.spec.trial import TrialSpec  # noqa: E402
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+
+
+def test_master_parameters_are_float32_whatever_the_config_says() -> None:
+    config = Qwen3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, dtype="bfloat16")
+    model = build_on_meta(config, attention="sdpa", loss="full", master_dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_nothing_is_scaled_up_to_the_native_length() -> None:
+    config = Qwen3Config(max_position_embeddings=40_960)
+    before = dict(config.rope_parameters)
+    scale_rope(config, length_tokens=40_960, rope="auto")
+    assert config.rope_parameters == before
+
+
+def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_theta() -> None:
+    config = Qwen3Config(max_position_embeddings=40_960, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    scale_rope(config, length_tokens=131_072, rope="auto")
+    assert config.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 131_072 / 40_960,
+        "original_max_position_embeddings": 40_960,
+    }
+
+
+def test_a_model_keeps_its_own_scaling_up_to_its_maximum() -> None:
+    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
+    scale_rope(config, length_tokens=131_072, rope="auto")
+    assert config.rope_parameters["rope_type"] == "llama3"
+
+
+def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for() -> None:
+    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
+    with pytest.raises(UsageError) as refused:
+        scale_rope(config, length_tokens=262_144, rope="auto")
+    assert "--rope yarn" in refused.value.hint
+    scale_rope(config, length_tokens=262_144, rope="yarn")
+    assert config.rope_parameters["factor"] == 262_144 / 8192
+    assert config.rope_parameters["rope_theta"] == 500_000.0
+
+
+def test_a_model_without_rope_is_refused_past_its_positions() -> None:
+    with pytest.raises(HighwaterError, match="no RoPE"):
+        scale_rope(GPT2Config(n_positions=1024), length_tokens=2048, rope="auto")
+
+
+def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, head_dim=8, max_position_embeddings=64
+    )
+    config.save_pretrained(tmp_path)
+    scaled = read_config(str(tmp_path), length_tokens=256, rope="auto")
+    model = build_on_meta(scaled, attention="sdpa", loss="full", master_dtype=torch.float32)
+    assert model.backbone.rotary_emb.rope_type == "yarn"
+
+
+def test_a_family_that_changes_its_logits_is_refused_by_field(tmp_path: Path) -> None:
+    config = json.loads(Qwen3Config().to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        read_config(str(tmp_path), length_tokens=64, rope="auto")
+
+
+def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
+    first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9])
+    batch = pack([(first, first), (second, torch.tensor([8, UNTRAINED]))])
+    assert batch.document_lengths == (3, 2)
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1]
+    assert batch.labels_N.tolist() == [6, 7]
+    assert batch.trained_positions_N.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("length", "prompt"), [(2, 1), (101, 50), (4096, 2048), (10_000, 2048)])
+def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(length: int, prompt: int) -> None:
+    batch = next(batches(spec(length_tokens=length), vocab_size=11, data_rank=0))
+    assert len(batch.input_ids_T) == length
+    assert len(batch.labels_N) == length - max(prompt, 1)
+    assert int(batch.trained_positions_N[0]) == max(prompt, 1) - 1
+
+
+def test_ranks_train_on_different_tokens() -> None:
+    mine, theirs = (next(batches(spec(), vocab_size=1000, data_rank=rank)) for rank in (0, 1))
+    assert not torch.equal(mine.input_ids_T, theirs.input_ids_T)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("too_long", "tokens for a trial of"),
+        ("outside", "token ids outside"),
+        ("no_documents", "not documents"),
+        ("nothing", "yielded no micro-batch"),
+        ("missing", "has no attribute"),
+    ],
+)
+def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    with pytest.raises(UsageError, match=said):
+        next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
+
+
+def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
+    assert next(source).document_lengths == (3, 2)
+    assert next(source).labels_N.tolist() == [4]
+    assert next(source).document_lengths == (3, 2), "a source that ends is read again"
+
+
+def spec(*, length_tokens: int = 64, data: str | None = None) -> TrialSpec:
+    return TrialSpec(
+        model_name="tiny",
+        model_directory="/nowhere",
+        config_digest="0",
+        device="cpu",
+        layout=Layout(),
+        settings=Settings(),
+        length_tokens=length_tokens,
+        memory_budget_bytes=1024**3,
+        data=data,
+    )
