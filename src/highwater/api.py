@@ -154,9 +154,10 @@ def _runner(request: Request, log_layout: LogLayout, device_total_bytes: int | N
 
 
 def _check_machine(request: Request, machine: Machine, device: Device, *, gpus: int) -> None:
-    """Raise for what would make every trial fail: no engine, an unfit or busy GPU, a log directory that takes no log."""
+    """Raise for what would make every trial fail: a log directory that takes none, no engine, an unfit or busy GPU."""
     if request.dry_run:
         return
+    check_log_directory(Path(request.log_dir))
     missing = [package for package in ("torch", "transformers") if package not in machine.versions]
     if missing:
         raise MachineError(f"{' and '.join(missing)} not installed: no trial can run", hint="`pip install 'highwater[train]'`")
@@ -164,4 +165,3 @@ def _check_machine(request: Request, machine: Machine, device: Device, *, gpus: 
         refuse_unfit_gpu(gpu)
     if device == "cuda" and not request.allow_busy:
         refuse_busy_gpus(machine, count=gpus)
-    check_log_directory(Path(request.log_dir))

@@ -34,5 +34,5 @@ def test_one_trial_from_python() -> None:
 
 def test_a_setting_that_does_not_exist_is_answered_with_the_nearest() -> None:
     with pytest.raises(highwater.HighwaterError) as refusal:
-        highwater.find("Qwen3-0.6B", memroy="80GiB")
+        highwater.find("Qwen3-0.6B", memoryy="80GiB")
     assert refusal.value.hint == "did you mean `memory`?"

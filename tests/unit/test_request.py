@@ -21,10 +21,13 @@ def test_a_file_must_have_the_right_types() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"memroy": "80GiB"}, "unknown setting 'memroy'"),
+        ({"memoryy": "80GiB"}, "unknown setting 'memoryy'"),
         ({"loss": "ful"}, "loss 'ful' is not one of"),
         ({"confirm": "often"}, "confirm 'often' is not a whole number"),
         ({"gpus": ["one"]}, "gpus 'one' is not a whole number"),
+        ({"gpus": 1}, "gpus '1' is not a list of whole numbers"),
+        ({"allow_busy": "perhaps"}, "allow_busy 'perhaps' is not true or false"),
+        ({"data": 3}, "data '3' is not what it should be"),
         ({"gpus": ["0"]}, "gpus is 0"),
         ({"gpus": []}, "gpus is empty"),
         ({"timeout": "9s"}, "a timeout of 9.00 s ends a trial before it has started"),
@@ -42,7 +45,7 @@ def test_a_mistake_is_told_in_the_users_words(values: dict[str, object], said: s
 @pytest.mark.parametrize(
     ("values", "hint"),
     [
-        ({"memroy": "80GiB"}, "memory"),
+        ({"memoryy": "80GiB"}, "memory"),
         ({"loss": "ful"}, "--loss full"),
         ({"allocator": "expandible"}, "--allocator expandable"),
         ({"method": "bisection"}, "--method bisect"),

@@ -134,7 +134,7 @@ def say_interrupted(path: Path | None) -> None:
     if study is None or path is None:
         console.talk("interrupted: no trial had finished")
         return
-    console.talk(f"interrupted: {study.finished_trials} finished trials are kept in {path}")
+    console.talk(f"interrupted: the study keeps every finished trial, {study.finished_trials} so far: {path}")
     console.next_command(f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)")
 
 
@@ -146,7 +146,7 @@ def _note_resumed(request: Request, question: Question) -> None:
     with suppress(StudyError):
         study = api.open_study(path)
         if study.question.key == question.key and study.finished_trials:
-            console.notes([f"{path} has {study.finished_trials} finished trials: they are not run again"])
+            console.notes([f"resuming {path}: finished trials are not run again, {study.finished_trials} so far"])
 
 
 def _after_find(study: Study) -> str:

@@ -74,8 +74,12 @@ def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, object]:
     """What was typed, by the field of ``Request`` that it sets."""
-    typed = vars(arguments)
-    return {name: typed[name] for name in Request.__struct_fields__ if typed.get(name) is not None}
+    typed = {name: value for name, value in vars(arguments).items() if name in Request.__struct_fields__ and value is not None}
+    for flag in TRIAL_FLAGS:
+        values = typed.get(flag.field)
+        if flag.several and values and "model" not in typed and not values[-1].lstrip("-").isdecimal():
+            typed |= {"model": values[-1], flag.field: values[:-1]}  # `--gpus 1 2 MODEL`: argparse gives all three to the flag
+    return typed
 
 
 def _help(flag: Flag) -> str:

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from highwater import __version__
 from highwater.cli.flags import SEARCH_FLAGS, TRIAL_FLAGS, add_flags
@@ -23,8 +23,8 @@ _COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UsageErrors, with a command that works as the hint."""
 
-    def __init__(self, *, example: str, **options: object) -> None:
-        super().__init__(allow_abbrev=False, **options)  # pyright: ignore[reportArgumentType]
+    def __init__(self, *, example: str, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
         self.example = example
 
     def error(self, message: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from textwrap import shorten
 
 from highwater.report.table import TextTable, capacity_text, provenance
 from highwater.report.text import plain
@@ -12,6 +13,9 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4
 """Trials that the estimate of the time left is averaged over: later ones are more like those to come."""
+
+_REASON_WIDTH = 100
+"""Of a line about a trial; the final table has the whole reason."""
 
 
 class Progress:
@@ -32,7 +36,7 @@ class Progress:
         match event:
             case TrialStarted():
                 self._started_at = self._clock()
-                self._trials_left = event.trials_left
+                self._trials_left = event.trials_left + 1
                 self._states[event.cell] = f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
             case TrialFinished():
                 self._started_at = None
@@ -47,9 +51,9 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, from the time that the last trials took; None while no trial has told."""
+        """Estimated seconds left, the running trial included, from what the last trials took; None while none has told."""
         recent = [wall for wall in self._walls_s[-_RECENT:] if wall > 0]
-        if not recent:
+        if not recent or not self._trials_left:
             return None
         running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
         return max(0.0, self._trials_left * sum(recent) / len(recent) - running_s)
@@ -58,11 +62,12 @@ class Progress:
         """One line about an event, for a log or a pipe."""
         match event:
             case TrialStarted():
-                return f"{event.cell.label}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{self._left()}"
+                left = f" ({self._left()})" if self._left() else ""
+                return f"{event.cell.label}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{left}"
             case TrialFinished():
                 result = event.result
                 peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
-                reason = "" if result.outcome is Outcome.FIT else f": {plain(result.reason)}"
+                reason = "" if result.outcome is Outcome.FIT else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
                 took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
                 length = format_tokens(event.spec.length_tokens)
                 return f"{event.cell.label}: {length} tokens {words(result.outcome)}{took}{peak}{reason}"
@@ -71,7 +76,7 @@ class Progress:
 
     def table(self) -> TextTable:
         """Where every cell stands now."""
-        left = self.left_s
+        left = self._left()
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=("rung", "GPUs", "SP", "now", "longest that fit", "trials"),
@@ -86,11 +91,12 @@ class Progress:
                 )
                 for cell in self._question.cells
             ),
-            footnotes=() if left is None else (f"about {format_seconds(left)} left",),
+            footnotes=(left,) if left else (),
         )
 
     def _left(self) -> str:
-        return "" if self.left_s is None else f" (about {format_seconds(self.left_s)} left)"
+        left_s = self.left_s
+        return "" if left_s is None else f"about {format_seconds(max(10, round(left_s, -1)))} left"
 
 
 def words(outcome: Outcome) -> str:

@@ -18,6 +18,8 @@ from highwater.units import format_seconds, parse_bytes, parse_seconds, parse_to
 TIMEOUT_FLOOR_S = 10.0
 """Starting the processes of a trial takes seconds: a shorter timeout would end every trial before its first step."""
 
+_EXPECTED = {"int": "a whole number", "array": "a list of whole numbers", "bool": "true or false", "": "what it should be"}
+"""What the codec calls a type, and what a user does."""
 _EXAMPLES = {"gpus": "1", "ulysses": "1", "sequences_per_micro_batch": "1", "confirm": "2", "steps": "2", "micro_batches": "2"}
 
 Size = str | int
@@ -166,7 +168,7 @@ def _explained(error: msgspec.ValidationError, values: Mapping[str, object], whe
         problem = f"{name} {shown!r} is not one of {', '.join(allowed)}"
     else:
         near = _EXAMPLES.get(name, "")
-        expected = "a whole number" if "`int`" in str(error) else "of the type it should have"
+        expected = next(words for kind, words in _EXPECTED.items() if f"Expected `{kind}" in str(error))
         problem = f"{name} {shown!r} is not {expected}"
     spelled = f"{name}: {near}" if is_config else f"--{name.replace('_', '-')} {near}".rstrip()
     return UsageError(f"{where}{problem}", hint=f"for example `{spelled}`" if not allowed else f"use `{spelled}`")

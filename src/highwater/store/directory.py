@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
@@ -35,7 +36,7 @@ def check_log_directory(directory: Path) -> None:
             raise _full(directory, f"no space left: {error.strerror}") from error
         raise UsageError(
             f"the log directory {directory} cannot be written: {error.strerror}",
-            hint=f"use `--log-dir {Path.home() / 'highwater-logs'}`",
+            hint=f"use `--log-dir {_another()}`",
         ) from error
     free = shutil.disk_usage(directory).free
     if free < FREE_BYTES:
@@ -55,8 +56,14 @@ def newest_study(log_directory: Path) -> Path:
     return studies[-1]
 
 
+def _another() -> Path:
+    """A directory that can be written: at home, or else where temporary files go."""
+    home = Path.home()
+    return (home if os.access(home, os.W_OK) else Path(tempfile.gettempdir())) / "highwater-logs"
+
+
 def _full(directory: Path, problem: str) -> MachineError:
     return MachineError(
         f"the log directory {directory} is full: {problem}",
-        hint=f"free some space (`df -h {directory}`), or use `--log-dir {Path.home() / 'highwater-logs'}`",
+        hint=f"free some space (`df -h {directory}`), or use `--log-dir {_another()}`",
     )

@@ -56,6 +56,14 @@ class Journal:
             return result
         return None if Cell(layout=spec.layout, settings=spec.settings) in self._undecided else result
 
+    def opened(self, command: Sequence[str]) -> None:
+        """Record that this process writes from here on; raises MachineError when the disk is full."""
+        host, highwater_version = socket.gethostname(), version("highwater")
+        line = OpenedLine(
+            pid=os.getpid(), host=host, at_unix_s=time.time(), highwater_version=highwater_version, command=tuple(command)
+        )
+        self._append(line)
+
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; raises MachineError when the disk is full."""
         self._append(StartedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec))
@@ -98,7 +106,7 @@ def open_journal(path: Path, question: Question, *, command: Sequence[str] = ())
     try:
         record, notes = _recover(descriptor, path, question)
         journal = Journal(path, descriptor, record, notes)
-        journal._append(_opened_by_this_process(command))  # pyright: ignore[reportPrivateUsage]
+        journal.opened(command)
     except BaseException:
         os.close(descriptor)
         raise
@@ -207,16 +215,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _opened_by_this_process(command: Sequence[str]) -> OpenedLine:
-    return OpenedLine(
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        at_unix_s=time.time(),
-        highwater_version=version("highwater"),
-        command=tuple(command),
-    )
 
 
 def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:

@@ -1,0 +1,68 @@
+"""Progress: what is told while a search runs."""
+
+from places import question_of
+
+from highwater.cli.progress import Progress
+from highwater.search.campaign import CellAnswered, TrialFinished, TrialStarted
+from highwater.spec.study import CellAnswer
+from highwater.spec.trial import Outcome, TrialResult
+
+QUESTION = question_of(loss="full")
+CELL = QUESTION.cells[0]
+
+
+def started(length_tokens: int, *, trials_left: int, attempt: int = 1, repeat: int = 0) -> TrialStarted:
+    """A trial of the first cell begins."""
+    spec = QUESTION.trial(CELL, length_tokens)
+    return TrialStarted(cell=CELL, spec=spec, attempt=attempt, repeat=repeat, trials_left=trials_left)
+
+
+def finished(length_tokens: int, outcome: Outcome, *, wall_s: float, reason: str = "") -> TrialFinished:
+    """A trial of the first cell has ended."""
+    result = TrialResult(outcome=outcome, reason=reason, wall_s=wall_s)
+    return TrialFinished(cell=CELL, spec=QUESTION.trial(CELL, length_tokens), attempt=1, repeat=0, result=result)
+
+
+def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock() -> None:
+    now_s = [0.0]
+    progress = Progress(QUESTION, clock=lambda: now_s[0])
+    progress.hear(started(4096, trials_left=3))
+    assert progress.left_s is None
+    progress.hear(finished(4096, Outcome.FIT, wall_s=40))
+    assert progress.left_s == 3 * 40
+    progress.hear(started(8192, trials_left=2))
+    now_s[0] = 15.0
+    assert progress.left_s == 3 * 40 - 15
+    now_s[0] = 1000.0
+    assert progress.left_s == 0
+    progress.hear(finished(8192, Outcome.FIT, wall_s=60))
+    assert progress.left_s == 2 * 50
+    assert progress.table().footnotes == ("about 1m 40s left",)
+
+
+def test_nothing_is_estimated_from_trials_that_took_no_time() -> None:
+    progress = Progress(QUESTION)
+    progress.hear(started(4096, trials_left=3))
+    progress.hear(finished(4096, Outcome.FIT, wall_s=0))
+    assert progress.left_s is None
+
+
+def test_the_table_says_where_every_cell_stands() -> None:
+    progress = Progress(QUESTION)
+    assert [row[3] for row in progress.table().rows] == ["waiting", "waiting"]
+    progress.hear(started(40960, trials_left=1, attempt=2, repeat=1))
+    assert progress.table().rows[0][3:] == ("trying 40,960, attempt 2, to confirm", "-", "0")
+    progress.hear(finished(40960, Outcome.FIT, wall_s=1))
+    progress.hear(finished(51200, Outcome.OUT_OF_MEMORY, wall_s=1))
+    assert progress.table().rows[0][3:] == ("51,200: ran out of memory", "40,960", "2")
+    answer = CellAnswer(cell=CELL, capacity_tokens=40960, does_not_fit_tokens=51200, limit="memory", reason="", trials=2)
+    progress.hear(CellAnswered(answer=answer))
+    assert progress.table().rows[0][3] == "done: 40,960"
+
+
+def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned() -> None:
+    progress = Progress(QUESTION)
+    assert progress.line(started(4096, trials_left=1)) == "vanilla, 1 GPU: trying 4,096 tokens"
+    line = progress.line(finished(4096, Outcome.CRASHED, wall_s=2, reason="\x1b[31mboom " + "and so on " * 100))
+    assert line.startswith("vanilla, 1 GPU: 4,096 tokens crashed in 2.00 s: \\x1b[31mboom and so on")
+    assert len(line) < 160
