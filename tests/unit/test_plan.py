@@ -11,6 +11,7 @@ from highwater.errors import MachineError, ModelError, UsageError
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
+from highwater.spec.settings import Settings
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
@@ -139,3 +140,10 @@ def test_the_same_request_asks_the_same_question_and_another_budget_another() ->
     machine = machine_with(1)
     first, again, other = planned(machine), planned(machine), planned(machine, memory="80GiB")
     assert first.question.key == again.question.key != other.question.key
+
+
+def test_settings_that_a_request_has_no_name_for_come_from_the_base() -> None:
+    base = Settings(strategy="fsdp", save_hf="last", offload=True)
+    request = request_from({"model": "Qwen3-0.6B", "gpus": [4], "loss": "full", "allocator": "expandable", "rope": "yarn"})
+    (cell,) = plan(request, machine_with(4), base=base).question.cells
+    assert cell.settings == msgspec.structs.replace(base, allocator="expandable", rope="yarn")

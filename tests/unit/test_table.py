@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from places import NO_GPU, question_of, write_model
 from rich.console import Console
 
-from highwater.report.table import answer_table, plain_table, published_line, published_table, rich_table
+from highwater.report.table import answer_table, plain_table, published_line, published_table, rich_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.plan import plan
 from highwater.spec.request import request_from
-from highwater.spec.study import CellAnswer, Question, Study
+from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
+from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult
 from highwater.units import GIB
 
 QUESTION = question_of(gpus=[1, 2])
@@ -56,6 +57,16 @@ def test_measured_figures_are_called_measured() -> None:
     study = answered(msgspec.structs.replace(QUESTION, simulated=False), 36864)
     assert plain_table(answer_table(study)).splitlines()[0].endswith(": measured")
     assert "simulated," not in plain_table(answer_table(study))
+
+
+def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus() -> None:
+    study = answered(QUESTION, 4096)
+    budget = MemoryBudget(budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=GIB // 2, allocator_cap_bytes=157 * GIB // 2)
+    result = TrialResult(outcome=Outcome.FIT, reason="", ranks=(RankReport(rank=0, budget=budget),))
+    trials = tuple(RecordedTrial(spec=QUESTION.trial(QUESTION.cells[0], length), result=result) for length in (4096, 8192))
+    text = plain_table(answer_table(msgspec.structs.replace(study, trials=trials)))
+    assert text.count("1 GPU: 80.00 GiB = 1.00 GiB context + 512.0 MiB NCCL + 78.50 GiB for the allocator") == 1
+    assert "80.00 GiB = 1.00 GiB context" in plain_table(trial_table(trials[0].spec, result))
 
 
 def test_columns_line_up_and_no_line_ends_in_blanks() -> None:

@@ -9,13 +9,13 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
-from highwater.report.table import TextTable, answer_table, published_table
+from highwater.report.table import TextTable, answer_table, published_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, TrialResult
 from highwater.store.directory import newest_study
-from highwater.units import format_bytes, format_seconds, format_tokens
+from highwater.units import format_tokens
 
 
 def find(arguments: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def try_(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:
-        console.answer_table(_trial_table(spec, result))
+        console.answer_table(trial_table(spec, result))
         console.next_command(f"highwater find {shlex.quote(request.model)}{_limit(request)}")
     return _trial_exit_code(result)
 
@@ -165,23 +165,6 @@ def _after_show(study: Study, shown_as: str) -> str:
 def _limit(request: Request) -> str:
     limit = f" --memory {request.memory}" if request.memory is not None else ""
     return f"{limit} --device {request.device}" if request.device is not None else limit
-
-
-def _trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
-    label = "simulated" if result.simulated else "measured"
-    rows = (
-        ("outcome", str(result.outcome)),
-        ("reason", result.reason),
-        ("peak data segment" if spec.device == "cpu" else "peak reserved", format_bytes(result.peak_reserved_bytes)),
-        ("headroom", format_bytes(result.headroom_bytes)),
-        ("step time", format_seconds(result.step_time_s)),
-        ("tokens/s", "-" if result.tokens_per_s is None else f"{result.tokens_per_s:,.0f}"),
-        ("MFU", "-" if result.mfu is None else f"{result.mfu:.1%}"),
-        ("launch to first step", format_seconds(result.launch_to_first_step_s)),
-        ("log", result.log_path or "-"),
-    )
-    title = f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}: {label}"
-    return TextTable(title=title, columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
 
 
 def _trial_exit_code(result: TrialResult) -> int:

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from highwater.report.text import plain
 from highwater.spec.study import Cell, CellAnswer, Limit, Question, Study
-from highwater.units import format_bytes, format_tokens
+from highwater.spec.trial import MemoryBudget, RankReport, TrialResult, TrialSpec
+from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LIMITS: dict[Limit, str] = {
     "memory": "out of memory",
@@ -42,6 +43,32 @@ def answer_table(study: Study) -> TextTable:
         columns=("rung", "GPUs", "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
         rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
         footnotes=tuple(_footnotes(study)),
+    )
+
+
+def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
+    """One trial: how it ended, and what was measured."""
+    rank = result.ranks[0] if result.ranks else RankReport(rank=0)
+    rows = (
+        ("outcome", str(result.outcome)),
+        ("reason", result.reason),
+        ("peak data segment" if spec.device == "cpu" else "peak reserved", format_bytes(result.peak_reserved_bytes)),
+        ("headroom", format_bytes(result.headroom_bytes)),
+        ("memory budget", "-" if rank.budget is None or spec.device == "cpu" else _division(rank.budget)),
+        ("allocator", ", ".join(f"{name}={value}" for name, value in rank.allocator_settings.items()) or "-"),
+        ("attention", rank.attention_kernel or "-"),
+        ("step time", format_seconds(result.step_time_s)),
+        ("tokens/s", _per_second(result.tokens_per_s)),
+        ("MFU", _percent(result.mfu)),
+        ("launch to first step", format_seconds(result.launch_to_first_step_s)),
+        ("log", result.log_path or "-"),
+    )
+    label = "simulated" if result.simulated else "measured"
+    return TextTable(
+        title=f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}: {label}",
+        columns=(),
+        rows=tuple((name, plain(text)) for name, text in rows),
+        left_columns=2,
     )
 
 
@@ -130,9 +157,17 @@ def _answer_row(cell: Cell, answer: CellAnswer | None, question: Question) -> tu
         ended,
         format_bytes(answer.peak_reserved_bytes),
         format_bytes(answer.headroom_bytes),
-        "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:,.0f}",
-        "-" if answer.mfu is None else f"{answer.mfu:.1%}",
+        _per_second(answer.tokens_per_s),
+        _percent(answer.mfu),
     )
+
+
+def _per_second(tokens: float | None) -> str:
+    return "-" if tokens is None else f"{tokens:,.0f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _footnotes(study: Study) -> list[str]:
@@ -143,6 +178,7 @@ def _footnotes(study: Study) -> list[str]:
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
+    notes.extend(_budgets(study))
     for answer in study.answers:
         notes.append(f"{answer.cell.label}: {plain(answer.reason)}")
         notes.extend(f"{answer.cell.label}: not monotone: {plain(text)}" for text in answer.contradictions)
@@ -151,6 +187,23 @@ def _footnotes(study: Study) -> list[str]:
         label = "simulated" if question.simulated else "measured"
         notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {label}")
     return notes
+
+
+def _budgets(study: Study) -> list[str]:
+    """How the budget was divided on each number of GPUs: where trials differ, in the first. On the CPU it is not."""
+    if study.question.device == "cpu":
+        return []
+    budgets: dict[int, MemoryBudget] = {}
+    for trial in study.trials:
+        for rank in trial.result.ranks if trial.result else ():
+            if rank.budget is not None:
+                budgets.setdefault(trial.spec.layout.gpus, rank.budget)
+    return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {_division(budget)}" for gpus, budget in sorted(budgets.items())]
+
+
+def _division(budget: MemoryBudget) -> str:
+    context, nccl, cap = map(format_bytes, (budget.context_bytes, budget.nccl_bytes, budget.allocator_cap_bytes))
+    return f"{format_bytes(budget.budget_bytes)} = {context} context + {nccl} NCCL + {cap} for the allocator"
 
 
 def _published_group(title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]) -> str:
