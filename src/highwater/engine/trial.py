@@ -41,6 +41,7 @@ class Trial:
         vocab_size = model.causal_lm.config.vocab_size
         source = batches(self.spec, vocab_size=vocab_size, data_rank=mesh.get_local_rank())
         for _ in range(self.spec.steps):
+            self.phase = "data"
             micro_batches = [next(source) for _ in range(self.spec.micro_batches)]
             self._step(model, optimizer, micro_batches, mesh, device)
         self.phase = "report"

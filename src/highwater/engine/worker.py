@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def _failed(trial: "Trial | None", error: BaseException, spec: TrialSpec) -> Ran
     hint = None
     if isinstance(error, HighwaterError):
         kind, hint = "refused", error.hint
-    failure = Failure(kind=kind, phase=trial.phase if trial else "setup", text=text, hint=hint)
+    failure = Failure(kind=kind, phase=trial.phase if trial else "setup", text=text, at_unix_s=time.time(), hint=hint)
     report = trial.snapshot() if trial else RankReport(rank=int(os.environ["RANK"]))
     return msgspec.structs.replace(report, failure=failure)
 

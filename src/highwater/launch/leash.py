@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import FrameType
 from typing import NoReturn
 
 import psutil
@@ -22,41 +21,32 @@ import psutil
 EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class _EndedError(Exception):
-    """Somebody asked the leash to end, or its parent died."""
+_AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+"""Signals that are waited for and never handled: none can come between two lines and leave somebody behind."""
 
 
 def main() -> NoReturn:
     """Run the command on the leash and exit with its status."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     status = EXIT_ENDED
-    try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            raise _EndedError
-        # Should the leash itself be killed, torchrun goes with it, and the workers with torchrun.
-        child = subprocess.Popen(command, preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    if os.getppid() == parent:
+        child = subprocess.Popen(command, preexec_fn=_prepare_child)
         status = _wait_for(child.pid)
-    except _EndedError:
-        pass
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _kill_descendants()
     os._exit(status)
 
 
 def _wait_for(pid: int) -> int:
-    """Reap whatever ends until ``pid`` does; its status as a shell gives it."""
-    while True:
-        reaped, status = os.waitpid(-1, 0)
-        if reaped == pid:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+    """Reap whatever ends until ``pid`` does; its status as a shell gives it, or EXIT_ENDED when the leash is told to end."""
+    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                code = os.waitstatus_to_exitcode(ended[1])
+                return code if code >= 0 else 128 - code
+    return EXIT_ENDED
 
 
 def _kill_descendants() -> None:
@@ -71,8 +61,10 @@ def _kill_descendants() -> None:
             return
 
 
-def _end(_signum: int, _frame: FrameType | None) -> NoReturn:
-    raise _EndedError
+def _prepare_child() -> None:
+    """Should the leash itself be killed, torchrun goes with it, and the workers with torchrun."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,13 @@ from highwater.spec.oom import exhausted_memory
 from highwater.spec.trial import Failure, Outcome, RankReport, TrialSpec
 from highwater.units import format_seconds
 
-_RANK_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid: \d+\)")
+_RANK_EXIT = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
+"""A rank and its exit status, in the summary of failures that torchrun ends its log with."""
+_LAUNCHER_ERROR = re.compile(r"^torch\.distributed\.elastic\..*ChildFailedError:", re.MULTILINE)
+"""Where that summary begins."""
+_ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.MULTILINE)
+_SENT_BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM}
+"""Exits that say nothing about the process itself: somebody else ended it."""
 
 
 class Ending(Noun, frozen=True, kw_only=True):
@@ -45,35 +52,36 @@ def judge(spec: TrialSpec, ending: Ending) -> Verdict:
             return Verdict(Outcome.OUT_OF_MEMORY, _say(rank, failure))
         if failure.kind == "host_memory":
             return Verdict(Outcome.HOST_OUT_OF_MEMORY, _say(rank, failure))
-    silent = spec.layout.gpus - len(ending.reports)
+    silent = set(range(spec.layout.gpus)) - {report.rank for report in ending.reports}
     if silent:
         return _judge_silence(spec, ending, silent, failures)
     if failures:
-        rank, failure = min(failures.items())
-        return Verdict(Outcome.CRASHED, _say(rank, failure))
+        return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     if ending.exit_code != 0:
         return Verdict(Outcome.CRASHED, f"every rank reported success, yet the launcher exited with {ending.exit_code}")
     return _judge_reports(spec, ending.reports)
 
 
-def _judge_silence(spec: TrialSpec, ending: Ending, silent: int, failures: dict[int, Failure]) -> Verdict:
+def _judge_silence(spec: TrialSpec, ending: Ending, silent: set[int], failures: dict[int, Failure]) -> Verdict:
     """Some ranks left no report: the kernel, a signal or an abort in native code ended them."""
-    exits = [int(code) for code in _RANK_EXIT.findall(ending.log_tail)]
-    killed = [-code for code in exits if code < 0]
-    if ending.host_kills and 9 in killed:
+    exits = {int(rank): int(code) for rank, code in _RANK_EXIT.findall(ending.log_tail) if int(rank) in silent}
+    if ending.host_kills and -signal.SIGKILL in exits.values():
         memory = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
         return Verdict(memory, "the kernel killed a worker for want of host memory")
-    exhausted = exhausted_memory(ending.log_tail, device=spec.device)
+    # Who was ended by somebody else did not end for what the log says.
+    exhausted = None if exits and set(exits.values()) <= _SENT_BY_OTHERS else exhausted_memory(ending.log_tail, device=spec.device)
     if exhausted is not None:
         memory = Outcome.OUT_OF_MEMORY if exhausted == "device_memory" else Outcome.HOST_OUT_OF_MEMORY
         return Verdict(memory, "a worker died without a report after its log said that memory ran out")
-    if killed:
-        return Verdict(Outcome.CRASHED, f"a worker was ended by signal {killed[0]}")
+    signals = {rank: -code for rank, code in sorted(exits.items()) if code < 0 and code != -signal.SIGTERM}
+    if signals:
+        rank, number = next(iter(signals.items()))
+        return Verdict(Outcome.CRASHED, f"rank {rank} was ended by signal {number} ({_signal_name(number)})")
     if failures:
-        rank, failure = min(failures.items())
-        return Verdict(Outcome.CRASHED, _say(rank, failure))
-    ranks = "1 rank" if silent == 1 else f"{silent} ranks"
-    return Verdict(Outcome.CRASHED, f"{ranks} left no report; the launcher exited with {ending.exit_code}")
+        return Verdict(Outcome.CRASHED, _say(*_first(failures)))
+    ranks = "1 rank" if len(silent) == 1 else f"{len(silent)} ranks"
+    said = _last_error(ending.log_tail)
+    return Verdict(Outcome.CRASHED, f"{ranks} left no report; the launcher exited with {ending.exit_code}{said}")
 
 
 def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
@@ -86,6 +94,11 @@ def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
     return Verdict(Outcome.FIT, f"{spec.steps} steps done, loss {reports[0].losses[-1]:.3f}")
 
 
+def _first(failures: dict[int, Failure]) -> tuple[int, Failure]:
+    """The failure that came first: the others lost their peer to it."""
+    return min(failures.items(), key=lambda item: (item[1].at_unix_s or 0.0, item[0]))
+
+
 def _say(rank: int, failure: Failure) -> str:
     first_line = failure.text.strip().splitlines()[0] if failure.text.strip() else failure.kind
     return f"rank {rank}, {failure.phase}: {first_line}"
@@ -94,3 +107,16 @@ def _say(rank: int, failure: Failure) -> str:
 def _phases(reports: Sequence[RankReport]) -> str:
     phases = sorted({report.failure.phase for report in reports if report.failure})
     return f"; a rank had failed in {', '.join(phases)}" if phases else ""
+
+
+def _last_error(log_tail: str) -> str:
+    """The last line of the log that names an error, before the launcher's own."""
+    errors = _ERROR_LINE.findall(_LAUNCHER_ERROR.split(log_tail, maxsplit=1)[0])
+    return f"; the last error in the log: {errors[-1]}" if errors else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

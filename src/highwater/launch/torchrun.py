@@ -178,16 +178,20 @@ def _await_release(gpus: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the leash, which ends everything on it; both are gone on return, whatever interrupts."""
-    if process.poll() is not None:
-        return
+    """End the leash, which ends everything on it; a second Ctrl-C meanwhile is heard when that is done, and orphans nothing."""
     process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_END_S)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+    deadline = time.monotonic() + _END_S
+    interrupt: KeyboardInterrupt | None = None
+    while process.poll() is None:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _raise_refusal(reports: tuple[RankReport, ...]) -> None:

@@ -116,9 +116,11 @@ class Failure(Noun, frozen=True, kw_only=True):
 
     kind: FailureKind
     phase: str
-    """Where it was: setup, build, forward, backward, optimizer, report."""
+    """Where it was: setup, build, data, forward, backward, optimizer, report."""
     text: str
     """The exception, type first."""
+    at_unix_s: float | None = None
+    """Clock time: the first rank that fails takes its peers with it."""
     hint: str | None = None
     """For ``refused``: something to type."""
 

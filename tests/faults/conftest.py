@@ -1,0 +1,63 @@
+"""A tiny model, a marked environment, and the check that no test leaves a process behind."""
+
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from processes import MARK, marked
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The mark of this test's processes: none is left when it ends.
+
+    The environment that carries it also hides every GPU, and finds ``faulty_batches``.
+    """
+    mark = uuid.uuid4().hex
+    environment = {MARK: mark, "FAULTS": tmp_path, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": Path(__file__).parent}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    yield mark
+    left = marked(mark)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A model whose training steps take no time."""
+    return _model(tmp_path / "tiny", vocab_size=512)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A model whose logits of a few thousand tokens fill a GiB."""
+    return _model(tmp_path / "wide", vocab_size=151_936)
+
+
+def _model(directory: Path, *, vocab_size: int) -> Path:
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,140 @@
+"""Batches that go wrong, for ``--data faulty_batches:<name>``: each fault as a user's own code, or the kernel, would cause it.
+
+The first step's batches are good, so that a fault comes in mid-training, all buffers alive. What a test has to know or steer
+goes through files in the folder that the variable ``FAULTS`` names.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FIRST_STEP = 2
+"""Micro-batches of one step."""
+_DAEMON = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); time.sleep(600)"
+
+Batches = Iterator[list[list[int]]]
+
+
+def good(*, length_tokens: int, **_: Any) -> Batches:
+    yield from repeat([list(range(length_tokens))])
+
+
+def noisy(*, length_tokens: int, **_: Any) -> Batches:
+    """Everything that a reader of logs could fall for, and good batches."""
+    sys.stderr.write('Traceback (most recent call last):\n  File "cache.py", line 1, in load\nMemoryError: std::bad_alloc\n')
+    sys.stderr.write("retried: torch.OutOfMemoryError: CUDA out of memory\n  exitcode  : -9 (pid: 1)\n")
+    yield from good(length_tokens=length_tokens)
+
+
+def crashing_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+    yield from _first_step(length_tokens)
+    if data_rank == 1:
+        raise ValueError("the tokenizer is broken")
+    yield from good(length_tokens=length_tokens)
+
+
+def leaving_with_1(*, length_tokens: int, **_: Any) -> Batches:
+    """A traceback and exit status 1, past every handler."""
+    yield from _first_step(length_tokens)
+    sys.stderr.write('Traceback (most recent call last):\n  File "reader.py", line 1, in read\nOSError: the disk is on fire\n')
+    os._exit(1)
+
+
+def leaving_with_0(*, length_tokens: int, **_: Any) -> Batches:
+    """Exit status 0, and no result."""
+    yield from _first_step(length_tokens)
+    os._exit(0)
+
+
+def killed_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+    """A line that speaks of memory, then a SIGKILL that has nothing to do with it."""
+    yield from _first_step(length_tokens)
+    if data_rank == 1:
+        sys.stderr.write("MemoryError: a cache was dropped\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield from good(length_tokens=length_tokens)
+
+
+def asking_for_a_tebibyte(*, length_tokens: int, **_: Any) -> Batches:
+    yield from _first_step(length_tokens)
+    bytearray(2**40)
+
+
+def allocating_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+    """Really allocates until the limit is met, while its peer waits in a collective."""
+    yield from _first_step(length_tokens)
+    held = []
+    while data_rank == 1:
+        held.append(torch.ones(2**24))
+    yield from good(length_tokens=length_tokens)
+
+
+def raising_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
+    """As PyTorch translates a ``std::bad_alloc`` of one of its kernels."""
+    yield from _first_step(length_tokens)
+    raise RuntimeError("std::bad_alloc")
+
+
+def aborting_for_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
+    """As the C++ runtime ends a process whose ``std::bad_alloc`` nobody catches."""
+    yield from _first_step(length_tokens)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    os.abort()
+
+
+def hanging(*, length_tokens: int, **_: Any) -> Batches:
+    yield from _first_step(length_tokens)
+    _hang_on()
+    time.sleep(600)
+
+
+def paused(*, length_tokens: int, **_: Any) -> Batches:
+    """Stops the trial of the length that the file ``pause`` names, for as long as it is there."""
+    yield from _first_step(length_tokens)
+    pause = Path(os.environ["FAULTS"], "pause")
+    if pause.exists() and int(pause.read_text()) == length_tokens:
+        _hang_on()
+        while pause.exists():
+            time.sleep(0.02)
+    yield from good(length_tokens=length_tokens)
+
+
+def filling_the_disk(*, length_tokens: int, **_: Any) -> Batches:
+    """Fills the disk of ``FAULTS``, once, in the trial of the length that the file ``fill`` names."""
+    yield from _first_step(length_tokens)
+    fill = Path(os.environ["FAULTS"], "fill")
+    if int(fill.read_text()) == length_tokens and not fill.with_name("filler").exists():
+        with fill.with_name("filler").open("wb", buffering=0) as filler:
+            for block in (2**20, 2**12, 1):
+                _write_until_full(filler.fileno(), b"\0" * block)
+    yield from good(length_tokens=length_tokens)
+
+
+def _first_step(length_tokens: int) -> Batches:
+    yield from repeat([list(range(length_tokens))], FIRST_STEP)
+
+
+def _hang_on() -> None:
+    """Be hard to end: deaf to SIGTERM, and with a daemon, as deaf, in a process session of its own. The file ``hangs`` tells."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", _DAEMON], start_new_session=True).wait()
+    Path(os.environ["FAULTS"], "hangs").touch()
+
+
+def _write_until_full(descriptor: int, block: bytes) -> None:
+    try:
+        while True:
+            os.write(descriptor, block)
+    except OSError:
+        return

@@ -1,0 +1,203 @@
+"""Faults of a search: ``highwater find`` as a user runs it, on real trials, ended or starved in mid-trial."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import marked, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+GONE_S = 3
+"""Time in which nothing of a search may be left that was killed."""
+HANGS_S = 120
+"""Bound on the time until the second trial hangs: two trials, on a machine that is busy."""
+LENGTHS = (32, 64)
+FIND = (
+    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full", "--method", "linear"),
+    *("--start-length", "32", "--resolution", "32", "--max-length", "64", "--study", "study.jsonl"),
+)
+"""Two trials, the longer length last."""
+PAUSED = (*FIND, "--data", "faulty_batches:paused")
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(mark: str, tiny: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a search in a process session of its own, as a terminal does."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for search in started:
+        search.kill()
+        search.communicate()
+
+
+@pytest.fixture
+def hanging(start: Start, mark: str, tmp_path: Path) -> "subprocess.Popen[str]":
+    """A search whose first trial is recorded, and whose second hangs and is hard to end."""
+    (tmp_path / "pause").write_text(str(LENGTHS[1]))
+    search = start(*PAUSED)
+    assert wait_until(lambda: (tmp_path / "hangs").exists() or search.poll() is not None, within_s=HANGS_S)
+    assert search.poll() is None, search.communicate()[1]
+    # The search, the leash, torchrun, the worker, and its daemon.
+    assert len(marked(mark)) >= 5
+    return search
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The full lines of a journal."""
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def starts(path: Path) -> dict[int, int]:
+    """Launches of each length, by the journal."""
+    return Counter(line["spec"]["length_tokens"] for line in lines(path) if line["kind"] == "trial_started")
+
+
+def finished(path: Path) -> list[str]:
+    """Keys of the trials with a result, in their order."""
+    return [line["spec_key"] for line in lines(path) if line["kind"] == "trial_finished"]
+
+
+def complete(search: "subprocess.Popen[str]") -> str:
+    """Wait for the answer: both lengths fit. What was said on stderr."""
+    answer, talk = search.communicate(timeout=120)
+    assert search.returncode == 0, talk
+    assert "64 tokens fit, the longest length that was to be tried" in answer
+    return talk
+
+
+def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a_trial(
+    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
+) -> None:
+    study = tmp_path / "study.jsonl"
+    before = finished(study)
+    hanging.send_signal(signal.SIGKILL)
+    hanging.wait()
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert len(before) == 1
+    assert finished(study) == before
+    (tmp_path / "pause").unlink()
+    talk = complete(start(*PAUSED))
+    assert "study.jsonl: finished trials are not run again, 1 so far" in talk
+    assert starts(study) == {LENGTHS[0]: 1, LENGTHS[1]: 2}
+    assert finished(study)[:1] == before
+    assert len(set(finished(study))) == len(finished(study)) == 2
+
+
+def test_ctrl_c_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
+    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
+) -> None:
+    study = tmp_path / "study.jsonl"
+    os.killpg(hanging.pid, signal.SIGINT)
+    answer, talk = hanging.communicate(timeout=30)
+    assert marked(mark) == []
+    assert (hanging.returncode, answer) == (130, "")
+    assert "Traceback" not in talk
+    said, how = talk.splitlines()[-2:]
+    assert said == "interrupted: the study keeps every finished trial, 1 so far: study.jsonl"
+    assert how.startswith("next: highwater find ")
+    assert len(finished(study)) == 1
+    (tmp_path / "pause").unlink()
+    complete(start(*shlex.split(how.removeprefix("next: ").partition("  (")[0])))
+    assert starts(study) == {LENGTHS[0]: 1, LENGTHS[1]: 2}
+
+
+def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_disturbed(
+    hanging: "subprocess.Popen[str]", start: Start, tmp_path: Path
+) -> None:
+    study = tmp_path / "study.jsonl"
+    before = study.read_bytes()
+    answer, talk = start(*PAUSED).communicate(timeout=30)
+    problem, _, hint = talk.splitlines()[-3:]
+    assert answer == ""
+    assert problem == f"error: study.jsonl is being written by process {hanging.pid}"
+    assert "`--study study-2.jsonl`" in hint
+    assert study.read_bytes() == before
+    (tmp_path / "pause").unlink()
+    complete(hanging)
+    assert starts(study) == dict.fromkeys(LENGTHS, 1)
+
+
+def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start: Start, tmp_path: Path) -> None:
+    study, uncut = tmp_path / "study.jsonl", (*FIND, "--dry-run")
+    first, _ = start(*uncut).communicate(timeout=30)
+    content = study.read_bytes()
+    cut = content.rindex(b'"kind":"trial_finished"') + 100
+    study.write_bytes(content[:cut])
+    again = start(*uncut)
+    answer, talk = again.communicate(timeout=30)
+    assert (again.returncode, answer) == (0, first)
+    assert "note: the last line of study.jsonl was cut short" in talk
+    assert finished(study) == [line["spec_key"] for line in map(json.loads, content.splitlines()) if "result" in line]
+
+
+def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(start: Start, tmp_path: Path) -> None:
+    study, dry = tmp_path / "study.jsonl", (*FIND, "--dry-run")
+    start(*dry).communicate(timeout=30)
+    newer = study.read_bytes().replace(b'"schema_version":1', b'"schema_version":2', 1)
+    study.write_bytes(newer)
+    refused = start(*dry)
+    answer, talk = refused.communicate(timeout=30)
+    assert (refused.returncode, answer) == (2, "")
+    assert "error: study.jsonl was written by a newer highwater: its schema is 2, this one reads 1" in talk
+    assert study.read_bytes() == newer
+    other = talk.rstrip().rpartition("`--study ")[2].rstrip("`")
+    assert start(*dry, "--study", other).wait(30) == 0
+
+
+_ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=72m none disk && cp -r tiny disk && cd disk && echo $1 > fill || exit 99
+export FAULTS="$PWD"; shift
+"$@"; echo "exit $?" >&2
+cp study.jsonl ../full.jsonl && rm filler
+"$@"; echo "exit $?" >&2
+cp study.jsonl ../resumed.jsonl
+"""
+
+
+def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_room_it_goes_on(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    alone = ("unshare", "--user", "--map-root-user", "--mount")
+    mounting = start(*alone, "mount", "-t", "tmpfs", "-o", "size=72m", "none", "disk")
+    refused = mounting.communicate(timeout=30)[1].strip()
+    if mounting.returncode:
+        pytest.skip(f"this machine lets nobody mount a small disk: {refused[:200]}")
+    words = (*FIND, "--data", "faulty_batches:filling_the_disk")
+    answer, talk = start(*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", str(LENGTHS[1]), *words).communicate(timeout=150)
+    full, resumed = tmp_path / "full.jsonl", tmp_path / "resumed.jsonl"
+    first, _, second = talk.partition("exit 3\n")
+    assert "error: no space left to record the study in study.jsonl: No space left on device" in first
+    assert "every finished trial is kept" in first
+    assert "64 tokens fit, the longest length that was to be tried" in answer
+    assert second.endswith("exit 0\n")
+    assert full.read_bytes().endswith(b"\n")
+    assert resumed.read_bytes().startswith(full.read_bytes())
+    assert starts(resumed)[LENGTHS[0]] == 1
+    assert len(set(finished(resumed))) == len(finished(resumed)) == 2
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)], ids=["told to end", "impatient"])
+def test_nothing_is_left_of_a_search_however_it_is_ended(
+    hanging: "subprocess.Popen[str]", mark: str, signals: tuple[signal.Signals, ...]
+) -> None:
+    for number in signals:
+        hanging.send_signal(number)
+        time.sleep(0.01)
+    hanging.communicate(timeout=30)
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)

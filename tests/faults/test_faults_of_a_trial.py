@@ -1,0 +1,108 @@
+"""Faults of one trial: real processes, real training steps, and the outcome that each fault must have."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import marked
+
+import highwater
+from highwater.spec.trial import Outcome, TrialResult
+
+pytestmark = pytest.mark.timeout(180)
+
+HANG_S = 20
+"""Enough for a trial to start on a machine that is busy: the hang comes in its second step."""
+
+Attempt = Callable[..., TrialResult]
+
+
+@pytest.fixture
+def attempt(mark: str, tiny: Path) -> Attempt:
+    """Tries a trial with faulty batches in 1 GiB; on return nothing of it runs any more, whatever its outcome."""
+
+    def attempt(data: str | None, *, model: Path = tiny, length: int = 32, gpus: int = 1, timeout: str = "2m") -> TrialResult:
+        source = f"faulty_batches:{data}" if data else None
+        result = highwater.run_trial(
+            str(model), length, device="cpu", memory="1GiB", gpus=[gpus], data=source, timeout=timeout, log_dir="logs"
+        )
+        assert marked(mark) == []
+        return result
+
+    return attempt
+
+
+def log_of(result: TrialResult) -> str:
+    assert result.log_path is not None
+    return Path(result.log_path).read_text()
+
+
+def test_a_worker_that_is_killed_with_9_is_a_crash_that_names_the_signal(attempt: Attempt) -> None:
+    result = attempt("killed_in_rank_1", gpus=2)
+    assert "MemoryError" in log_of(result)
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, "rank 1 was ended by signal 9 (SIGKILL)")
+
+
+def test_an_exception_in_one_rank_is_a_crash_with_its_text_not_with_what_its_peers_saw_of_it(attempt: Attempt) -> None:
+    result = attempt("crashing_in_rank_1", gpus=2)
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, "rank 1, data: ValueError: the tokenizer is broken")
+
+
+def test_exit_status_1_with_a_traceback_in_the_log_is_a_crash_with_its_text(attempt: Attempt) -> None:
+    result = attempt("leaving_with_1")
+    assert result.outcome is Outcome.CRASHED
+    assert result.exit_code == 1
+    assert "OSError: the disk is on fire" in result.reason
+
+
+def test_exit_status_0_without_a_result_is_no_fit(attempt: Attempt) -> None:
+    result = attempt("leaving_with_0")
+    assert (result.outcome, result.exit_code) == (Outcome.CRASHED, 0)
+    assert "left no report" in result.reason
+
+
+def test_a_good_trial_with_tracebacks_in_its_log_fits(attempt: Attempt) -> None:
+    result = attempt("noisy")
+    assert "Traceback (most recent call last)" in log_of(result)
+    assert "CUDA out of memory" in log_of(result)
+    assert result.outcome is Outcome.FIT
+    assert len(result.ranks[0].losses) == 2
+
+
+def test_a_hang_that_no_signal_but_9_ends_is_a_timeout_and_no_process_is_left(attempt: Attempt, tmp_path: Path) -> None:
+    result = attempt("hanging", timeout=f"{HANG_S}s")
+    assert (tmp_path / "hangs").exists()
+    assert (result.outcome, result.reason) == (Outcome.TIMEOUT, f"not done after {HANG_S} s")
+    assert result.exit_code is None
+    assert HANG_S <= result.wall_s < HANG_S + 5
+
+
+def test_a_length_whose_logits_exceed_the_limit_is_out_of_memory(attempt: Attempt, wide: Path) -> None:
+    result = attempt(None, model=wide, length=4096)
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert result.reason.startswith("rank 0, forward: ")
+
+
+def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: Attempt) -> None:
+    result = attempt("allocating_in_rank_1", gpus=2)
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert result.reason.startswith("rank 1, data: ")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("asking_for_a_tebibyte", "rank 0, data: MemoryError"),
+        ("raising_bad_alloc", "rank 0, data: RuntimeError: std::bad_alloc"),
+        ("aborting_for_bad_alloc", "a worker died without a report after its log said that memory ran out"),
+    ],
+)
+def test_out_of_memory_spelled_differently_is_out_of_memory(attempt: Attempt, data: str, reason: str) -> None:
+    result = attempt(data)
+    assert result.outcome is Outcome.OUT_OF_MEMORY
+    assert result.reason.startswith(reason)
+
+
+def test_a_data_source_that_does_not_exist_is_the_users_to_mend(attempt: Attempt) -> None:
+    with pytest.raises(highwater.HighwaterError, match="'faulty_batches:nothing'"):
+        attempt("nothing")

@@ -1,0 +1,126 @@
+"""Starting a trial: where its log goes, what its processes inherit, and what is refused before any starts."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from places import question_of
+
+from highwater.errors import MachineError, UsageError
+from highwater.launch.torchrun import TorchrunRunner, log_path_of, refuse_unsupported, trial_environment
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Allocator, Settings
+from highwater.spec.trial import Outcome, TrialSpec
+
+AT_ONCE_S = 0.01
+"""A timeout that ends a trial before its first process has read a line."""
+EXPANDABLE = question_of(loss="chunked", allocator="expandable")
+ON_CPU = question_of(loss="full", device="cpu", memory="1GiB")
+
+
+def cuda_spec(**changes: Any) -> TrialSpec:
+    return msgspec.structs.replace(EXPANDABLE.trial(EXPANDABLE.cells[0], 8192), **changes)
+
+
+def cpu_spec() -> TrialSpec:
+    return ON_CPU.trial(ON_CPU.cells[0], 4096)
+
+
+def test_a_log_lies_where_its_layout_and_rung_say() -> None:
+    spec = cuda_spec(layout=Layout(gpus=8, ulysses_degree=4))
+    folder = Path("logs/Qwen3-0.6B/gpu-8/sp-4")
+    assert log_path_of(Path("logs"), spec, "rung") == folder / "env+chunked" / "model_len-8192.log"
+    assert log_path_of(Path("logs"), spec, "published") == folder / "model_len-8192.log"
+
+
+def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
+    runner = TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S)
+    paths = []
+    for attempt in (1, 2, 3):
+        result = runner.run(cpu_spec(), attempt=attempt)
+        assert (result.outcome, result.attempt) == (Outcome.TIMEOUT, attempt)
+        paths.append(Path(result.log_path or ""))
+        paths[-1].write_text(f"mine, {attempt}")
+    assert [path.name for path in paths] == [f"model_len-4096{again}.log" for again in ("", ".attempt-2", ".attempt-3")]
+    assert [path.read_text() for path in paths] == ["mine, 1", "mine, 2", "mine, 3"]
+
+
+def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(MachineError, match="could not be started or recorded") as refusal:
+        TorchrunRunner(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S).run(cpu_spec())
+    assert "`--log-dir`" in refusal.value.hint
+
+
+@pytest.mark.parametrize(("allocator", "setting"), [("native", "False"), ("expandable", "True")])
+def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
+    monkeypatch: pytest.MonkeyPatch, allocator: Allocator, setting: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
+    environment = trial_environment(cuda_spec(settings=Settings(allocator=allocator)))
+    assert environment["PYTORCH_ALLOC_CONF"] == f"expandable_segments:{setting}"
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:{setting}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "PYTORCH_HIP_ALLOC_CONF",
+        "CUDA_LAUNCH_BLOCKING",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCHELASTIC_RUN_ID",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ],
+)
+def test_what_would_change_a_trial_is_not_inherited(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    assert name not in trial_environment(cuda_spec())
+    assert name not in trial_environment(cpu_spec())
+
+
+def test_everything_else_of_the_users_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/my/code")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert trial_environment(cuda_spec())["PYTHONPATH"] == "/my/code"
+    assert trial_environment(cuda_spec())["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert trial_environment(cpu_spec())["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_the_engine_can_do_is_not_refused() -> None:
+    for question in (EXPANDABLE, ON_CPU, question_of(gpus=[1, 2, 4, 8])):
+        for cell in question.cells:
+            refuse_unsupported(cell.settings, cell.layout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "named"),
+    [
+        (Settings(strategy="fsdp"), Layout(gpus=1), "FSDP1 (strategy fsdp)"),
+        (Settings(), Layout(gpus=2, ulysses_degree=2), "Ulysses sequence parallelism of degree 2"),
+        (Settings(), Layout(gpus=2, ring_degree=2), "ring attention"),
+        (Settings(), Layout(gpus=2, replicate_degree=2), "HSDP copies"),
+        (Settings(offload=True), Layout(gpus=1), "offload of parameters and optimizer states"),
+        (Settings(entropy="chunked"), Layout(gpus=1), "entropy"),
+        (Settings(objective="grpo"), Layout(gpus=1), "the objective grpo"),
+        (Settings(save_hf="last"), Layout(gpus=1), "saving Hugging Face weights"),
+    ],
+)
+def test_what_the_engine_cannot_do_yet_is_refused_by_name_before_a_process_starts(
+    tmp_path: Path, settings: Settings, layout: Layout, named: str
+) -> None:
+    with pytest.raises(UsageError) as refusal:
+        TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(settings=settings, layout=layout))
+    assert refusal.value.problem == f"{named} is not supported by the engine yet"
+    assert list(tmp_path.iterdir()) == []
