@@ -21,11 +21,14 @@ def test_one_trial_says_how_it_ended_by_its_exit_code(highwater: Run, length: st
     assert (as_json.returncode, document["schema_version"], document["result"]["outcome"]) == (code, 1, outcome)
 
 
-def test_a_study_is_shown_as_a_table_as_published_and_as_json(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(highwater: Run, tmp_path: Path) -> None:
     found = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
     assert highwater("show").stdout == found.stdout
     published = highwater("show", "logs/m/study-1.jsonl", "--as", "published")
     assert published.stdout.splitlines()[1] == "#GPU | SP | Qwen3-0.6B"
+    lines = highwater("show", "--as", "lines").stdout.splitlines()
+    assert len(lines) == len(found.stdout.partition("\n\n")[2].partition("\n\n")[0].splitlines()) - 1
+    assert lines[0].startswith("model_name = Qwen3-0.6B, trainer_gpu_num = 1, sp_num = 1, max_model_len = ")
     document = json.loads(highwater("show", "--as", "json").stdout)
     assert document["path"] == "logs/m/study-1.jsonl"
     assert len(document["trials"]) > 6

@@ -9,7 +9,7 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
-from highwater.report.table import TextTable, answer_table, published_table, trial_table
+from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
@@ -63,7 +63,7 @@ def try_(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """``highwater show``: a study, or several, as a table, in the published layout or as JSON."""
+    """``highwater show``: a study, or several, as a table, in the published layout, as its final lines, or as JSON."""
     paths = [Path(name) for name in arguments.studies] or [newest_study(Path(arguments.log_dir))]
     studies = [api.open_study(path) for path in paths]
     for study in studies:
@@ -77,6 +77,8 @@ def show(arguments: argparse.Namespace) -> int:
         return EXIT_ANSWERED
     if arguments.as_ == "published":
         console.answer(published_table(studies))
+    elif arguments.as_ == "lines":
+        console.answer("\n".join(map(published_lines, studies)))
     else:
         for study in studies:
             console.answer_table(answer_table(study))

@@ -13,7 +13,7 @@ from highwater.errors import UsageError
 _COMMANDS = {
     "find": "the longest context that a model trains with here, by real trials",
     "try": "one trial of one length",
-    "show": "a study: as a table, in the published layout, or as JSON",
+    "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
     "compare-search": "trials that each search method takes to find the capacities of a known table",
@@ -109,7 +109,7 @@ def _try_flags(parser: Parser) -> None:
 
 def _show_flags(parser: Parser) -> None:
     parser.add_argument("studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one")
-    parser.add_argument("--as", dest="as_", choices=("table", "published", "json"), default="table", help="how to show it")
+    parser.add_argument("--as", dest="as_", choices=("table", "published", "lines", "json"), default="table", help="how to show it")
     parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
 
 

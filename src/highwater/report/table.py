@@ -83,6 +83,12 @@ def published_table(studies: Sequence[Study]) -> str:
     return "\n\n".join(_published_group(title, entries) for title, entries in groups.items())
 
 
+def published_lines(study: Study) -> str:
+    """The published final line of every cell."""
+    answers = {answer.cell: answer for answer in study.answers}
+    return "\n".join(published_line(study.question, cell, answers.get(cell)) for cell in study.question.cells)
+
+
 def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
     """The line that users of the published search parse; ``?`` when no trial told the capacity."""
     capacity = "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
