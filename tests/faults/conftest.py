@@ -21,6 +21,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """
     mark = uuid.uuid4().hex
     environment = {MARK: mark, "FAULTS": tmp_path, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": Path(__file__).parent}
+    environment["TMPDIR"] = tmp_path  # what is killed cannot tidy up
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

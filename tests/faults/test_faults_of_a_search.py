@@ -132,6 +132,7 @@ def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_dist
     (tmp_path / "pause").unlink()
     complete(hanging)
     assert starts(study) == dict.fromkeys(LENGTHS, 1)
+    assert list(tmp_path.glob("highwater-*")) == list(tmp_path.glob("torchelastic_*")) == []
 
 
 def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start: Start, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ class TorchrunRunner:
     def _launch(self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]) -> int | None:
         """The launcher's exit code; None when time was up. Nothing of the trial runs any more when this returns or raises."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", f"--nproc-per-node={spec.layout.gpus}"]
+        torchrun.append(f"--log-dir={spec_path.parent}")  # else it leaves a folder for every trial
         worker = ["-m", "highwater.engine.worker", str(spec_path), str(reports_path)]
         leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
         process = subprocess.Popen(
