@@ -73,11 +73,13 @@ def doubts_about(study: Study) -> list[str]:
     for cell in study.question.cells:
         longest = capacities.get(cell)
         if not longest:
-            doubts.append(f"{cell.label} has no answer")
+            doubts.append(f"{cell.label_on(study.question.device)} has no answer")
             continue
         pair = [outcomes.get((cell.layout, cell.settings, length)) for length in (longest, longest + STEP)]
         if pair != [Outcome.FIT, Outcome.OUT_OF_MEMORY]:
-            doubts.append(f"{cell.label}: {longest} tokens ended in {pair[0]}, {longest + STEP} in {pair[1]}")
+            doubts.append(
+                f"{cell.label_on(study.question.device)}: {longest} tokens ended in {pair[0]}, {longest + STEP} in {pair[1]}"
+            )
     return doubts
 
 

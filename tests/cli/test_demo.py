@@ -50,7 +50,7 @@ def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(highwater: Ru
         pair = {simulated.answers[0].capacity_tokens, simulated.answers[0].does_not_fit_tokens}
         fewer = msgspec.structs.replace(simulated, trials=tuple(real[:missing] + real[missing + 1 :]))
         assert bool(demo_doubts(fewer)) == (real[missing].spec.length_tokens in pair)
-    assert demo_doubts(msgspec.structs.replace(simulated, answers=())) == ["vanilla, 1 GPU has no answer"]
+    assert demo_doubts(msgspec.structs.replace(simulated, answers=())) == ["vanilla, 1 process has no answer"]
 
 
 def demo_doubts(study: Study) -> list[str]:

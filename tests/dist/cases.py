@@ -11,15 +11,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from reference import Documents, reference_gradients
+from reference import Documents, reference_gradients, reference_training
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from highwater.attention.dense import register
-from highwater.engine.data import pack
+from highwater.engine.data import Batch, pack
 from highwater.engine.model import LanguageModel, build, read_config
 from highwater.engine.recompute import PREFIX
-from highwater.engine.step import train_step
+from highwater.engine.step import make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 
@@ -49,6 +49,8 @@ CASES = [
         (("full", "layer"), ("chunked", "none"), ("chunked", "layer")),
         ("packed", "untrained-rank"),
     )
+] + [
+    Case(model=model, dtype="float64", loss="full", recompute="layer", batch="three-steps") for model in ("dense", "tied", "moe")
 ]
 
 
@@ -91,6 +93,8 @@ def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: i
         compute_dtype=dtype,
         master_dtype=dtype,
     )
+    if case.batch == "three-steps":
+        return _three_steps(model, directory, [pack(batch) for batch in batches[rank]], batches, mesh)
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     loss, norm = train_step(model, optimizer, [pack(batch) for batch in batches[rank]], mesh=mesh)
     gradients = _by_name(model, optimizer.gradients)
@@ -105,6 +109,32 @@ def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: i
         "loss": abs(float(loss) / float(reference_loss) - 1),
         "norm": abs(float(norm) / float(reference_norm) - 1),
         "gradient": deviations[worst],
+        "worst": worst,
+    }
+
+
+def _three_steps(
+    model: LanguageModel,
+    directory: Path,
+    micro_batches: list[Batch],
+    batches: list[list[Documents]],
+    mesh: torch.distributed.DeviceMesh,
+) -> dict[str, float | str]:
+    """Deviation of what three optimizer steps changed, the states allocated before the first as in a trial."""
+    before = _by_name(model, [p.detach().clone() for p in model.parameters()])
+    optimizer = make_optimizer(model)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), _by_name(model, list(model.parameters())).values(), strict=True))
+    for _ in range(3):
+        loss, norm = train_step(model, optimizer, micro_batches, mesh=mesh)
+    after = _by_name(model, [p.detach() for p in model.parameters()])
+    everything = [documents for of_rank in batches for documents in of_rank]
+    reference_loss, reference_norm, expected = reference_training(directory, torch.float64, everything, steps=3)
+    changes = {name: float((after[name] - before[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    worst = max(changes, key=changes.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(reference_loss) - 1),
+        "norm": abs(float(norm) / float(reference_norm) - 1),
+        "gradient": changes[worst],
         "worst": worst,
     }
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from highwater.attention.reference import reference_attention
-from highwater.engine.step import CLIP_NORM
+from highwater.engine.step import CLIP_NORM, LEARNING_RATE
 
 Documents = list[tuple[Tensor, Tensor]]
 
@@ -53,10 +53,33 @@ def reference_gradients(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped gradient."""
+    model = _load(directory, dtype)
+    loss, norm = _backward(model, dtype, micro_batches)
+    return loss, norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+def reference_training(
+    directory: Path, dtype: torch.dtype, micro_batches: list[Documents], *, steps: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they changed in every parameter."""
+    model = _load(directory, dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, norm = _backward(model, dtype, micro_batches)
+        optimizer.step()
+    return loss, norm, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
     AttentionInterface.register("textbook", _textbook_attention)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="textbook", experts_implementation="eager", local_files_only=True
     )
+
+
+def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]) -> tuple[Tensor, Tensor]:
     trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
     loss = torch.zeros((), dtype=dtype)
     for ids, labels in (document for batch in micro_batches for document in batch):
@@ -64,8 +87,7 @@ def reference_gradients(
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+    return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
 
 
 def _textbook_attention(

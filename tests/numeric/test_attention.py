@@ -42,7 +42,7 @@ def test_a_document_does_not_see_the_one_before_it() -> None:
 
 def test_a_kernel_that_cannot_run_is_an_error_and_not_the_quadratic_one() -> None:
     q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
+    with pytest.raises(RuntimeError, match=r"No available kernel|No viable backend"):
         attend(q, q, q, document_lengths=(5,), scaling=1.0, kernel="cudnn")
 
 

@@ -1,7 +1,6 @@
 """The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is refused."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -124,13 +123,13 @@ def test_ranks_train_on_different_tokens() -> None:
     ],
 )
 def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(UsageError, match=said):
         next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
 
 
 def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
     assert next(source).document_lengths == (3, 2)
     assert next(source).labels_N.tolist() == [4]

@@ -7,7 +7,7 @@ from textwrap import shorten
 from highwater.report.table import TextTable, capacity_text, provenance
 from highwater.report.text import plain
 from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted
-from highwater.spec.study import Cell, Question
+from highwater.spec.study import RANK_WORDS, Cell, Question
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -60,26 +60,28 @@ class Progress:
 
     def line(self, event: Event) -> str:
         """One line about an event, for a log or a pipe."""
+        cell = event.answer.cell if isinstance(event, CellAnswered) else event.cell
+        name = cell.label_on(self._question.device)
         match event:
             case TrialStarted():
                 left = f" ({self._left()})" if self._left() else ""
-                return f"{event.cell.label}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{left}"
+                return f"{name}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{left}"
             case TrialFinished():
                 result = event.result
                 peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
                 reason = "" if result.outcome is Outcome.FIT else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
                 took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
                 length = format_tokens(event.spec.length_tokens)
-                return f"{event.cell.label}: {length} tokens {words(result.outcome)}{took}{peak}{reason}"
+                return f"{name}: {length} tokens {words(result.outcome)}{took}{peak}{reason}"
             case CellAnswered():
-                return f"{event.answer.cell.label}: capacity {capacity_text(self._question, event.answer)} tokens"
+                return f"{name}: capacity {capacity_text(self._question, event.answer)} tokens"
 
     def table(self) -> TextTable:
         """Where every cell stands now."""
         left = self._left()
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
-            columns=("rung", "GPUs", "SP", "now", "longest that fit", "trials"),
+            columns=("rung", RANK_WORDS[self._question.device][1], "SP", "now", "longest that fit", "trials"),
             rows=tuple(
                 (
                     cell.settings.label,

@@ -29,12 +29,15 @@ def outside_allocator_bytes(device: torch.device) -> int:
     return device_used_bytes(device) - torch.cuda.memory_reserved(device)
 
 
-def cap_allocator(device: torch.device, *, budget_bytes: int | None, context_bytes: int, nccl_bytes: int) -> MemoryBudget:
+def divide_budget(device: torch.device, *, budget_bytes: int | None, nccl_bytes: int) -> MemoryBudget:
     """Bound the allocator so that device used stays within the budget; None bounds it by the card itself.
+
+    What is outside the allocator now is the context, but for ``nccl_bytes``.
 
     Raises MachineError when the budget leaves nothing, or exceeds the card.
     """
     total = torch.cuda.mem_get_info(device)[1]
+    context_bytes = outside_allocator_bytes(device) - nccl_bytes
     budget = total if budget_bytes is None else budget_bytes
     cap = budget - context_bytes - nccl_bytes
     if budget > total:

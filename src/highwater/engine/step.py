@@ -19,8 +19,22 @@ Enter = Callable[[str], None]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW on the float32 shards: two float32 moments per parameter, no temporaries."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    """Fused AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros.
+
+    What lives as long as the training is allocated before the first activation. Left to the first step, gradients and moments
+    would be cut out of the blocks that activations just left, and the caching allocator could never join those again: the
+    largest block, the logits, would be needed twice. And what does not fit shows in the first micro-batch, not in the second step.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.0
+    optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
+    group["lr"] = LEARNING_RATE
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
 
 
 def train_step(
@@ -35,6 +49,16 @@ def train_step(
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
+    loss = backward_of(micro_batches, model, mesh=mesh, enter=enter)
+    enter("optimizer")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return total(loss, mesh), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def backward_of(micro_batches: Sequence[Batch], model: nn.Module, *, mesh: DeviceMesh, enter: Enter = lambda _: None) -> Tensor:
+    """Add the gradients of all micro-batches to the shards; returns this rank's share of the loss."""
     device = torch.device(mesh.device_type)
     trained_tokens = count_trained(micro_batches, mesh=mesh)
     loss = torch.zeros((), device=device)
@@ -52,11 +76,7 @@ def train_step(
         enter("backward")
         share.backward()
         loss = loss + share.detach()
-    enter("optimizer")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total(loss, mesh), norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return loss
 
 
 def count_trained(micro_batches: Sequence[Batch], *, mesh: DeviceMesh) -> int:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from highwater.report.text import plain
-from highwater.spec.study import Cell, CellAnswer, Limit, Question, Study
+from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
 from highwater.spec.trial import MemoryBudget, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -40,7 +40,7 @@ def answer_table(study: Study) -> TextTable:
     answers = {answer.cell: answer for answer in study.answers}
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
-        columns=("rung", "GPUs", "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
+        columns=("rung", RANK_WORDS[question.device][1], "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
         rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
         footnotes=tuple(_footnotes(study)),
     )
@@ -139,7 +139,7 @@ def capacity_text(
 
 def place(question: Question) -> str:
     """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
-    each = "process" if question.device == "cpu" else "GPU"
+    each = RANK_WORDS[question.device][0]
     if question.memory_budget_bytes is None:
         return f"{plain(question.device_name)}, the whole card"
     return f"{plain(question.device_name)}, {format_bytes(question.memory_budget_bytes)} per {each}"
@@ -186,12 +186,15 @@ def _footnotes(study: Study) -> list[str]:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
     notes.extend(_budgets(study))
     for answer in study.answers:
-        notes.append(f"{answer.cell.label}: {plain(answer.reason)}")
-        notes.extend(f"{answer.cell.label}: not monotone: {plain(text)}" for text in answer.contradictions)
+        name = answer.cell.label_on(question.device)
+        notes.append(f"{name}: {plain(answer.reason)}")
+        notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
     if best is not None and best.capacity_tokens:
         label = "simulated" if question.simulated else "measured"
-        notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), {label}")
+        notes.append(
+            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label_on(question.device)}), {label}"
+        )
     return notes
 
 

@@ -25,7 +25,7 @@ class Layout(Noun, frozen=True, kw_only=True):
             works = ", ".join(str(d) for d in range(1, self.gpus + 1) if self.gpus % d == 0)
             raise UsageError(f"context degree {self.context_degree} does not divide {self.gpus} GPUs", hint=f"use one of {works}")
         if self.gpus % self.replicate_degree:
-            raise UsageError(f"{self.replicate_degree} copies do not divide {self.gpus} GPUs", hint="use `--replicate 1`")
+            raise UsageError(f"{self.replicate_degree} copies do not divide {self.gpus} GPUs", hint="use `replicate_degree=1`")
 
     @property
     def context_degree(self) -> int:

@@ -12,6 +12,9 @@ from highwater.spec.trial import Device, TrialResult, TrialSpec
 PUBLISHED_STEP_TOKENS = 4096
 STUDY_SCHEMA_VERSION = 1
 
+RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
+"""What a user calls a rank, and several, on each device."""
+
 Method = Literal["bisect", "linear"]
 Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
@@ -83,9 +86,14 @@ class Cell(Noun, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """``Env+chunked, 4 GPUs, SP=2``."""
-        gpus = "1 GPU" if self.layout.gpus == 1 else f"{self.layout.gpus} GPUs"
+        return self.label_on("cuda")
+
+    def label_on(self, device: Device) -> str:
+        """The label in the device's words: a rank on the CPU is a process, not a GPU."""
+        one, several = RANK_WORDS[device]
+        ranks = f"1 {one}" if self.layout.gpus == 1 else f"{self.layout.gpus} {several}"
         sharded = f", SP={self.layout.ulysses_degree}" if self.layout.ulysses_degree > 1 else ""
-        return f"{self.settings.label}, {gpus}{sharded}"
+        return f"{self.settings.label}, {ranks}{sharded}"
 
 
 class Question(Noun, frozen=True, kw_only=True):
