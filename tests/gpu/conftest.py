@@ -1,0 +1,23 @@
+"""GPU tests: skipped, with the reason, where there is no GPU; with HIGHWATER_REQUIRE=gpu a missing GPU is a failure."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> str:
+    """The name of the first GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if os.environ.get("HIGHWATER_REQUIRE") == "gpu":
+        pytest.fail("HIGHWATER_REQUIRE=gpu, and no GPU is visible")
+    pytest.skip("no GPU is visible")

@@ -1,0 +1,86 @@
+"""The GPU's own code against float64: row kernels on odd sizes, logits beside them poisoned; both losses; the attention."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.attention.dense import attend, select_kernel  # noqa: E402
+from highwater.attention.reference import reference_attention  # noqa: E402
+from highwater.bench.loss import PATHS, TOLERANCE, compare, measure  # noqa: E402
+from highwater.engine import loss as loss_module  # noqa: E402
+from highwater.engine import row_kernels  # noqa: E402
+
+ROW_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+"""Norm-relative against float64 on the same logits; the gradient is stored in the logits' own dtype."""
+
+
+@pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 4095), (5, 4097), (129, 151_936)])
+def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(dtype: "torch.dtype", rows: int, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    wide = torch.full((rows + 2, vocabulary + 64), float("nan"), device="cuda", dtype=dtype)
+    logits = wide[1 : rows + 1, :vocabulary]
+    logits.copy_(torch.randn(rows, vocabulary, device="cuda") * 5)
+    labels = torch.randint(vocabulary, (rows,), device="cuda")
+    upstream = torch.randn(rows, device="cuda")
+    exact = logits.double().requires_grad_()
+    expected = torch.log_softmax(exact, -1).gather(1, labels[:, None])[:, 0]
+    (wanted,) = torch.autograd.grad(expected, exact, upstream.double())
+    logprob, normalizer = row_kernels.logprob(logits, labels)
+    assert deviation(logprob, expected) < ROW_TOLERANCE[torch.float32] or vocabulary == 1
+    assert deviation(normalizer, exact.logsumexp(-1)) < ROW_TOLERANCE[torch.float32]
+    row_kernels.logprob_backward_(logits, labels, normalizer, upstream)
+    assert deviation(logits, wanted) < ROW_TOLERANCE[dtype] or vocabulary == 1
+    assert not wide[1 : rows + 1, :vocabulary].isnan().any()
+    assert wide[0].isnan().all()
+    assert wide[-1].isnan().all()
+    assert wide[:, vocabulary:].isnan().all()
+
+
+def test_logits_of_minus_infinity_have_probability_zero_and_no_nan() -> None:
+    logits = torch.randn(2, 9000, device="cuda")
+    logits[:, :8192] = float("-inf")
+    labels = torch.tensor([8500, 8999], device="cuda")
+    expected = torch.log_softmax(logits.double(), -1).gather(1, labels[:, None])[:, 0]
+    logprob, normalizer = row_kernels.logprob(logits, labels)
+    assert deviation(logprob, expected) < ROW_TOLERANCE[torch.float32]
+    row_kernels.logprob_backward_(logits, labels, normalizer, torch.ones(2, device="cuda"))
+    assert torch.equal(logits[:, :8192], torch.zeros_like(logits[:, :8192]))
+
+
+@pytest.mark.parametrize("name", list(PATHS))
+def test_losses_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cuda", 1)  # the smallest chunk: 1031 tokens make nine
+    assert max(compare(PATHS[name]).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "most"), [("full", 4.2), ("chunked", 0.05)])
+def test_the_slope_of_a_loss_is_what_it_is_said_to_be(name: str, most: float) -> None:
+    slope = measure(name, PATHS[name])["bytes_per_token_vocabulary"]
+    assert isinstance(slope, float)
+    assert slope <= most
+
+
+@pytest.mark.parametrize("document_lengths", [(33,), (7, 7, 7), (65, 1, 129)])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(16, 8), (4, 1)])
+def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...], query_heads: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    device, size, tokens = torch.device("cuda"), 128, sum(document_lengths)
+    kernel = select_kernel(device, torch.bfloat16, query_heads=query_heads, kv_heads=kv_heads, head_dim=size)
+    q, k, v = (
+        torch.randn(tokens, heads, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (query_heads, kv_heads, kv_heads)
+    )
+    upstream = torch.randn(tokens, query_heads, size, device=device, dtype=torch.bfloat16)
+    as_heads = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    ours = attend(*as_heads, document_lengths=document_lengths, scaling=size**-0.5, kernel=kernel)[0]
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = reference_attention(*exact, document_lengths=document_lengths, scaling=size**-0.5)
+    assert deviation(ours, expected) < TOLERANCE
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    for gradient, exact_gradient in zip(torch.autograd.grad(ours, (q, k, v), upstream), wanted, strict=True):
+        assert deviation(gradient, exact_gradient) < TOLERANCE
+
+
+def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
+    return float((ours.detach().double() - expected.detach()).norm() / expected.detach().norm().clamp_min(1e-300))
