@@ -70,4 +70,4 @@ def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str
 
 
 def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours - expected).detach().norm() / expected.norm().clamp_min(1e-300))
+    return float((ours - expected).detach().norm() / expected.detach().norm().clamp_min(1e-300))
