@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from highwater.attention.dense import register
-from highwater.engine.data import Batch, pack
+from highwater.engine.data import Batch, pack, shard
 from highwater.engine.model import LanguageModel, build, read_config
 from highwater.engine.recompute import PREFIX
 from highwater.engine.step import make_optimizer, train_step
@@ -36,10 +36,12 @@ class Case:
     loss: str
     recompute: str
     batch: str
+    ulysses: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.dtype} {self.loss} recompute={self.recompute} {self.batch}"
+        sharded = f" ulysses={self.ulysses}" if self.ulysses > 1 else ""
+        return f"{self.model} {self.dtype} {self.loss} recompute={self.recompute} {self.batch}{sharded}"
 
 
 CASES = [
@@ -52,6 +54,19 @@ CASES = [
 ] + [
     Case(model=model, dtype="float64", loss="full", recompute="layer", batch="three-steps") for model in ("dense", "tied", "moe")
 ]
+CASES += [
+    Case(model=model, dtype=dtype, loss=loss, recompute="layer", batch=batch, ulysses=ulysses)
+    for (model, dtype), (loss, batch), ulysses in product(
+        (("dense", "float64"), ("dense", "float32"), ("tied", "float64"), ("moe", "float64")),
+        (("full", "packed"), ("chunked", "untrained-rank")),
+        (2, 4),
+    )
+]
+
+
+def cases_for(processes: int) -> list[Case]:
+    """The cases that this many processes can run."""
+    return [case for case in CASES if processes % case.ulysses == 0]
 
 
 class RecordGradients(torch.optim.SGD):
@@ -69,7 +84,7 @@ def main() -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
     results = {}
-    for case in CASES:
+    for case in cases_for(world):
         try:
             results[case.name] = run(case, weights / case.model, mesh, rank, world)
         except Exception:
@@ -82,21 +97,23 @@ def main() -> None:
 def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient."""
     dtype = getattr(torch, case.dtype)
-    batches = [[documents(case.batch, r, m) for m in range(MICRO_BATCHES)] for r in range(world)]
+    batches = [[documents(case.batch, r, m) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
+    layout = Layout(gpus=world, ulysses_degree=case.ulysses)
+    own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in batches[rank // case.ulysses]]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register("flash"),
+        attention=register("flash", group=process_mesh.sequence_group(layout, mesh)),
         loss=case.loss,
         recompute=case.recompute,
         compute_dtype=dtype,
         master_dtype=dtype,
     )
     if case.batch == "three-steps":
-        return _three_steps(model, directory, [pack(batch) for batch in batches[rank]], batches, mesh)
+        return _three_steps(model, directory, own, batches, mesh)
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, norm = train_step(model, optimizer, [pack(batch) for batch in batches[rank]], mesh=mesh)
+    loss, norm = train_step(model, optimizer, own, mesh=mesh)
     gradients = _by_name(model, optimizer.gradients)
     reference_loss, reference_norm, expected = reference_gradients(
         directory, dtype, [documents for of_rank in batches for documents in of_rank]
@@ -150,7 +167,8 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
         if kind == "untrained-rank" and rank == 0:
             labels[:] = -100
         packed.append((ids, labels))
-    if kind == "untrained-rank" and torch.distributed.get_world_size() == 1 and micro_batch == 1:
+    if kind == "untrained-rank" and rank == 0 and micro_batch == 1:
+        # A single data-parallel rank has to train on something.
         packed[-1][1][1:] = packed[-1][0][1:]
     return packed
 

@@ -1,4 +1,4 @@
-"""Exact causal attention over packed documents, on one rank, by the fastest fused kernel of the hardware.
+"""Exact causal attention over packed documents, by the fastest fused kernel of the hardware.
 
 Documents are known by their lengths on the host: runs of equal lengths become one batched kernel call, so that packed
 sequences never see each other, no mask is ever built, and nothing quadratic is ever stored.
@@ -7,15 +7,18 @@ Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
+from highwater.attention.ulysses import attend_sharded
 from highwater.errors import MachineError
 
 Kernel = Literal["cudnn", "flash"]
@@ -70,8 +73,11 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
     )
 
 
-def register(kernel: Kernel) -> str:
-    """Register ``attend`` with transformers for this process; returns the name to build the model with."""
+def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> str:
+    """Register ``attend`` with transformers for this process; returns the name to build the model with.
+
+    With a ``group`` the ranks of it share each sequence, by Ulysses; ``document_lengths`` stay those of the whole.
+    """
 
     def interface(
         module: nn.Module,
@@ -90,7 +96,10 @@ def register(kernel: Kernel) -> str:
             raise RuntimeError(f"{type(module).__name__} built an attention mask of shape {tuple(attention_mask.shape)}")
         _refuse_features(features, longest=max(document_lengths))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query_BHSD, key_BKSD, value_BKSD, document_lengths=document_lengths, scaling=scale, kernel=kernel), None
+        whole = partial(attend, document_lengths=document_lengths, scaling=scale, kernel=kernel)
+        if group is None:
+            return whole(query_BHSD, key_BKSD, value_BKSD), None
+        return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=whole), None
 
     AttentionInterface.register(NAME, interface)
     return NAME

@@ -1,6 +1,6 @@
 """Batches: documents packed into one row, with everything the step must know about them on the host.
 
-Shapes:  T packed tokens of a micro-batch  N trained tokens
+Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among those
 """
 
 import importlib
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from highwater.errors import UsageError
+from highwater.parallel.sequence import slice_of
 from highwater.spec.trial import TrialSpec
 
 PROMPT_TOKENS = 2048
@@ -43,6 +44,24 @@ class Batch:
             trained_positions_N=self.trained_positions_N.to(device),
             labels_N=self.labels_N.to(device),
         )
+
+
+def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
+    """One rank's slice of a micro-batch that ``degree`` ranks share.
+
+    What is predicted was fixed over the whole row, so that a slice's last token is still followed by its true next one. Padding
+    is a document of its own: nothing sees it, and it trains nothing. ``document_lengths`` stay those of the whole row.
+    """
+    start, stop, padding = slice_of(len(batch.input_ids_T), degree=degree, rank=rank)
+    pad_ids, pad_positions = torch.zeros(padding, dtype=torch.long), torch.arange(padding)
+    mine_N = (batch.trained_positions_N >= start) & (batch.trained_positions_N < stop)
+    return Batch(
+        input_ids_T=torch.cat([batch.input_ids_T, pad_ids])[start:stop],
+        position_ids_T=torch.cat([batch.position_ids_T, pad_positions])[start:stop],
+        document_lengths=(*batch.document_lengths, padding) if padding else batch.document_lengths,
+        trained_positions_N=batch.trained_positions_N[mine_N] - start,
+        labels_N=batch.labels_N[mine_N],
+    )
 
 
 def pack(documents: Sequence[tuple[Tensor, Tensor]]) -> Batch:

@@ -20,6 +20,8 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], *, mesh: DeviceMesh, co
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if mesh.size() == 1:
+        return  # the average over one rank is its sum, without a pass to divide by 1
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

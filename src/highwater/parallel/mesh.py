@@ -27,7 +27,23 @@ def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
 
 
-def warm_up(mesh: DeviceMesh) -> None:
+def sequence_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that share this rank's sequences: neighbours; None when it shares them with nobody.
+
+    Where they are all ranks it is the mesh's own group: a second one would cost NCCL's buffers once more.
+    """
+    degree = layout.context_degree
+    if degree == 1:
+        return None
+    if degree == layout.gpus:
+        return mesh.get_group()
+    neighbours = [list(range(first, first + degree)) for first in range(0, layout.gpus, degree)]
+    own, _ = dist.new_subgroups_by_enumeration(neighbours)
+    assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
+    return own
+
+
+def warm_up(mesh: DeviceMesh, sequence: dist.ProcessGroup | None) -> None:
     """Run each collective of a step once, small, so that its buffers exist before memory is measured."""
     if mesh.size() == 1:
         return
@@ -38,6 +54,9 @@ def warm_up(mesh: DeviceMesh) -> None:
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
     dist.all_reduce(part, group=group)
+    if sequence is not None:
+        row = torch.ones(dist.get_world_size(sequence), device=mesh.device_type)
+        dist.all_to_all_single(torch.empty_like(row), row, group=sequence)
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
