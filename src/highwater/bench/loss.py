@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.bench.environment import environment
-from highwater.engine.loss import token_logprobs
+from highwater.engine.loss import token_statistics
 
 VOCABULARY = 151_936
 HIDDEN = 1024
@@ -90,8 +90,8 @@ def hugging_face(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tens
 
 PATHS: dict[str, LossPath] = {
     "hugging face": hugging_face,
-    "full": lambda h, w, y: -token_logprobs(h, w, y, loss="full").sum(),
-    "chunked": lambda h, w, y: -token_logprobs(h, w, y, loss="chunked").sum(),
+    "full": lambda h, w, y: -token_statistics(h, w, y, loss="full").logprobs_N.sum(),
+    "chunked": lambda h, w, y: -token_statistics(h, w, y, loss="chunked").logprobs_N.sum(),
 }
 
 

@@ -1,32 +1,42 @@
-"""Log-probabilities of given tokens from hidden states, without ever holding logits in float32, or (chunked) at all.
+"""Log-probabilities and entropies of tokens from hidden states, without ever holding logits in float32, or (chunked) at all.
 
-Only this is fused; objectives are ordinary functions of the log-probabilities (engine/objective.py).
+Only this is fused; objectives are ordinary functions of the two (engine/objective.py).
 
 Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
 Bytes per N x V, forward and backward, at 2 bytes an element: ``full`` 2 (the logits, overwritten by their own gradient),
-``chunked`` 0. Measured by bench/loss.py on a GPU.
+``chunked`` 0; the entropy adds none. Measured by bench/loss.py on a GPU.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from highwater.engine import row_kernels
+from highwater.engine.row_kernels import RowStatistics
 from highwater.spec.settings import Loss
 
 CHUNK_BYTES = {"cuda": 512 * 1024**2, "cpu": 32 * 1024**2}
 """Logits alive in the chunked loss: enough rows for efficient matrix products on the device."""
 
 
-def token_logprobs(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss) -> Tensor:
-    """Log-probability of each label, shape N, float32 (float64 for float64 hidden states); differentiable once.
+class TokenStatistics(NamedTuple):
+    """What the objectives are made of; float32 (float64 for float64 hidden states), differentiable once."""
 
-    ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps one number per token and
+    logprobs_N: Tensor
+    """Log-probability of each label."""
+    entropies_N: Tensor
+    """Entropy of each token's distribution, in nats."""
+
+
+def token_statistics(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss) -> TokenStatistics:
+    """Statistics of the distribution of each token, ``softmax(hidden @ weight.T)``.
+
+    ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three numbers per token and
     computes each chunk's logits twice. Both give the same values and gradients up to the order of summation.
     """
     rows = max(1, len(labels_N)) if loss == "full" else chunk_rows(weight_VE)
-    return _TokenLogprobs.apply(hidden_NE, weight_VE, labels_N, rows, loss == "full")
+    return TokenStatistics(*_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, loss == "full"))
 
 
 def chunk_rows(weight_VE: Tensor) -> int:
@@ -35,43 +45,45 @@ def chunk_rows(weight_VE: Tensor) -> int:
     return max(128, CHUNK_BYTES[weight_VE.device.type] // row_bytes // 128 * 128)
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenStatistics(torch.autograd.Function):
     """The one place where logits exist."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, rows: int, keep_logits: bool) -> Tensor:
-        logprobs, log_normalizers = [], []
+    def forward(
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, rows: int, keep_logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        chunks: list[RowStatistics] = []
         logits_NV = None
         for hidden, labels in zip(hidden_NE.split(rows), labels_N.split(rows), strict=True):
             logits_NV = hidden @ weight_VE.T
-            logprob_N, log_normalizer_N = row_kernels.logprob(logits_NV, labels)
-            logprobs.append(logprob_N)
-            log_normalizers.append(log_normalizer_N)
+            chunks.append(row_kernels.statistics(logits_NV, labels))
+        whole = RowStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         ctx.rows = rows
         # Not a saved tensor: the backward pass overwrites it, which autograd forbids for tensors it saved.
         ctx.logits_NV = logits_NV if keep_logits else None
         ctx.keep_logits = keep_logits
-        ctx.save_for_backward(hidden_NE, weight_VE, labels_N, torch.cat(log_normalizers))
-        return torch.cat(logprobs)
+        ctx.save_for_backward(hidden_NE, weight_VE, labels_N, *whole)
+        return whole.logprob_N, whole.entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_NE, weight_VE, labels_N, log_normalizer_N = ctx.saved_tensors
-        chunks = zip(*(t.split(ctx.rows) for t in (hidden_NE, labels_N, log_normalizer_N, gradients[0].contiguous())), strict=True)
+        hidden_NE, weight_VE, labels_N, *saved = ctx.saved_tensors
+        whole = RowStatistics(*saved)
+        for_logprob_N, for_entropy_N = (gradient.contiguous() for gradient in gradients)
         if ctx.keep_logits:
-            assert ctx.logits_NV is not None, "token_logprobs is differentiable once: its logits were overwritten"
+            assert ctx.logits_NV is not None, "token_statistics is differentiable once: its logits were overwritten"
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
-            [(hidden, labels, log_normalizer, gradient)] = chunks
-            row_kernels.logprob_backward_(logits_NV, labels, log_normalizer, gradient)
-            return logits_NV @ weight_VE, logits_NV.T @ hidden, None, None, None
+            row_kernels.backward_(logits_NV, labels_N, whole, for_logprob_N, for_entropy_N)
+            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None
         hidden_gradient_NE = torch.empty_like(hidden_NE)
         weight_gradient_VE = _WeightGradient(weight_VE)
-        for gradient_slice, (hidden, labels, log_normalizer, gradient) in zip(
-            hidden_gradient_NE.split(ctx.rows), chunks, strict=True
+        per_token = (hidden_gradient_NE, hidden_NE, labels_N, for_logprob_N, for_entropy_N, *whole)
+        for hidden_gradient, hidden, labels, for_logprob, for_entropy, *of in zip(
+            *(t.split(ctx.rows) for t in per_token), strict=True
         ):
             logits_NV = hidden @ weight_VE.T
-            row_kernels.logprob_backward_(logits_NV, labels, log_normalizer, gradient)
-            torch.mm(logits_NV, weight_VE, out=gradient_slice)
+            row_kernels.backward_(logits_NV, labels, RowStatistics(*of), for_logprob, for_entropy)
+            torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
         return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None
 

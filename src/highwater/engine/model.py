@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from highwater.engine import weights
-from highwater.engine.loss import token_logprobs
+from highwater.engine.loss import TokenStatistics, token_statistics
 from highwater.engine.recompute import PREFIX, recompute_layers
 from highwater.engine.rope import scale_rope
 from highwater.errors import ModelError
@@ -26,7 +26,7 @@ _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softc
 
 
 class LanguageModel(nn.Module):
-    """A causal LM whose forward pass ends in log-probabilities of the trained tokens, never in logits."""
+    """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, loss: Loss) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class LanguageModel(nn.Module):
         trained_positions_N: Tensor,
         labels_N: Tensor,
         document_lengths: Sequence[int],
-    ) -> Tensor:
-        """Log-probabilities of ``labels_N``, each read at its position; shape N, float32 or wider."""
+    ) -> TokenStatistics:
+        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
             document_lengths=document_lengths,
         ).last_hidden_state[0]
         hidden_NE = hidden_TE.index_select(0, trained_positions_N)
-        return token_logprobs(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+        return token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
 
     @property
     def backbone(self) -> nn.Module:

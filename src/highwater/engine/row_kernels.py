@@ -1,13 +1,14 @@
-"""Two passes over rows of logits: log-probability of a label, and its gradient written over the logits.
+"""Two passes over rows of logits: statistics of each row, and their gradient written over the logits.
 
-On a GPU two Triton kernels read each logit once and store nothing in float32; elsewhere PyTorch does the same in blocks of
-rows. Both compute in float32 (float64 for float64 logits).
+The statistics are the log-probability of a label, the log of the normalizer, and the entropy of the distribution.
+On a GPU two Triton kernels read each logit once and store nothing in float32 but three numbers a row; elsewhere PyTorch does the
+same in blocks of rows. Both compute in float32 (float64 for float64 logits).
 
 Shapes:  N rows  V vocabulary
 """
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,30 +17,59 @@ BLOCK_BYTES = 16 * 1024**2
 """Float32 temporaries of the PyTorch path, at the most a few times this."""
 
 
-def logprob(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """``log softmax(logits)[label]`` and ``log sum exp(logits)`` of each row, both of shape N."""
+class RowStatistics(NamedTuple):
+    """What one pass over the logits tells of each row."""
+
+    logprob_N: Tensor
+    """``log softmax(logits)[label]``."""
+    log_normalizer_N: Tensor
+    """``log sum exp(logits)``."""
+    entropy_N: Tensor
+    """``- sum p log p`` with ``p = softmax(logits)``, in nats."""
+
+
+def statistics(logits_NV: Tensor, labels_N: Tensor) -> RowStatistics:
+    """Statistics of every row; a logit of minus infinity has probability 0 and adds nothing."""
     if logits_NV.is_cuda and logits_NV.dtype != torch.float64:
-        return _triton().logprob(logits_NV, labels_N)
+        return RowStatistics(*_triton().statistics(logits_NV, labels_N))
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    normalizers = [block.to(wide).logsumexp(dim=-1) for block in logits_NV.split(_block_rows(logits_NV))]
+    normalizers, entropies = [], []
+    for block in logits_NV.split(_block_rows(logits_NV)):
+        log_p = block.to(wide)
+        log_normalizer = log_p.logsumexp(dim=-1)
+        log_p = log_p - log_normalizer[:, None]
+        p = log_p.exp()
+        normalizers.append(log_normalizer)
+        entropies.append(-_finite(log_p, p).mul_(p).sum(dim=-1))
     log_normalizer_N = torch.cat(normalizers)
     picked_N = logits_NV.gather(1, labels_N[:, None])[:, 0].to(wide)
-    return picked_N - log_normalizer_N, log_normalizer_N
+    return RowStatistics(picked_N - log_normalizer_N, log_normalizer_N, torch.cat(entropies))
 
 
-def logprob_backward_(logits_NV: Tensor, labels_N: Tensor, log_normalizer_N: Tensor, gradient_N: Tensor) -> None:
-    """Overwrite the logits with their gradient: ``(onehot(label) - softmax(logits)) * gradient``."""
+def backward_(
+    logits_NV: Tensor, labels_N: Tensor, of: RowStatistics, logprob_gradient_N: Tensor, entropy_gradient_N: Tensor
+) -> None:
+    """Overwrite the logits with the gradient of what came from ``statistics``.
+
+    ``d logprob / d x_j = [j = label] - p_j`` and ``d entropy / d x_j = - p_j (log p_j + entropy)``.
+    """
     if logits_NV.is_cuda and logits_NV.dtype != torch.float64:
-        _triton().logprob_backward_(logits_NV, labels_N, log_normalizer_N, gradient_N)
+        _triton().backward_(logits_NV, labels_N, of, logprob_gradient_N, entropy_gradient_N)
         return
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     rows = _block_rows(logits_NV)
-    for block, labels, log_normalizer, gradient in zip(
-        *(t.split(rows) for t in (logits_NV, labels_N, log_normalizer_N, gradient_N)), strict=True
-    ):
-        slope = block.to(wide).sub_(log_normalizer[:, None]).exp_().mul_(-gradient[:, None])
-        slope.scatter_add_(1, labels[:, None], gradient[:, None].to(wide))
+    blocks = (logits_NV, labels_N, of.log_normalizer_N, of.entropy_N, logprob_gradient_N, entropy_gradient_N)
+    for block, labels, log_normalizer, entropy, for_logprob, for_entropy in zip(*(t.split(rows) for t in blocks), strict=True):
+        log_p = block.to(wide) - log_normalizer[:, None]
+        p = log_p.exp()
+        slope = _finite(log_p, p).add_(entropy[:, None]).mul_(for_entropy[:, None]).add_(for_logprob[:, None]).mul_(p).neg_()
+        slope.scatter_add_(1, labels[:, None], for_logprob[:, None].to(wide))
         block.copy_(slope)
+
+
+def _finite(log_p: Tensor, p: Tensor) -> Tensor:
+    """``log p``, in place, with 0 where ``p`` is 0: what has no probability adds nothing, rather than NaN."""
+    return log_p.masked_fill_(p == 0, 0.0)
 
 
 def _block_rows(logits_NV: Tensor) -> int:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from highwater.engine.data import Batch
+from highwater.engine.loss import TokenStatistics
 from highwater.engine.objective import sft
 from highwater.parallel.mesh import total
 
@@ -65,14 +66,14 @@ def backward_of(micro_batches: Sequence[Batch], model: nn.Module, *, mesh: Devic
     for batch in micro_batches:
         on_device = batch.to(device)
         enter("forward")
-        logprobs_N = model(
+        statistics: TokenStatistics = model(
             on_device.input_ids_T,
             on_device.position_ids_T,
             on_device.trained_positions_N,
             on_device.labels_N,
             on_device.document_lengths,
         )
-        share = sft(logprobs_N, trained_tokens=trained_tokens)
+        share = sft(statistics.logprobs_N, trained_tokens=trained_tokens)
         enter("backward")
         share.backward()
         loss = loss + share.detach()
