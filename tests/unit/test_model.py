@@ -74,3 +74,13 @@ def test_an_unknown_model_is_answered_with_the_known_ones(name: str, tmp_path: P
 def test_a_model_that_scales_its_own_rope_says_so() -> None:
     assert load_model("Llama-3.1-8B").own_rope_scaling
     assert not load_model("Qwen3-0.6B").own_rope_scaling
+
+
+@pytest.mark.parametrize("model_type", ["opt", "biogpt", "roberta"])
+def test_positions_that_are_learned_are_no_rope(tmp_path: Path, model_type: str) -> None:
+    assert not load_model(str(write_model(tmp_path, model_type=model_type))).rope
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "phi3", "a-type-of-tomorrow"])
+def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path: Path, model_type: str) -> None:
+    assert load_model(str(write_model(tmp_path, model_type=model_type))).rope

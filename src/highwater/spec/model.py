@@ -10,6 +10,19 @@ from highwater.spec.codec import Noun, digest
 
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
+WITHOUT_ROPE = frozenset(
+    (
+        *("opt", "xglm", "biogpt", "gpt2", "gpt-sw3", "gpt_neo", "gpt_bigcode", "openai-gpt", "ctrl", "gptj", "codegen"),
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
+        *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        *("jamba", "nemotron_h", "zamba"),
+    )
+)
+"""Model types whose transformers config has no RoPE parameters: positions that are learned, fixed, rotated by a table, or none.
+
+A list, because a config.json tells nothing: many with RoPE leave it to their type's default. Types that are not here have it.
+"""
+
 
 class ModelShape(Noun, frozen=True, kw_only=True):
     """The sizes of a decoder-only transformer. Source: the fields of the same meaning in ``config.json``."""
@@ -61,6 +74,8 @@ class Model(Noun, frozen=True, kw_only=True):
     shape: ModelShape
     own_rope_scaling: bool
     """The config brings RoPE scaling of its own."""
+    rope: bool = True
+    """Its positions are RoPE, which can be scaled past the native length."""
 
 
 def load_model(name_or_path: str) -> Model:
@@ -79,6 +94,7 @@ def load_model(name_or_path: str) -> Model:
         config_digest=digest(config),
         shape=shape_of(config, source=str(directory / "config.json")),
         own_rope_scaling=_own_rope_scaling(config),
+        rope=config.get("text_config", config).get("model_type") not in WITHOUT_ROPE,
     )
 
 
