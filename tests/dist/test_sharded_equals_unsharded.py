@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import cases_for  # noqa: E402
 from reference import save_models  # noqa: E402
 
-TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
-"""Norm-relative. Summation order alone differs; norms and router run in float32 also in the float64 models, on both sides."""
+TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
+"""Norm-relative. Summation order alone differs; norms and router run in float32 also in the float64 models, on both sides.
+
+Computed in bfloat16 it is rounding to 8 bits through two layers, at the worst parameter: enough to see a wrong scale."""
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +48,6 @@ def test_sharded_training_equals_unsharded_training(processes: int, weights: Pat
         case.name: results[case.name]
         for case in cases_for(processes)
         if "error" in results[case.name]
-        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.dtype]
+        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.compute or case.dtype]
     }
     assert not wrong, json.dumps(wrong, indent=1)

@@ -63,7 +63,7 @@ def test_the_kernel_of_a_cpu_is_flash() -> None:
 def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    interface = ALL_ATTENTION_FUNCTIONS[register("flash")]
+    interface = ALL_ATTENTION_FUNCTIONS[register("flash").name]
     q = torch.randn(1, 2, 4, 4)
     with pytest.raises(RuntimeError, match=said):
         interface(torch.nn.Identity(), q, q, q, **{"attention_mask": None, "document_lengths": (4,), **arguments})

@@ -1,5 +1,6 @@
 """The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from transformers import GPT2Config, LlamaConfig, Qwen3Config  # noqa: E402
 
+from highwater.attention.dense import register  # noqa: E402
 from highwater.engine.data import UNTRAINED, batches, pack  # noqa: E402
 from highwater.engine.model import build_on_meta, read_config  # noqa: E402
 from highwater.engine.rope import scale_rope  # noqa: E402
@@ -29,7 +31,7 @@ LLAMA_3 = {
 
 def test_master_parameters_are_float32_whatever_the_config_says() -> None:
     config = Qwen3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, dtype="bfloat16")
-    model = build_on_meta(config, attention="sdpa", loss="full", master_dtype=torch.float32)
+    model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
@@ -68,6 +70,15 @@ def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is
     assert config.rope_parameters["rope_theta"] == 500_000.0
 
 
+def test_yarn_asked_for_within_the_native_length_changes_nothing() -> None:
+    config = GPT2Config(n_positions=1024)
+    scale_rope(config, length_tokens=1024, rope="yarn")
+    qwen = Qwen3Config(max_position_embeddings=4096)
+    before = dict(qwen.rope_parameters)
+    scale_rope(qwen, length_tokens=4096, rope="yarn")
+    assert qwen.rope_parameters == before
+
+
 def test_a_model_without_rope_is_refused_past_its_positions() -> None:
     with pytest.raises(HighwaterError, match="no RoPE"):
         scale_rope(GPT2Config(n_positions=1024), length_tokens=2048, rope="auto")
@@ -79,7 +90,7 @@ def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     scaled = read_config(str(tmp_path), length_tokens=256, rope="auto")
-    model = build_on_meta(scaled, attention="sdpa", loss="full", master_dtype=torch.float32)
+    model = build_on_meta(scaled, attention=register("flash"), loss="full", master_dtype=torch.float32)
     assert model.backbone.rotary_emb.rope_type == "yarn"
 
 
@@ -88,6 +99,33 @@ def test_a_family_that_changes_its_logits_is_refused_by_field(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
     with pytest.raises(ModelError, match="final_logit_softcapping"):
         read_config(str(tmp_path), length_tokens=64, rope="auto")
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_next", "layers of linear_attention"),
+        ("falcon_h1", "layers of hybrid"),
+        ("jamba", "layers of linear_attention"),
+        ("minimax", "layers of linear_attention"),
+    ],
+)
+def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(family: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_hidden_layers": 8, "vocab_size": 64}))
+    config = read_config(str(tmp_path), length_tokens=64, rope="auto")
+    with pytest.raises(ModelError, match=f"{family}.*({said})"):
+        build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+
+
+def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> None:
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+    )
+    elsewhere = dataclasses.replace(register("flash"), name="sdpa")
+    model = build_on_meta(config, attention=elsewhere, loss="full", master_dtype=torch.float32).to_empty(device="cpu")
+    ids = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ModelError, match="0 of its 2 layers"):
+        model(ids, ids, ids[:1], ids[:1], (4,))
 
 
 def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
@@ -116,6 +154,7 @@ def test_ranks_train_on_different_tokens() -> None:
     ("source", "said"),
     [
         ("too_long", "tokens for a trial of"),
+        ("too_short", "would prove another length"),
         ("outside", "token ids outside"),
         ("no_documents", "not documents"),
         ("nothing", "yielded no micro-batch"),
@@ -131,9 +170,9 @@ def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said
 def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
-    assert next(source).document_lengths == (3, 2)
+    assert next(source).document_lengths == (30, 34)
     assert next(source).labels_N.tolist() == [4]
-    assert next(source).document_lengths == (3, 2), "a source that ends is read again"
+    assert next(source).document_lengths == (30, 34), "a source that ends is read again"
 
 
 def spec(*, length_tokens: int = 64, data: str | None = None) -> TrialSpec:

@@ -4,17 +4,22 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def good(**_: Any) -> Iterator[Any]:
-    yield [[1, 2, 3], [4, 5]]
-    yield [{"input_ids": [3, 4], "labels": [-100, 4]}]
+def good(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[1] * 30, [2] * (length_tokens - 30)]
+    ids = [3] * (length_tokens - 1) + [4]
+    yield [{"input_ids": ids, "labels": [-100] * (length_tokens - 1) + [4]}]
 
 
 def too_long(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [[1] * (length_tokens + 1)]
 
 
-def outside(**_: Any) -> Iterator[Any]:
-    yield [[1, 11]]
+def too_short(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[1] * (length_tokens - 1)]
+
+
+def outside(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[11] * length_tokens]
 
 
 def no_documents(**_: Any) -> Iterator[Any]:

@@ -7,6 +7,7 @@ Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -23,9 +24,7 @@ from highwater.errors import MachineError
 
 Kernel = Literal["cudnn", "flash"]
 
-NAME = "highwater_dense"
-"""Under this name the attention is registered with transformers; models are built with it as ``attn_implementation``."""
-
+_NAME = "highwater_dense"
 _BACKENDS: dict[Kernel, SDPBackend] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _HOPPER = (9, 0)
 
@@ -73,11 +72,22 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
     )
 
 
-def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> str:
-    """Register ``attend`` with transformers for this process; returns the name to build the model with.
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Our attention as transformers knows it, and who has called it."""
+
+    name: str
+    """What to build the model with, as ``attn_implementation``."""
+    callers: set[nn.Module]
+    """The attention modules that came through here: one per layer, or the model mixes tokens in some other way too."""
+
+
+def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> Attention:
+    """Register ``attend`` with transformers for this process.
 
     With a ``group`` the ranks of it share each sequence, by Ulysses; ``document_lengths`` stay those of the whole.
     """
+    callers: set[nn.Module] = set()
 
     def interface(
         module: nn.Module,
@@ -90,6 +100,7 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> str:
         document_lengths: Sequence[int] | None = None,
         **features: Any,
     ) -> tuple[Tensor, None]:
+        callers.add(module)
         if document_lengths is None:
             raise RuntimeError(f"{type(module).__name__} does not hand the documents on: they would see each other")
         if attention_mask is not None:
@@ -101,8 +112,8 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> str:
             return whole(query_BHSD, key_BKSD, value_BKSD), None
         return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=whole), None
 
-    AttentionInterface.register(NAME, interface)
-    return NAME
+    AttentionInterface.register(_NAME, interface)
+    return Attention(_NAME, callers)
 
 
 def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, count: int) -> Tensor:

@@ -105,12 +105,13 @@ def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
 def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
     """Micro-batches of ``module:function``, called with keyword arguments and again when it runs out.
 
-    The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``, and yields micro-batches:
-    each a sequence of documents, each document token ids or a mapping with ``input_ids`` and maybe ``labels``.
+    The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``, and yields micro-batches of
+    ``length_tokens * sequences`` tokens: each a sequence of documents, each document token ids or a mapping with ``input_ids``
+    and maybe ``labels``.
     """
     assert spec.data is not None
     function = _resolve(spec.data)
-    limit = spec.length_tokens * spec.settings.sequences_per_micro_batch
+    tokens = spec.length_tokens * spec.settings.sequences_per_micro_batch
     arguments = {
         "data_rank": data_rank,
         "data_parallel_degree": spec.layout.data_parallel_degree,
@@ -122,7 +123,7 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
         for micro_batch in function(**arguments):
             empty = False
             documents = [_document(document) for document in micro_batch]
-            _check(documents, limit=limit, vocab_size=vocab_size, source=spec.data)
+            _check(documents, tokens=tokens, vocab_size=vocab_size, source=spec.data)
             yield pack(documents)
         if empty:
             raise UsageError(f"{spec.data} yielded no micro-batch", hint="yield lists of documents, each a list of token ids")
@@ -143,16 +144,17 @@ def _document(document: Any) -> tuple[Tensor, Tensor]:
     return ids, torch.as_tensor(fields.get("labels", ids), dtype=torch.long)
 
 
-def _check(documents: Sequence[tuple[Tensor, Tensor]], *, limit: int, vocab_size: int, source: str) -> None:
+def _check(documents: Sequence[tuple[Tensor, Tensor]], *, tokens: int, vocab_size: int, source: str) -> None:
     if not documents or any(ids.ndim != 1 or len(ids) < 1 or ids.shape != labels.shape for ids, labels in documents):
         raise UsageError(
             f"{source} yielded a micro-batch that is not documents of token ids with labels of the same length",
             hint="yield lists of documents: `[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`",
         )
     total = sum(len(ids) for ids, _ in documents)
-    if total > limit:
+    if total != tokens:
         raise UsageError(
-            f"{source} yielded {total:,} tokens for a trial of {limit:,}", hint="yield at most length_tokens x sequences"
+            f"{source} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another length",
+            hint="yield documents of exactly length_tokens x sequences tokens together",
         )
     if any(int(token) >= vocab_size or int(token) < 0 for ids, _ in documents for token in chain(ids.aminmax())):
         raise UsageError(f"{source} yielded token ids outside 0..{vocab_size - 1}", hint="use the model's own tokenizer")

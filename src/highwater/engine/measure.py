@@ -29,6 +29,14 @@ def outside_allocator_bytes(device: torch.device) -> int:
     return device_used_bytes(device) - torch.cuda.memory_reserved(device)
 
 
+def allocator_settings(device: torch.device) -> dict[str, str]:
+    """Settings that the caching allocator says are in force; empty on the CPU."""
+    if device.type != "cuda":
+        return {}
+    snapshot = torch.cuda.memory._snapshot(device)  # pyright: ignore[reportPrivateUsage] -- nothing public tells
+    return {name: str(value) for name, value in snapshot.get("allocator_settings", {}).items()}
+
+
 def divide_budget(device: torch.device, *, budget_bytes: int | None, nccl_bytes: int) -> MemoryBudget:
     """Bound the allocator so that device used stays within the budget; None bounds it by the card itself.
 
@@ -55,14 +63,18 @@ def divide_budget(device: torch.device, *, budget_bytes: int | None, nccl_bytes:
 
 
 class MemoryWatch:
-    """Follows a rank's memory from the moment it is made; ``peaks`` may be read at any time, also after a failure."""
+    """Follows a rank's memory; ``peaks`` may be read at any time, also after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._segment = _DataSegment() if device.type == "cpu" else None
         self._device_used = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+
+    def begin(self) -> None:
+        """Forget what was before; on the CPU, where the limit binds from the start, nothing is forgotten."""
+        self._device_used = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def sample(self) -> None:
         """Read the driver, or the data segment, now: at the ends of phases, when much is alive."""
@@ -72,7 +84,7 @@ class MemoryWatch:
             self._device_used = max(self._device_used, device_used_bytes(self.device))
 
     def peaks(self) -> RankMemory:
-        """Peaks since the watch was made."""
+        """Peaks since the watch was made or last began."""
         self.sample()
         if self._segment is not None:
             return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from highwater.attention.dense import Attention
 from highwater.engine import weights
 from highwater.engine.loss import TokenStatistics, token_statistics
 from highwater.engine.recompute import PREFIX, recompute_layers
@@ -25,12 +26,17 @@ _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softc
 """Config fields by which a family changes its logits after the head, and the value that changes nothing."""
 
 
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
+
+
 class LanguageModel(nn.Module):
     """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, loss: Loss) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention, loss: Loss) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.attention = attention
         self.loss: Loss = loss
 
     def forward(
@@ -48,8 +54,17 @@ class LanguageModel(nn.Module):
             use_cache=False,
             document_lengths=document_lengths,
         ).last_hidden_state[0]
+        self._check_callers()
         hidden_NE = hidden_TE.index_select(0, trained_positions_N)
         return token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+
+    def _check_callers(self) -> None:
+        """Raise ModelError unless every layer attends through our attention: any other way documents would see each other."""
+        layers = self.causal_lm.config.num_hidden_layers
+        if len(self.attention.callers) != layers:
+            raise _not_by_attention(
+                self.causal_lm.config, f"{len(self.attention.callers)} of its {layers} layers attend through it"
+            )
 
     @property
     def backbone(self) -> nn.Module:
@@ -85,7 +100,7 @@ def build(
     *,
     directory: str,
     mesh: DeviceMesh,
-    attention: str,
+    attention: Attention,
     loss: Loss,
     recompute: Recompute,
     compute_dtype: torch.dtype,
@@ -95,7 +110,7 @@ def build(
     """The sharded model, its shards on the mesh's device: from safetensors in ``directory`` when present, else random.
 
     At no time does a rank hold more than its own shards: what is sharded is a model without storage.
-    ``attention`` is the name that dense.register returned.
+    ``attention`` is what dense.register returned.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
@@ -106,14 +121,15 @@ def build(
     _fill_buffers(model, device=torch.device(mesh.device_type))
     _retie(model)
     parameters = {name.replace(PREFIX, "").removeprefix("causal_lm."): p for name, p in model.named_parameters()}
-    if not weights.load(parameters, directory):
+    buffers = {name.replace(PREFIX, "").removeprefix("causal_lm."): b for name, b in model.named_buffers()}
+    if not weights.load(parameters, buffers, directory):
         for name, parameter in parameters.items():
             _fill_random(name, parameter, std=getattr(config, "initializer_range", 0.02), seed=seed)
     assert all(p.dtype == master_dtype for p in parameters.values()), "master parameters keep their dtype"
     return model.train()
 
 
-def build_on_meta(config: PreTrainedConfig, *, attention: str, loss: Loss, master_dtype: torch.dtype) -> LanguageModel:
+def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss, master_dtype: torch.dtype) -> LanguageModel:
     """The model without storage, its parameters of the master dtype whatever the config says."""
     # The grouped product of experts, transformers' default, takes no float64.
     experts = "eager" if master_dtype == torch.float64 else None
@@ -121,14 +137,34 @@ def build_on_meta(config: PreTrainedConfig, *, attention: str, loss: Loss, maste
         causal_lm = AutoModelForCausalLM.from_config(
             config,
             dtype=master_dtype,
-            attn_implementation=attention,
+            attn_implementation=attention.name,
             experts_implementation=experts,
             trust_remote_code=False,
         )
-    model = LanguageModel(causal_lm, loss=loss)
+    _refuse_other_mixing(causal_lm)
+    model = LanguageModel(causal_lm, attention=attention, loss=loss)
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")
     return model
+
+
+def _refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
+    """Refuse layers that carry anything along the sequence but attention: a state, a convolution, a mask of their own."""
+    config = causal_lm.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if kinds:
+        raise _not_by_attention(config, f"it has layers of {', '.join(sorted(kinds))}")
+    if getattr(causal_lm, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in causal_lm.modules()):
+        raise _not_by_attention(config, "its layers carry a state or a convolution along the sequence")
+    if not getattr(causal_lm, "_supports_attention_backend", False):
+        raise _not_by_attention(config, "it does not take one from outside")
+
+
+def _not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
+    return ModelError(
+        f"{config.model_type} cannot be trained with the attention that keeps packed sequences apart: {why}",
+        hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
+    )
 
 
 def _refuse_changed_logits(config: PreTrainedConfig) -> None:

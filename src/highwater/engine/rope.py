@@ -15,15 +15,16 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
     the one its scaling started from. Raises UsageError past a maximum that cannot or may not be exceeded.
     """
     native = config.max_position_embeddings
-    if length_tokens <= native and rope == "auto":
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own_scaling = parameters.get("rope_type", "default") != "default"
+    if length_tokens <= native and not (own_scaling and rope == "yarn"):
         return
-    parameters: dict[str, Any] | None = getattr(config, "rope_parameters", None)
-    if not parameters or "rope_type" not in parameters:
+    if "rope_type" not in parameters:
         raise UsageError(
             f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, and it has no RoPE to scale",
             hint=f"use `--max-length {native}`",
         )
-    if parameters["rope_type"] != "default":
+    if own_scaling:
         if rope == "auto":
             raise UsageError(
                 f"{length_tokens} tokens are past the {native} up to which the model's own {parameters['rope_type']} scaling goes",

@@ -52,10 +52,10 @@ def train_step(
     """
     loss = backward_of(micro_batches, model, mesh=mesh, enter=enter)
     enter("optimizer")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    norm = clip(model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    return total(loss, mesh), norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return total(loss, mesh), norm
 
 
 def backward_of(micro_batches: Sequence[Batch], model: nn.Module, *, mesh: DeviceMesh, enter: Enter = lambda _: None) -> Tensor:
@@ -78,6 +78,12 @@ def backward_of(micro_batches: Sequence[Batch], model: nn.Module, *, mesh: Devic
         share.backward()
         loss = loss + share.detach()
     return loss
+
+
+def clip(model: nn.Module) -> Tensor:
+    """Clip the whole gradient to ``CLIP_NORM``, in place; returns its norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def count_trained(micro_batches: Sequence[Batch], *, mesh: DeviceMesh) -> int:

@@ -12,14 +12,13 @@ from transformers.utils import logging as transformers_logging
 
 from highwater.attention.dense import register
 from highwater.engine.data import Batch, batches, pack, shard
-from highwater.engine.measure import MemoryWatch, divide_budget
+from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget
 from highwater.engine.model import LanguageModel, build, read_config
 from highwater.engine.place import Place, compute_dtype, synchronize, take_place
-from highwater.engine.step import backward_of, make_optimizer, train_step
+from highwater.engine.step import backward_of, clip, make_optimizer, train_step
 from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.units import format_bytes
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 REHEARSAL_TOKENS = 256
 """Tokens per rank of the rehearsal: enough for every kernel, too few to matter."""
 
@@ -59,10 +58,18 @@ class Trial:
         self.watch = MemoryWatch(place.device)
         self.report = self._with(
             attention_kernel=place.kernel,
-            allocator_settings={name: os.environ.get(name, "") for name in ALLOCATOR_VARIABLES},
+            allocator_settings=self._allocator_settings(place.device),
             device_name=torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU",
         )
         return place
+
+    def _allocator_settings(self, device: torch.device) -> dict[str, str]:
+        """What the allocator says of itself; RuntimeError when it is not what the settings ask."""
+        settings = allocator_settings(device)
+        asked = str(self.spec.settings.allocator == "expandable")
+        if settings.get("expandable_segments", asked) != asked:
+            raise RuntimeError(f"the allocator runs with expandable_segments {settings['expandable_segments']}, asked for {asked}")
+        return settings
 
     def _build(self, place: Place) -> LanguageModel:
         spec = self.spec
@@ -88,14 +95,18 @@ class Trial:
         else:
             self._rehearse(model, optimizer, place)
             budget = divide_budget(place.device, budget_bytes=limit, nccl_bytes=place.nccl_bytes)
-            self.watch = MemoryWatch(place.device)
+        assert self.watch is not None
+        self.watch.begin()
         self.report = self._with(budget=budget)
 
     def _rehearse(self, model: LanguageModel, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """Forward and backward of a few tokens: the driver loads kernels when they are first used, outside the allocator."""
+        """All of a step but the update, on a few tokens: the driver loads kernels at their first use, outside the allocator."""
+        self.phase = "rehearsal"
         ids = torch.zeros(min(REHEARSAL_TOKENS, self.spec.length_tokens) * place.sequence_degree, dtype=torch.long)
-        own = shard(pack([(ids, ids)]), degree=place.sequence_degree, rank=place.sequence_rank)
+        whole = pack([(ids, ids)] * self.spec.settings.sequences_per_micro_batch)
+        own = shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)
         backward_of([own], model, mesh=place.mesh)
+        clip(model)
         optimizer.zero_grad(set_to_none=False)
         synchronize(place.device)
         torch.cuda.empty_cache()

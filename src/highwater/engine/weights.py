@@ -20,8 +20,8 @@ Rows = Callable[[str, int, int], Tensor]
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
-def load(parameters: Mapping[str, nn.Parameter], directory: str) -> bool:
-    """Fill the shards from the safetensors in ``directory``; False when there are none.
+def load(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], directory: str) -> bool:
+    """Fill the shards, and the buffers that were saved, from the safetensors in ``directory``; False when there are none.
 
     Raises ModelError for parameters that the files lack, and for shapes that differ from the config's.
     """
@@ -41,6 +41,9 @@ def load(parameters: Mapping[str, nn.Parameter], directory: str) -> bool:
             start, stop = _own_rows(parameter)
             if start < stop:
                 _copy(parameter, _read(name, start, stop, rows, where, directory), name, directory)
+        for name, buffer in buffers.items():
+            if name in where:
+                buffer.copy_(where[name].get_tensor(name))
     return True
 
 

@@ -43,12 +43,14 @@ def main() -> None:
         trial.run()
         _write(reports, trial.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
-        traceback.print_exc()
-        _write(reports, _failed(trial, error, spec))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # No clean-up: the peers may hang in a collective, and torchrun ends them once this process is gone.
-        os._exit(EXIT_FAILED)
+        try:
+            traceback.print_exc()
+            _write(reports, _failed(trial, error, spec))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # No clean-up: the peers may hang in a collective, and torchrun ends them once this process is gone.
+            os._exit(EXIT_FAILED)
     from highwater.parallel.mesh import leave
 
     leave()

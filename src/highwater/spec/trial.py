@@ -94,7 +94,7 @@ class MemoryBudget(Noun, frozen=True, kw_only=True):
 
 
 class RankMemory(Noun, frozen=True, kw_only=True):
-    """Peaks of one rank over the whole trial; None where the device has no such notion."""
+    """Peaks of one rank over all steps (on the CPU: since it began); None where the device has no such notion."""
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -116,7 +116,7 @@ class Failure(Noun, frozen=True, kw_only=True):
 
     kind: FailureKind
     phase: str
-    """Where it was: setup, build, data, forward, backward, optimizer, report."""
+    """Where it was: setup, build, rehearsal, data, forward, backward, optimizer, report."""
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
@@ -139,12 +139,12 @@ class RankReport(Noun, frozen=True, kw_only=True):
     """Norm of the whole gradient of each step, before clipping."""
     step_times_s: tuple[float, ...] = ()
     first_step_at_unix_s: float | None = None
-    """Clock time at which the first forward pass began."""
+    """Clock time at which the first step began, after the rehearsal."""
     parameters: int | None = None
     """Parameters of the whole model, over all ranks."""
     attention_kernel: str | None = None
     allocator_settings: dict[str, str] = msgspec.field(default_factory=dict)
-    """Effective settings of the caching allocator."""
+    """Settings of the caching allocator, as it tells them itself; empty on the CPU."""
     device_name: str | None = None
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 
