@@ -118,6 +118,28 @@ def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_aske
     assert plan_trial(request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1), 262144).length_tokens == 262144
 
 
+@pytest.mark.parametrize("rope", ["auto", "yarn"])
+def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_is_asked_for(tmp_path: Path, rope: str) -> None:
+    model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
+    result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
+    grid = result.question.grid
+    assert [grid.length(index) for index in range(1, grid.size + 1)] == [4096, 8192]
+    assert result.notes == ("lengths end at 10,000: m (opt) has no RoPE to scale past them",)
+
+
+def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
+    problem = "4,096 tokens are past the 2,048 that m was made for, and opt has no RoPE to scale"
+    with pytest.raises(UsageError, match=problem) as refusal:
+        plan_trial(request_from({"model": model, "rope": "yarn"}), machine_with(1), 4096)
+    assert refusal.value.hint == "use `--length 2048`"
+    assert plan_trial(request_from({"model": model}), machine_with(1), 2048).length_tokens == 2048
+    with pytest.raises(UsageError, match=problem) as refusal:
+        plan(request_from({"model": model}), machine_with(1))
+    assert refusal.value.hint == "use `--start-length 2048`"
+    assert plan(request_from({"model": model, "start_length": 2048}), machine_with(1)).question.grid.size == 1
+
+
 def test_one_trial_takes_the_cheapest_rung_unless_another_is_named() -> None:
     machine = machine_with(2)
     assert plan_trial(request_from({"model": "Qwen3-0.6B"}), machine, 4096).settings.label == "vanilla"

@@ -12,7 +12,7 @@ from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model, ModelShape, load_model
 from highwater.spec.request import Request
-from highwater.spec.settings import Settings
+from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import MIB, format_bytes, format_tokens
@@ -63,6 +63,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
     Raises what ``plan`` raises, and UsageError when the request names several layouts.
     """
+    _refuse_past_native(load_model(request.model), request.rope, length_tokens, flag="--length")
     alone = msgspec.structs.replace(
         request,
         start_length=length_tokens,
@@ -168,18 +169,16 @@ def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int) -> str | None
 
 
 def _grid(request: Request, model: Model) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try. A model that scales its own RoPE ends at its maximum, unless YaRN is asked for."""
+    """The lengths to try. They end at the native length where nothing scales the positions past it."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens, ()
-    if model.own_rope_scaling and request.rope == "auto" and longest > native:
-        if request.start_tokens > native:
-            start = format_tokens(request.start_tokens)
-            raise UsageError(
-                f"{model.name} scales its own RoPE up to {format_tokens(native)} tokens: {start} is past it",
-                hint=f"add `--rope yarn` to scale by YaRN instead, or stay at {native} or below",
-            )
+    if longest > native and _ends_at_native(model, request.rope):
+        _refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
         longest = native
-        notes = (f"lengths end at {format_tokens(native)}: {model.name}'s own RoPE scaling does; `--rope yarn` goes past it",)
+        why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
+        if not model.rope:
+            why = f"{model.name} ({model.shape.model_type}) has no RoPE to scale past them"
+        notes = (f"lengths end at {format_tokens(native)}: {why}",)
     grid = Grid(
         start_tokens=request.start_tokens,
         step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
@@ -188,3 +187,25 @@ def _grid(request: Request, model: Model) -> tuple[Grid, tuple[str, ...]]:
         max_tokens=longest,
     )
     return grid, notes
+
+
+def _ends_at_native(model: Model, rope: Rope) -> bool:
+    """Nothing scales the positions past the native length: there is no RoPE, or the model brings its own scaling up to there."""
+    return not model.rope or (model.own_rope_scaling and rope == "auto")
+
+
+def _refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
+    native = model.shape.native_length_tokens
+    if length_tokens <= native or not _ends_at_native(model, rope):
+        return
+    length, longest = format_tokens(length_tokens), format_tokens(native)
+    if not model.rope:
+        raise UsageError(
+            f"{length} tokens are past the {longest} that {model.name} was made for, "
+            f"and {model.shape.model_type} has no RoPE to scale",
+            hint=f"use `{flag} {native}`",
+        )
+    raise UsageError(
+        f"{model.name} scales its own RoPE up to {longest} tokens: {length} is past it",
+        hint=f"add `--rope yarn` to scale by YaRN instead, or stay at {native} or below",
+    )
