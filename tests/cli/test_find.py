@@ -1,12 +1,13 @@
 """``highwater find``: the answer on stdout, talk on stderr, and every answer with the next command."""
 
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, refusal
+from conftest import BIN, SIMULATED, Run, refusal
 
 from highwater.spec.codec import from_json
 from highwater.spec.study import Study
@@ -74,6 +75,56 @@ def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Ru
     assert problem == "s.jsonl asks another question: confirm is 0 there and 1 here"
     flag, path = hint.split("`")[1].split()
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", flag, path).returncode == 0
+
+
+EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
+
+
+def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """What a shell makes of a line that was pasted into it."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def flag_in(hint: str, start: str) -> str:
+    """The flag in a hint from ``start`` to the last backtick: names in it may hold backticks too."""
+    return hint[hint.index(start) :].rpartition("`")[0]
+
+
+def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater: Run, tmp_path: Path) -> None:
+    study, search = f"{EVIL}/s.jsonl", shlex.join(["highwater", "find", "Qwen3-0.6B", *SIMULATED])
+    highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study)
+    _, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study, "--confirm", "1"), 2)
+    another = flag_in(hint.removesuffix(", or leave `--study` out: each question gets a file of its own"), "--study")
+    assert typed(tmp_path, f"{search} --confirm 1 {another}").returncode == 0
+    (tmp_path / EVIL / "s.jsonl").write_text("my notes\n")
+    _, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study), 2)
+    assert typed(tmp_path, f"{search} {flag_in(hint, '--study')}").returncode == 0
+    _, hint = refusal(highwater("find", "--config", f"{EVIL}/none.yaml"), 2)
+    assert typed(tmp_path, flag_in(hint, "highwater find")).returncode == 0
+    assert (tmp_path / EVIL / "none.yaml").exists()
+    assert sorted(path.name for path in (tmp_path / EVIL).iterdir()) == ["none.yaml", "s-2.jsonl", "s-3.jsonl", "s.jsonl"]
+    assert list(tmp_path.rglob("pwned")) == []
+
+
+def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(highwater: Run, tiny: Path, tmp_path: Path) -> None:
+    model = tiny.rename(tmp_path / EVIL)
+    done = highwater("find", str(model), "--device", "cuda", "--memory", "8 GiB", "--dry-run", "--study", f"{EVIL}/s.jsonl")
+    assert typed(tmp_path, done.stderr.splitlines()[-1].removeprefix("next: ")).returncode == 0
+    done = highwater("try", str(model), "--length", "4k", "--device", "cuda", "--memory", "8 GiB", "--dry-run")
+    assert typed(tmp_path, f"{done.stderr.splitlines()[-1].removeprefix('next: ')} --dry-run").returncode == 0
+    assert list(tmp_path.rglob("pwned")) == []
+
+
+def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(highwater: Run, tiny: Path) -> None:
+    name = "evil\x9b31m\u202e\u200b\U000e0001\x7f 模型"
+    model = tiny.rename(tiny.with_name(name))
+    done = highwater("find", str(model), *SIMULATED, "--max-length", "8192", "--json", PYTHONUTF8="1")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["question"]["model"]["name"] == name
+    assert not set(done.stdout) & set("\x9b\u202e\u200b\U000e0001\x7f")
+    assert "\\u009b31m\\u202e" in done.stdout
+    assert "模型" in done.stdout
 
 
 def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(highwater: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import SIMULATED, Run, refusal
 
+from highwater.errors import UsageError
 from highwater.store.directory import check_log_directory
 
 CPU = ("--device", "cpu", "--memory", "2GiB")
@@ -94,6 +96,16 @@ def test_a_log_directory_that_cannot_be_written_is_refused_before_anything_start
     assert problem == "the log directory file/logs cannot be written: Not a directory"
     check_log_directory(Path(hint.split("`")[1].removeprefix("--log-dir ")))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_log_directory_that_is_offered_can_be_pasted_into_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "$(touch pwned) it's"
+    home.mkdir()
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(UsageError) as refused:
+        check_log_directory(tmp_path / "file" / "logs")
+    assert shlex.split(refused.value.hint.split("`")[1]) == ["--log-dir", str(home / "highwater-logs")]
 
 
 def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> None:

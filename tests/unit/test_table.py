@@ -1,6 +1,7 @@
 """Tables: what a study says, on a terminal and in a file; nothing in it is ever a command to the terminal."""
 
 import io
+import json
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,8 @@ from places import NO_GPU, question_of, write_model
 from rich.console import Console
 
 from highwater.report.table import answer_table, plain_table, published_line, published_table, rich_table, trial_table
-from highwater.report.text import plain
+from highwater.report.text import plain, plain_json, plain_lines
+from highwater.spec.codec import to_json
 from highwater.spec.plan import plan
 from highwater.spec.request import request_from
 from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
@@ -109,6 +111,13 @@ def test_the_published_line_is_the_one_that_scripts_parse() -> None:
 def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text: str) -> None:
     assert not set("\n\r\t\x1b\x07\x9b\u202e\u200b") & set(plain(text))
     assert plain(plain(text)) == plain(text)
+
+
+@given(st.text())
+def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(text: str) -> None:
+    shown = plain_json(to_json({"text": text}, indent=2))
+    assert json.loads(shown) == {"text": text}
+    assert plain_lines(shown) == shown
 
 
 @pytest.mark.parametrize("text", ["Qwen3-0.6B", "模型", "naïve – 80×", "[red]"])

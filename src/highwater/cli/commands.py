@@ -165,7 +165,7 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def _limit(request: Request) -> str:
-    limit = f" --memory {request.memory}" if request.memory is not None else ""
+    limit = f" --memory {shlex.quote(str(request.memory))}" if request.memory is not None else ""
     return f"{limit} --device {request.device}" if request.device is not None else limit
 
 

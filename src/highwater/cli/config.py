@@ -1,6 +1,7 @@
 """Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are errors."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    example = f"`highwater find Qwen3-0.6B --print-config > {path}` writes one that works"
+    example = f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(str(path))}` writes one that works"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError
 from highwater.report.table import TextTable, plain_table, rich_table
-from highwater.report.text import plain, plain_lines
+from highwater.report.text import plain, plain_json, plain_lines
 from highwater.search.campaign import Event
 from highwater.spec.codec import to_json
 from highwater.spec.study import Question
@@ -30,7 +30,7 @@ def answer_table(table: TextTable) -> None:
 
 def answer_json(document: object) -> None:
     """Print the one document that is the answer."""
-    sys.stdout.write(f"{to_json(document, indent=2)}\n")
+    sys.stdout.write(f"{plain_json(to_json(document, indent=2))}\n")
 
 
 def talk(text: str = "") -> None:

@@ -1,5 +1,6 @@
 """Plain text from untrusted text: logs, paths and model names are data, to a terminal too."""
 
+import json
 import unicodedata
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -16,5 +17,17 @@ def plain_lines(text: str) -> str:
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
+def plain_json(text: str) -> str:
+    """The same for a JSON document, indented or not: it stays JSON, and the same values when it is read."""
+    return "".join(
+        _escaped_in_json(character) if character != "\n" and unicodedata.category(character) in _UNSAFE else character
+        for character in text
+    )
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def _escaped_in_json(character: str) -> str:
+    return json.dumps(character)[1:-1]  # past the basic plane: a pair of surrogates

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -56,14 +57,14 @@ def newest_study(log_directory: Path) -> Path:
     return studies[-1]
 
 
-def _another() -> Path:
-    """A directory that can be written: at home, or else where temporary files go."""
+def _another() -> str:
+    """A directory that can be written, as one types it: at home, or else where temporary files go."""
     home = Path.home()
-    return (home if os.access(home, os.W_OK) else Path(tempfile.gettempdir())) / "highwater-logs"
+    return shlex.quote(str((home if os.access(home, os.W_OK) else Path(tempfile.gettempdir())) / "highwater-logs"))
 
 
 def _full(directory: Path, problem: str) -> MachineError:
     return MachineError(
         f"the log directory {directory} is full: {problem}",
-        hint=f"free some space (`df -h {directory}`), or use `--log-dir {_another()}`",
+        hint=f"free some space (`df -h {shlex.quote(str(directory))}`), or use `--log-dir {_another()}`",
     )

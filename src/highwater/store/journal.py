@@ -7,6 +7,7 @@ locked, so that two processes cannot write one study. A line cut short by a cras
 import errno
 import fcntl
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from highwater.store.lines import (
     OpenedLine,
     Record,
     StartedLine,
-    free_path,
+    free_study,
     not_a_study,
     parse,
 )
@@ -144,7 +145,7 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)
         raise StudyError(
             f"{path} is being written by {_holder(path)}",
-            hint=f"wait until it ends, watch it with `highwater show {path}`, or use `--study {free_path(path)}`",
+            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, or use {free_study(path)}",
         ) from error
     return descriptor
 
@@ -202,9 +203,10 @@ def _write_line(descriptor: int, text: str, path: Path) -> None:
             raise MachineError(
                 f"{path} cannot be written: {error.strerror}", hint="check the disk with `df -h` and `dmesg`"
             ) from error
+        look = f"`df -h {shlex.quote(str(path.parent))}`"
         raise MachineError(
             f"no space left to record the study in {path}: {error.strerror}",
-            hint=f"free some space (`df -h {path.parent}`), then type the same command: every finished trial is kept",
+            hint=f"free some space ({look}), then type the same command: every finished trial is kept",
         ) from error
 
 
@@ -237,7 +239,7 @@ def _another_question(path: Path, *, recorded: Question, asked: Question) -> Stu
     more = len(names) - len(shown)
     return StudyError(
         f"{path} asks another question: {'; '.join(shown)}{f'; and {more} more' if more else ''}",
-        hint=f"use `--study {free_path(path)}`, or leave `--study` out: each question gets a file of its own",
+        hint=f"use {free_study(path)}, or leave `--study` out: each question gets a file of its own",
     )
 
 

@@ -7,6 +7,7 @@ Schema 1:  header           the question, once
            cell_answered    the answer for one cell; the last one for a cell counts
 """
 
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -130,12 +131,12 @@ def parse(full_lines: bytes, *, path: Path) -> Record:
     return record
 
 
-def free_path(path: Path) -> Path:
-    """A path beside ``path`` where there is no file: what hints offer when ``path`` will not do."""
+def free_study(path: Path) -> str:
+    """The flag that names a path beside ``path`` where there is no file: what hints offer when ``path`` will not do."""
     number = 2
     while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
-    return other
+    return f"`--study {shlex.quote(str(other))}`"
 
 
 class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
@@ -150,7 +151,7 @@ def _header(text: bytes, path: Path) -> HeaderLine:
     if version > STUDY_SCHEMA_VERSION:
         raise StudyError(
             f"{path} was written by a newer highwater: its schema is {version}, this one reads {STUDY_SCHEMA_VERSION}",
-            hint=f"`pip install --upgrade highwater`, or use `--study {free_path(path)}`",
+            hint=f"`pip install --upgrade highwater`, or use {free_study(path)}",
         )
     try:
         return from_json(text, HeaderLine)
@@ -160,11 +161,11 @@ def _header(text: bytes, path: Path) -> HeaderLine:
 
 def not_a_study(path: Path) -> StudyError:
     """The error for a file that highwater did not write; such a file is never touched."""
-    return StudyError(f"{path} is not a study", hint=f"use `--study {free_path(path)}`")
+    return StudyError(f"{path} is not a study", hint=f"use {free_study(path)}")
 
 
 def _damaged(path: Path, number: int, error: Exception) -> StudyError:
     return StudyError(
         f"line {number} of {path} is damaged: {error}",
-        hint=f"restore the file from a copy, or start afresh with `--study {free_path(path)}`",
+        hint=f"restore the file from a copy, or start afresh with {free_study(path)}",
     )
