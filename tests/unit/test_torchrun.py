@@ -8,10 +8,11 @@ import pytest
 from places import question_of
 
 from highwater.errors import MachineError, UsageError
-from highwater.launch.torchrun import TorchrunRunner, log_path_of, refuse_unsupported, trial_environment
+from highwater.launch.torchrun import TorchrunRunner, log_path_of, read_reports, refuse_unsupported, trial_environment
+from highwater.spec.codec import to_json
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Allocator, Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.spec.trial import Outcome, RankReport, TrialSpec
 
 AT_ONCE_S = 0.01
 """A timeout that ends a trial before its first process has read a line."""
@@ -70,12 +71,23 @@ def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "PYTORCH_HIP_ALLOC_CONF",
         "CUDA_LAUNCH_BLOCKING",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUBLASLT_WORKSPACE_SIZE",
+        "NCCL_BUFFSIZE",
+        "PYTHONOPTIMIZE",
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "TORCHELASTIC_RUN_ID",
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "PET_NNODES",
+        "PET_NPROC_PER_NODE",
+        "PET_RDZV_ENDPOINT",
         "MASTER_ADDR",
         "MASTER_PORT",
     ],
@@ -87,15 +99,45 @@ def test_what_would_change_a_trial_is_not_inherited(monkeypatch: pytest.MonkeyPa
 
 
 def test_everything_else_of_the_users_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/my/code")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert trial_environment(cuda_spec())["PYTHONPATH"] == "/my/code"
-    assert trial_environment(cuda_spec())["CUDA_VISIBLE_DEVICES"] == "3"
+    mine = {
+        "PYTHONPATH": "/my/code",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    assert trial_environment(cuda_spec()).items() >= mine.items()
+
+
+def test_a_trial_counts_gpus_as_the_driver_does_whatever_the_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert trial_environment(cuda_spec())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert trial_environment(cpu_spec())["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (b"", "Input data was truncated"),
+        (b'{"rank":1,"losses":[6.0,null]}', "Expected `float`, got `null`"),
+        (b'{"rank":1,"surprise":1}', "unknown field `surprise`"),
+        (b'{"rank":1,"device_name":"\xff"}', "invalid start byte"),
+    ],
+)
+def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path: Path, written: bytes, why: str) -> None:
+    (tmp_path / "rank-000.json").write_text(to_json(RankReport(rank=0)))
+    (tmp_path / "rank-001.json").write_bytes(written)
+    reports, damaged = read_reports(tmp_path)
+    assert reports == (RankReport(rank=0),)
+    assert len(damaged) == 1
+    assert damaged[0].startswith("the report rank-001.json cannot be read: ")
+    assert why in damaged[0]
 
 
 def test_what_the_engine_can_do_is_not_refused() -> None:

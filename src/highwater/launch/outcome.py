@@ -1,6 +1,5 @@
 """The outcome of a trial, from everything it left: exit status, signals, the ranks' reports and, last, the log's text."""
 
-import math
 import re
 import signal
 from collections.abc import Sequence
@@ -30,6 +29,8 @@ class Ending(Noun, frozen=True, kw_only=True):
     log_tail: str
     host_kills: int
     """Processes that the kernel killed for want of host memory while the trial ran, on the whole machine."""
+    damaged_reports: tuple[str, ...] = ()
+    """Reports that could not be read, and why, a line each: their ranks count as silent."""
 
 
 class Verdict(NamedTuple):
@@ -44,17 +45,19 @@ def judge(spec: TrialSpec, ending: Ending) -> Verdict:
 
     A log is read only where a rank died without a report: in a good trial any text may stand there.
     """
-    if ending.exit_code is None:
-        return Verdict(Outcome.TIMEOUT, f"not done after {format_seconds(ending.timeout_s)}{_phases(ending.reports)}")
     failures = {report.rank: report.failure for report in ending.reports if report.failure is not None}
     for rank, failure in failures.items():
         if failure.kind == "device_memory":
             return Verdict(Outcome.OUT_OF_MEMORY, _say(rank, failure))
         if failure.kind == "host_memory":
             return Verdict(Outcome.HOST_OUT_OF_MEMORY, _say(rank, failure))
+    # After memory: who failed for want of it may leave peers that hang until time is up.
+    if ending.exit_code is None:
+        return Verdict(Outcome.TIMEOUT, f"not done after {format_seconds(ending.timeout_s)}{_phases(ending.reports)}")
     silent = set(range(spec.layout.gpus)) - {report.rank for report in ending.reports}
     if silent:
-        return _judge_silence(spec, ending, silent, failures)
+        outcome, reason = _judge_silence(spec, ending, silent, failures)
+        return Verdict(outcome, "; ".join((reason, *ending.damaged_reports)))
     if failures:
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     if ending.exit_code != 0:
@@ -89,8 +92,6 @@ def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
     for report in reports:
         if len(report.losses) < spec.steps:
             return Verdict(Outcome.CRASHED, f"rank {report.rank} did {len(report.losses)} of {spec.steps} steps")
-        if not all(math.isfinite(loss) for loss in report.losses):
-            return Verdict(Outcome.CRASHED, f"the loss of rank {report.rank} is not finite: {report.losses[-1]}")
     return Verdict(Outcome.FIT, f"{spec.steps} steps done, loss {reports[0].losses[-1]:.3f}")
 
 

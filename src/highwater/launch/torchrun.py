@@ -34,16 +34,23 @@ _INHERITED = (
     "PYTORCH_HIP_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NCCL_BUFFSIZE",
+    "PYTHONOPTIMIZE",
     "TORCH_DISTRIBUTED_DEBUG",
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables of the user's shell that would change a trial's memory, or make torchrun join another job."""
+"""Variables of the user's shell that would change a trial's memory or its checks, or make torchrun join another job."""
+_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
+"""The same; from PET_* torchrun takes what its command line does not name: training operators set them in every pod."""
 
 
 class TorchrunRunner:
@@ -79,7 +86,7 @@ class TorchrunRunner:
             spec_path.write_text(to_json(spec), encoding="utf-8")
             reports_path.mkdir()
             exit_code = self._launch(spec, spec_path, reports_path, log)
-            reports = _read_reports(reports_path)
+            reports, damaged_reports = read_reports(reports_path)
         if spec.device == "cuda" and not self.allow_busy:
             _await_release(spec.layout.gpus)
         ending = Ending(
@@ -88,6 +95,7 @@ class TorchrunRunner:
             reports=reports,
             log_tail=_tail(log_path),
             host_kills=_host_kills() - kills_before,
+            damaged_reports=damaged_reports,
         )
         _raise_refusal(reports)
         outcome, reason = judge(spec, ending)
@@ -106,8 +114,8 @@ class TorchrunRunner:
 
     def _launch(self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]) -> int | None:
         """The launcher's exit code; None when time was up. Nothing of the trial runs any more when this returns or raises."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0", f"--nproc-per-node={spec.layout.gpus}"]
-        torchrun.append(f"--log-dir={spec_path.parent}")  # else it leaves a folder for every trial
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={spec.layout.gpus}"]
+        torchrun += ["--max-restarts=0", f"--log-dir={spec_path.parent}"]  # without a directory it leaves one for every trial
         worker = ["-m", "highwater.engine.worker", str(spec_path), str(reports_path)]
         leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
         process = subprocess.Popen(
@@ -138,12 +146,11 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
 def trial_environment(spec: TrialSpec) -> dict[str, str]:
     """The environment of a trial's processes: the user's, less what would change its memory, plus what its settings ask."""
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _INHERITED and not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_ASYNC"))
+        name: value for name, value in os.environ.items() if name not in _INHERITED and not name.startswith(_INHERITED_PREFIXES)
     }
     environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _ALLOCATOR[spec.settings.allocator])
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the driver's own, by which the probe looks for GPUs in use
     cores = len(os.sched_getaffinity(0))
     environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.layout.gpus))
     if spec.device == "cpu":
@@ -202,8 +209,16 @@ def _raise_refusal(reports: tuple[RankReport, ...]) -> None:
             raise HighwaterError(report.failure.text.partition(": ")[2], hint=report.failure.hint or "see the log")
 
 
-def _read_reports(folder: Path) -> tuple[RankReport, ...]:
-    return tuple(from_json(path.read_bytes(), RankReport) for path in sorted(folder.glob("rank-*.json")))
+def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+    """What the ranks wrote, and a line for each report that cannot be read."""
+    reports: list[RankReport] = []
+    damaged: list[str] = []
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            reports.append(from_json(path.read_bytes(), RankReport))
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
+    return tuple(reports), tuple(damaged)
 
 
 def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:

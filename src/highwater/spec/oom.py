@@ -10,15 +10,17 @@ Exhausted = Literal["device_memory", "host_memory"]
 _DEVICE = re.compile(
     r"CUDA out of memory"
     r"|HIP out of memory"
-    r"|CUDA error: out of memory"
+    r"|(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
+    r"|Allocation on device \d+ would exceed allowed memory"
     r"|cudaErrorMemoryAllocation"
     r"|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublas(?:Lt)?Create"
     r"|CUSOLVER_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
     r"|Cuda failure (?:2 )?'?out of memory"
     r"|Failed to CUDA (?:calloc|malloc)"
-    r"|cuMemCreate.{0,80}out of memory",
+    r"|cuMem(?!Host|AllocHost)[A-Z]\w*.{0,80}out[ _]of[ _]memory",
     re.IGNORECASE,
 )
 _HOST = re.compile(
@@ -27,6 +29,7 @@ _HOST = re.compile(
     r"|\bMemoryError\b"
     r"|Cannot allocate memory"
     r"|cudaHostAlloc.{0,80}(?:out of memory|failed)"
+    r"|cuMem(?:Host|AllocHost).{0,80}out[ _]of[ _]memory"
     r"|Failed to CUDA host alloc"
     r"|Thread creation failed: Resource temporarily unavailable"
     r"|can't start new thread"
