@@ -51,6 +51,17 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path: Path, valu
         load_model(str(write_model(tmp_path, hidden_size=value)))
 
 
+@pytest.mark.parametrize("value", [0, "2", True, [64, 64]])
+@pytest.mark.parametrize(
+    "field",
+    ["num_key_value_heads", "head_dim", "intermediate_size", "num_experts", "moe_intermediate_size", "num_experts_per_tok"],
+)
+def test_so_is_a_size_that_may_be_left_out(tmp_path: Path, field: str, value: object) -> None:
+    experts = {"num_experts": 8} if field == "moe_intermediate_size" else {}
+    with pytest.raises(ModelError, match=f"{field} is"):
+        load_model(str(write_model(tmp_path, **{**experts, field: value})))
+
+
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="encoder-decoder"):
         load_model(str(write_model(tmp_path, is_encoder_decoder=True)))

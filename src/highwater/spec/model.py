@@ -23,6 +23,9 @@ WITHOUT_ROPE = frozenset(
 A list, because a config.json tells nothing: many with RoPE leave it to their type's default. Types that are not here have it.
 """
 
+STATE_BYTES_PER_PARAMETER = 16
+"""float32: parameter, gradient and both moments of AdamW."""
+
 
 class ModelShape(Noun, frozen=True, kw_only=True):
     """The sizes of a decoder-only transformer. Source: the fields of the same meaning in ``config.json``."""
@@ -119,21 +122,21 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         raise ModelError(f"{source} describes an encoder-decoder model", hint="use a decoder-only causal language model")
     heads = _size(config, "num_attention_heads", source)
     hidden = _size(config, "hidden_size", source)
-    experts = config.get("num_experts") or config.get("num_local_experts") or 1
-    expert_width = config.get("moe_intermediate_size") if experts > 1 else None
+    experts = _optional_size(config, "num_experts", source) or _optional_size(config, "num_local_experts", source) or 1
+    expert_width = _optional_size(config, "moe_intermediate_size", source) if experts > 1 else None
     return ModelShape(
         model_type=str(config["model_type"]),
         hidden_size=hidden,
         layers=_size(config, "num_hidden_layers", source),
         query_heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        intermediate_size=expert_width or config.get("intermediate_size") or 4 * hidden,
+        kv_heads=_optional_size(config, "num_key_value_heads", source) or heads,
+        head_dim=_optional_size(config, "head_dim", source) or hidden // heads,
+        intermediate_size=expert_width or _optional_size(config, "intermediate_size", source) or 4 * hidden,
         vocab_size=_size(config, "vocab_size", source),
         native_length_tokens=_size(config, "max_position_embeddings", source),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
-        experts_per_token=config.get("num_experts_per_tok") or 1,
+        experts_per_token=_optional_size(config, "num_experts_per_tok", source) or 1,
     )
 
 
@@ -165,6 +168,10 @@ def _own_rope_scaling(config: dict[str, Any]) -> bool:
 
 def _size(config: dict[str, Any], field: str, source: str) -> int:
     value = config[field]
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{field} is {value!r} in {source}", hint=f"set {field} to a whole number, 1 or more")
     return value
+
+
+def _optional_size(config: dict[str, Any], field: str, source: str) -> int | None:
+    return None if config.get(field) is None else _size(config, field, source)
