@@ -3,13 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from highwater.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from highwater.api import find as find
     from highwater.api import open_study as open_study
     from highwater.api import run_trial as run_trial
     from highwater.errors import HighwaterError as HighwaterError
-
-__version__ = "0.1.0.dev0"
 
 _PUBLIC = {
     "find": "highwater.api",

@@ -11,7 +11,6 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +31,7 @@ from highwater.store.lines import (
     not_a_study,
     parse,
 )
+from highwater.version import __version__
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DIFFERENCES_SHOWN = 4
@@ -59,7 +59,7 @@ class Journal:
 
     def opened(self, command: Sequence[str]) -> None:
         """Record that this process writes from here on; raises MachineError when the disk is full."""
-        host, highwater_version = socket.gethostname(), version("highwater")
+        host, highwater_version = socket.gethostname(), __version__
         line = OpenedLine(
             pid=os.getpid(), host=host, at_unix_s=time.time(), highwater_version=highwater_version, command=tuple(command)
         )
