@@ -10,19 +10,26 @@ for answer in study.answers:
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from highwater.errors import MachineError
-from highwater.launch.probe import probe, refuse_busy_gpus, refuse_unfit_gpu
+from highwater.errors import MachineError, UsageError
+from highwater.launch.probe import (
+    INSTALL_HINT,
+    package_obstacles,
+    probe,
+    refuse_busy_gpus,
+    refuse_torch_without_gpu,
+    refuse_unreadable_gpus,
+)
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare, read_capacity_table
-from highwater.spec.hardware import Machine
+from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
 from highwater.spec.protocols import Runner
@@ -33,9 +40,12 @@ from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import check_log_directory, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import parse_tokens
+from highwater.units import format_seconds, parse_tokens
 
 Listener = Callable[[Event], None]
+
+_TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
+"""From launch to first step a trial takes seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
@@ -76,6 +86,7 @@ def prepare(request: Request, *, base: Settings | None = None) -> Plan:
     ``base`` fixes settings that a request has no name for. Raises HighwaterError for what cannot be asked.
     """
     machine = probe()
+    _check_request(request, machine)
     planned = plan(request, machine, base=base)
     question = planned.question
     for cell in question.cells:
@@ -87,6 +98,7 @@ def prepare(request: Request, *, base: Settings | None = None) -> Plan:
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     """The trial of one length, after the same checks as ``prepare``."""
     machine = probe()
+    _check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     refuse_unsupported(spec.settings, spec.layout)
     _check_machine(request, machine, spec.device, gpus=spec.layout.gpus)
@@ -153,15 +165,31 @@ def _runner(request: Request, log_layout: LogLayout, device_total_bytes: int | N
     )
 
 
+def _check_request(request: Request, machine: Machine) -> None:
+    """Raise for what depends on the device alone, and has to be said before there is a plan."""
+    device: Device = request.device or ("cuda" if machine.gpus or machine.unreadable_gpus else "cpu")
+    floor_s = _TIMEOUT_FLOOR_S[device]
+    if request.timeout_s < floor_s:
+        raise UsageError(
+            f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",
+            hint=f"use `--timeout {floor_s:.0f}s` or more; the default is `--timeout 40m`",
+        )
+    if device == "cuda" and not request.dry_run:
+        refuse_unreadable_gpus(machine, count=max(request.gpus or (1,)))
+
+
 def _check_machine(request: Request, machine: Machine, device: Device, *, gpus: int) -> None:
-    """Raise for what would make every trial fail: a log directory that takes none, no engine, an unfit or busy GPU."""
+    """Raise for what would make every trial fail: no log directory, no engine, an unfit or busy GPU, a torch that cannot use it."""
     if request.dry_run:
         return
     check_log_directory(Path(request.log_dir))
-    missing = [package for package in ("torch", "transformers") if package not in machine.versions]
-    if missing:
-        raise MachineError(f"{' and '.join(missing)} not installed: no trial can run", hint="`pip install 'highwater[train]'`")
+    obstacles = package_obstacles(machine)
+    if obstacles:
+        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
     for gpu in used_gpus(machine, device=device, count=gpus):
-        refuse_unfit_gpu(gpu)
-    if device == "cuda" and not request.allow_busy:
-        refuse_busy_gpus(machine, count=gpus)
+        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    if device == "cuda":
+        refuse_unreadable_gpus(machine, count=gpus)
+        if not request.allow_busy:
+            refuse_busy_gpus(machine, count=gpus)
+        refuse_torch_without_gpu(machine)

@@ -50,7 +50,7 @@ def test_without_a_gpu_a_search_wants_a_memory_limit(highwater: Run) -> None:
     [
         (("--start-length", "1"), "a start length of 1 tokens", ("--start-length", "2")),
         (("--max-length", "2k"), "the longest length to try, 2048, is below the start length 4096", ("--start-length", "2048")),
-        (("--timeout", "9s"), "a timeout of 9.00 s ends a trial before it has started", ("--timeout", "10s")),
+        (("--timeout", "59s"), "a timeout of 59.0 s ends a trial before it has started", ("--timeout", "60s")),
         (("--memory", "80GB"), "memory size '80GB' has a decimal or unclear unit", ("--memory", "80GiB")),
         (("--loss", "ful"), "loss 'ful' is not one of chunked, full", ("--loss", "full")),
         (("--steps", "1"), "1 steps of 2 micro-batches never hold the peak", ("--steps", "2")),
@@ -69,6 +69,14 @@ def test_a_value_that_cannot_work_is_refused_and_the_hint_does(
     if words[0] not in ("--margin",):  # its hint names no value
         assert mended[1] in hint
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, *words, *mended).returncode == 0
+
+
+def test_on_the_cpu_a_shorter_timeout_will_do(highwater: Run) -> None:
+    words = ("find", "Qwen3-0.6B", *CPU, "--dry-run", "--timeout")
+    problem, hint = refusal(highwater(*words, "9s"), 2)
+    assert problem == "a timeout of 9.00 s ends a trial before it has started"
+    assert "`--timeout 10s`" in hint
+    assert highwater(*words, "10s").returncode in (0, 1)
 
 
 def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:

@@ -3,15 +3,32 @@
 import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pynvml
 import pytest
-from places import H200, machine_with
+from places import H200, NO_GPU, machine_with
 
+from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
-from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus, refuse_unfit_gpu, visible_indices
+from highwater.launch.probe import (
+    busy_gpus,
+    package_obstacles,
+    probe,
+    read_gpus,
+    refuse_busy_gpus,
+    refuse_torch_without_gpu,
+    refuse_unreadable_gpus,
+    visible_indices,
+)
+from highwater.spec.hardware import Machine, kind_of, refuse_unfit_gpu
 from highwater.units import GIB
 
+ROOT = Path(__file__).parents[2]
 UUIDS = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")
 
 
@@ -71,8 +88,147 @@ def test_when_no_gpu_is_free_the_hint_is_to_wait() -> None:
 @pytest.mark.parametrize(("name", "capability"), [("Tesla V100-SXM2-32GB", (7, 0)), ("Tesla T4", (7, 5))])
 def test_a_gpu_without_bf16_and_flash_is_refused_by_name(name: str, capability: tuple[int, int]) -> None:
     with pytest.raises(MachineError, match=name):
-        refuse_unfit_gpu(msgspec.structs.replace(H200, name=name, compute_capability=capability))
+        refuse_unfit_gpu(name, capability)
 
 
 def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name() -> None:
-    refuse_unfit_gpu(msgspec.structs.replace(H200, name="NVIDIA X1000"))
+    refuse_unfit_gpu("NVIDIA X1000", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "kind"),
+    [
+        ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA H200 NVL", "H200-141GB-NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 NVL", "H100-94GB-NVL"),
+        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
+        ("NVIDIA GB10", None),
+    ],
+)
+def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(driver_name: str, kind: str | None) -> None:
+    found = kind_of(driver_name)
+    assert (found.name if found else None) == kind
+
+
+class Nvml:
+    """NVIDIA's library as ``pynvml`` wraps it, with four GPUs, some of which fail at a call."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, **failing: dict[int, int]) -> None:
+        """``nvmlDeviceGetMemoryInfo={2: code}``: that call fails for GPU 2."""
+        self.failing = failing
+
+    def __getattr__(self, call: str) -> Callable[..., object]:
+        answers: dict[str, Callable[[int], object]] = {
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
+            "nvmlDeviceGetMemoryInfo": lambda index: SimpleNamespace(total=80 * GIB, used=0),
+            "nvmlDeviceGetComputeRunningProcesses": lambda index: [],
+            "nvmlDeviceGetCudaComputeCapability": lambda index: (9, 0),
+            "nvmlDeviceGetName": lambda index: "NVIDIA H200",
+        }
+        machine_wide = {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 4, "nvmlSystemGetDriverVersion": "580"}
+
+        def answer(index: int | None = None) -> object:
+            if index is None:
+                return machine_wide[call]
+            if index in self.failing.get(call, {}):
+                raise pynvml.NVMLError(self.failing[call][index])
+            return answers[call](index)
+
+        return answer
+
+
+def machine_read_from(nvml: Nvml, visible: str | None = None) -> Machine:
+    gpus, unreadable, driver_version = read_gpus(nvml, visible)
+    return msgspec.structs.replace(NO_GPU, gpus=gpus, unreadable_gpus=unreadable, driver_version=driver_version)
+
+
+@pytest.mark.parametrize(
+    ("nvml", "reason"),
+    [
+        (Nvml(nvmlDeviceGetHandleByIndex={1: pynvml.NVML_ERROR_GPU_IS_LOST}), "GPU is lost"),
+        (Nvml(nvmlDeviceGetMemoryInfo={1: pynvml.NVML_ERROR_NOT_SUPPORTED}), "Not Supported"),
+        (Nvml(nvmlDeviceGetName={1: pynvml.NVML_ERROR_UNKNOWN}), "Unknown Error"),
+    ],
+)
+def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_would_be_used(nvml: Nvml, reason: str) -> None:
+    machine = machine_read_from(nvml)
+    assert [gpu.index for gpu in machine.gpus] == [0, 2, 3]
+    refuse_unreadable_gpus(machine, count=1)
+    with pytest.raises(MachineError, match=f"GPU 1 cannot be read: {reason}") as refusal:
+        refuse_unreadable_gpus(machine, count=2)
+    assert "`CUDA_VISIBLE_DEVICES=0,2,3` leaves it out" in refusal.value.hint
+    refuse_unreadable_gpus(machine_read_from(nvml, "0,2,3"), count=3)
+    findings = {finding.problem: finding for finding in diagnose(machine).findings}
+    assert "CUDA_VISIBLE_DEVICES=0,2,3" in findings[f"GPU 1 cannot be read: {reason}"].hint
+
+
+def test_where_no_gpu_can_be_read_the_cpu_is_offered() -> None:
+    machine = machine_read_from(Nvml(nvmlDeviceGetMemoryInfo={0: pynvml.NVML_ERROR_NOT_SUPPORTED}), "0")
+    with pytest.raises(MachineError, match="GPU 0 cannot be read: Not Supported") as refusal:
+        refuse_unreadable_gpus(machine, count=1)
+    assert "`--device cpu --memory 2GiB`" in refusal.value.hint
+    assert not any("no GPU is visible" in finding.problem for finding in diagnose(machine).findings)
+
+
+def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable() -> None:
+    machine = machine_read_from(Nvml(nvmlDeviceGetComputeRunningProcesses={0: pynvml.NVML_ERROR_NO_PERMISSION}))
+    assert (len(machine.gpus), machine.unreadable_gpus) == (4, ())
+
+
+@pytest.mark.parametrize(
+    ("torch", "transformers", "obstacles"),
+    [
+        ("2.11.0+cu130", "5.17.0", ()),
+        ("2.13.1", "6.0.0", ()),
+        ("2.10.1", "5.17.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
+        ("2.14.0a0+git1", "5.17.0", ("torch 2.14.0a0+git1 is too new: it has to be older than 2.14",)),
+        (None, "4.57.0", ("torch is not installed", "transformers 4.57.0 is too old: 5.17 is the first that works")),
+    ],
+)
+def test_versions_that_cannot_run_a_trial_are_named(torch: str | None, transformers: str, obstacles: tuple[str, ...]) -> None:
+    versions = {name: text for name, text in (("torch", torch), ("transformers", transformers)) if text}
+    machine = msgspec.structs.replace(NO_GPU, versions=versions)
+    assert package_obstacles(machine) == obstacles
+    assert tuple(finding.problem for finding in diagnose(machine).findings if finding.stops_every_trial) == obstacles
+
+
+def test_the_versions_that_work_are_those_that_the_package_asks_for() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    assert {"torch>=2.11,<2.14", "transformers>=5.17"} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    ("installed", "problem"),
+    [
+        ("class version: cuda = '13.0'\nclass cuda: is_available = staticmethod(lambda: True)", None),
+        (
+            "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)",
+            "torch 2.13.0 is built without CUDA: it cannot use the GPU",
+        ),
+        (
+            "class version: cuda = '13.0'\nclass cuda: is_available = staticmethod(lambda: False)",
+            "torch 2.13.0 with CUDA 13.0 cannot use the GPU under driver 580",
+        ),
+        (
+            "raise ImportError('libcudart.so.13: cannot open shared object file')",
+            "torch 2.13.0 cannot be imported: ImportError: libcudart.so.13: cannot open shared object file",
+        ),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, problem: str | None
+) -> None:
+    (tmp_path / "torch.py").write_text(installed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    machine = msgspec.structs.replace(machine_with(1), versions={"torch": "2.13.0"})
+    if problem is None:
+        refuse_torch_without_gpu(machine)
+        return
+    with pytest.raises(MachineError) as refusal:
+        refuse_torch_without_gpu(machine)
+    assert refusal.value.problem == problem
+    assert problem in [finding.problem for finding in diagnose(machine, torch_obstacle=refusal.value).findings]

@@ -1,19 +1,22 @@
 """``highwater doctor``: what this machine is, whether trials can run on it, and what to do when they cannot."""
 
 import argparse
-import re
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError
-from highwater.launch.probe import busy_gpus, probe, refuse_unfit_gpu
+from highwater.launch.probe import (
+    INSTALL_HINT,
+    busy_gpus,
+    leave_out_unreadable,
+    package_obstacles,
+    probe,
+    refuse_torch_without_gpu,
+)
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import Gpu, Machine
+from highwater.spec.hardware import Gpu, Machine, refuse_unfit_gpu
 from highwater.units import format_bytes
-
-_NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
-_INSTALL = "`pip install 'highwater[train]'`"
 
 
 class Finding(Noun, frozen=True, kw_only=True):
@@ -39,12 +42,13 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; exit code 3 when no trial can run here."""
-    diagnosis = diagnose(probe())
+    machine = probe()
+    torch_obstacle = _torch_obstacle(machine)
+    diagnosis = diagnose(machine, torch_obstacle=torch_obstacle)
     code = EXIT_ANSWERED if diagnosis.can_run else EXIT_MACHINE
     if arguments.json:
         console.answer_json(diagnosis)
         return code
-    machine = diagnosis.machine
     if machine.gpus:
         console.answer_table(_gpu_table(machine))
         console.answer("")
@@ -52,16 +56,24 @@ def doctor(arguments: argparse.Namespace) -> int:
     for finding in diagnosis.findings:
         console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
-        console.next_command(_next_command(machine))
+        console.next_command(_next_command(on_gpu=bool(machine.gpus) and torch_obstacle is None))
     else:
-        console.next_command(_INSTALL.strip("`"))
+        console.next_command(INSTALL_HINT.strip("`"))
     return code
 
 
-def diagnose(machine: Machine) -> Diagnosis:
-    """What stands in the way of trials on a machine; pure."""
-    findings = [*_missing_packages(machine)]
-    if not machine.gpus:
+def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
+    """What stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch cannot use its GPUs."""
+    findings = [Finding(problem=problem, hint=INSTALL_HINT, stops_every_trial=True) for problem in package_obstacles(machine)]
+    findings += [
+        Finding(
+            problem=f"GPU {gpu.index} cannot be read: {gpu.reason}", hint=leave_out_unreadable(machine), stops_every_trial=False
+        )
+        for gpu in machine.unreadable_gpus
+    ]
+    if torch_obstacle is not None:
+        findings.append(Finding(problem=torch_obstacle.problem, hint=torch_obstacle.hint, stops_every_trial=False))
+    if not machine.gpus and not machine.unreadable_gpus:
         findings.append(
             Finding(
                 problem="no GPU is visible: trials run on the CPU, with small models, under a memory limit",
@@ -71,7 +83,7 @@ def diagnose(machine: Machine) -> Diagnosis:
         )
     for gpu in machine.gpus:
         try:
-            refuse_unfit_gpu(gpu)
+            refuse_unfit_gpu(gpu.name, gpu.compute_capability)
         except HighwaterError as error:
             findings.append(Finding(problem=error.problem, hint=error.hint, stops_every_trial=False))
     busy = busy_gpus(machine.gpus)
@@ -87,17 +99,14 @@ def diagnose(machine: Machine) -> Diagnosis:
     return Diagnosis(machine=machine, findings=tuple(findings))
 
 
-def _missing_packages(machine: Machine) -> list[Finding]:
-    findings: list[Finding] = []
-    for package, needed in _NEEDED.items():
-        oldest = ".".join(map(str, needed))
-        installed = machine.versions.get(package)
-        if installed is None:
-            findings.append(Finding(problem=f"{package} is not installed", hint=_INSTALL, stops_every_trial=True))
-        elif tuple(map(int, re.findall(r"\d+", installed)[:2])) < needed:
-            problem = f"{package} {installed} is too old: {oldest} is the first that works"
-            findings.append(Finding(problem=problem, hint=_INSTALL, stops_every_trial=True))
-    return findings
+def _torch_obstacle(machine: Machine) -> HighwaterError | None:
+    if not machine.gpus or package_obstacles(machine):
+        return None
+    try:
+        refuse_torch_without_gpu(machine)
+    except HighwaterError as error:
+        return error
+    return None
 
 
 def _gpu_table(machine: Machine) -> TextTable:
@@ -126,7 +135,7 @@ def _host_table(machine: Machine) -> TextTable:
     return TextTable(title="machine", columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
 
 
-def _next_command(machine: Machine) -> str:
-    if machine.gpus:
+def _next_command(*, on_gpu: bool) -> str:
+    if on_gpu:
         return "highwater find Qwen3-0.6B"
     return "highwater find Qwen3-0.6B --device cpu --memory 2GiB --dry-run"

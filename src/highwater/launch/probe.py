@@ -1,32 +1,45 @@
 """Probe: what this machine is. GPUs as the driver reports them, host memory, installed versions; imports no torch.
 
-``CUDA_VISIBLE_DEVICES`` is honoured, so that the GPUs listed are the ones that a trial will see.
+``CUDA_VISIBLE_DEVICES`` is honoured, so that the GPUs listed are the ones that a trial will see. Its indices count by PCI bus,
+as the driver does; trials run with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, whatever the shell has, and so count alike.
 """
 
 import os
 import platform
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import psutil
 
 from highwater.errors import MachineError
-from highwater.spec.hardware import Gpu, Machine, kind_of
+from highwater.spec.hardware import Gpu, Machine, UnreadableGpu
 from highwater.units import GIB, format_bytes
 
 EMPTY_GPU_BYTES = GIB
 """A driver reports up to about 0.6 GiB as used on an empty card; a CUDA context of somebody else's adds as much again."""
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
-_OLDEST_CAPABILITY = (8, 0)
+_NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
+"""The first release that works and the first that is not known to; as in the extra ``train`` of pyproject.toml."""
+INSTALL_HINT = "`pip install 'highwater[train]'`"
+_TORCH_REQUIREMENT = "torch>=2.11,<2.14"
+_ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
 def probe() -> Machine:
     """This machine, read now; ``gpus`` is empty when there is no GPU or no driver. Takes milliseconds."""
-    gpus, driver_version = _probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    import pynvml
+
+    gpus, unreadable, driver_version = read_gpus(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
     memory = psutil.virtual_memory()
     return Machine(
         gpus=gpus,
+        unreadable_gpus=unreadable,
         driver_version=driver_version,
         cpu_cores=len(os.sched_getaffinity(0)),
         host_memory_total_bytes=memory.total,
@@ -54,23 +67,57 @@ def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
     raise MachineError("; ".join(_use_of(gpu) for gpu in busy), hint=hint)
 
 
-def refuse_unfit_gpu(gpu: Gpu) -> None:
-    """Raise MachineError for a GPU without bf16 or without the flash kernels."""
-    kind = kind_of(gpu.name)
-    missing = [
-        what
-        for what, lacks in (
-            ("bf16", gpu.compute_capability < _OLDEST_CAPABILITY or (kind is not None and kind.bf16_dense_tflops is None)),
-            ("flash attention", gpu.compute_capability < _OLDEST_CAPABILITY or (kind is not None and not kind.flash_attention)),
-        )
-        if lacks
-    ]
-    if missing:
-        major, minor = gpu.compute_capability
-        raise MachineError(
-            f"GPU {gpu.index}, {gpu.name} (compute capability {major}.{minor}), has no {' and no '.join(missing)}",
-            hint="train on a GPU of compute capability 8.0 or newer, or `--device cpu --memory 2GiB`",
-        )
+def refuse_unreadable_gpus(machine: Machine, *, count: int) -> None:
+    """Raise MachineError when one of the first ``count`` visible GPUs cannot be read: nobody could tell whether it is free."""
+    for gpu in machine.unreadable_gpus:
+        if gpu.position < count:
+            raise MachineError(
+                f"GPU {gpu.index} cannot be read: {gpu.reason}",
+                hint=f"{leave_out_unreadable(machine)}; `highwater doctor` shows all",
+            )
+
+
+def leave_out_unreadable(machine: Machine) -> str:
+    """What to type so that no trial uses a GPU that cannot be read."""
+    if machine.gpus:
+        return f"`CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in machine.gpus)}` leaves it out"
+    return "`--device cpu --memory 2GiB` trains on the CPU"
+
+
+def package_obstacles(machine: Machine) -> tuple[str, ...]:
+    """Why the installed packages cannot run a trial, a line each; ``INSTALL_HINT`` mends all of it."""
+    obstacles: list[str] = []
+    for package, (oldest, limit) in _NEEDED.items():
+        installed = machine.versions.get(package)
+        if installed is None:
+            obstacles.append(f"{package} is not installed")
+            continue
+        release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+        if release < oldest:
+            obstacles.append(f"{package} {installed} is too old: {oldest[0]}.{oldest[1]} is the first that works")
+        elif limit is not None and release >= limit:
+            obstacles.append(f"{package} {installed} is too new: it has to be older than {limit[0]}.{limit[1]}")
+    return tuple(obstacles)
+
+
+def refuse_torch_without_gpu(machine: Machine) -> None:
+    """Raise MachineError when the installed torch cannot use the GPUs that the driver shows. Asks it: takes 2 to 3 s."""
+    done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+    torch = f"torch {machine.versions.get('torch', '')}".strip()
+    match done.stdout.split()[-2:]:
+        case [_, "True"]:
+            return
+        case ["None", "False"]:
+            problem = f"{torch} is built without CUDA: it cannot use the GPU"
+            hint = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'` installs a build with CUDA"
+        case [cuda, "False"]:
+            problem = f"{torch} with CUDA {cuda} cannot use the GPU under driver {machine.driver_version or '?'}"
+            hint = "update the driver; `nvidia-smi` shows the newest CUDA that this one runs"
+        case _:
+            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            problem = f"{torch} cannot be imported: {said}"
+            hint = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'`"
+    raise MachineError(problem, hint=hint)
 
 
 def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...]:
@@ -93,34 +140,51 @@ def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...
     return tuple(seen)
 
 
-def _probe_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str | None]:
-    import pynvml
+def read_gpus(nvml: Any, visible: str | None) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
+    """The visible GPUs, those of them that cannot be read, and the driver's version, from the module ``pynvml`` or one like it.
 
+    A GPU may have fallen off the bus, or share its memory with the host and so have none to tell: that hides no other.
+    """
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, no GPU, or no right to it: for trials all the same
-        return (), None
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver, no GPU, or no right to it: for trials all the same
+        return (), (), None
     try:
-        uuids = [str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(_gpu(index) for index in visible_indices(uuids, visible))
-        return gpus, str(pynvml.nvmlSystemGetDriverVersion())
+        driver_version = str(nvml.nvmlSystemGetDriverVersion())
+        uuids = [_uuid(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus: list[Gpu] = []
+        unreadable: list[UnreadableGpu] = []
+        for position, index in enumerate(visible_indices(uuids, visible)):
+            try:
+                gpus.append(_gpu(nvml, index))
+            except nvml.NVMLError as error:
+                unreadable.append(UnreadableGpu(index=index, position=position, reason=str(error)))
+        return tuple(gpus), tuple(unreadable), driver_version
+    except nvml.NVMLError:  # the driver fails as a whole
+        return (), (), None
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
 
 
-def _gpu(index: int) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+def _uuid(nvml: Any, index: int) -> str:
     try:
-        processes = tuple(sorted(int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)))
-    except pynvml.NVMLError:  # not told inside some containers
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+    except nvml.NVMLError:
+        return ""  # no UUID names it; its index does
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        processes = tuple(sorted(int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+    except nvml.NVMLError:  # not told inside some containers
         processes = ()
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
         index=index,
-        name=str(pynvml.nvmlDeviceGetName(handle)),
+        name=str(nvml.nvmlDeviceGetName(handle)),
         memory_total_bytes=int(memory.total),
         memory_used_bytes=int(memory.used),
         compute_capability=(int(major), int(minor)),

@@ -3,7 +3,11 @@
 import json
 from importlib.resources import files
 
+from highwater.errors import MachineError
 from highwater.spec.codec import Noun, from_builtins
+
+OLDEST_CAPABILITY = (8, 0)
+"""Compute capability from which on a GPU has bf16 and runs the flash kernels."""
 
 
 class GpuKind(Noun, frozen=True, kw_only=True):
@@ -34,10 +38,22 @@ class Gpu(Noun, frozen=True, kw_only=True):
     """Process ids that hold memory on it, where the driver tells."""
 
 
+class UnreadableGpu(Noun, frozen=True, kw_only=True):
+    """A GPU that is there, and of which the driver does not tell what trials need to know."""
+
+    index: int
+    position: int
+    """Its place among the visible GPUs, from 0: trials on more GPUs than this would use it."""
+    reason: str
+    """The driver's words."""
+
+
 class Machine(Noun, frozen=True, kw_only=True):
     """What trials run on."""
 
     gpus: tuple[Gpu, ...]
+    """The visible ones, in the order of CUDA, less those that cannot be read."""
+    unreadable_gpus: tuple[UnreadableGpu, ...] = ()
     driver_version: str | None
     cpu_cores: int
     host_memory_total_bytes: int
@@ -57,3 +73,21 @@ def kind_of(driver_name: str) -> GpuKind | None:
     words = driver_name.lower().replace("-", " ").split()
     matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
     return max(matches, key=lambda kind: len(kind.match), default=None)
+
+
+def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> None:
+    """Raise MachineError for a GPU without bf16 or without the flash kernels."""
+    kind = kind_of(driver_name)
+    too_old = compute_capability < OLDEST_CAPABILITY
+    missing: list[str] = []
+    if too_old or (kind is not None and kind.bf16_dense_tflops is None):
+        missing.append("bf16")
+    if too_old or (kind is not None and not kind.flash_attention):
+        missing.append("flash attention")
+    if missing:
+        major, minor = compute_capability
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        raise MachineError(
+            f"{driver_name} (compute capability {major}.{minor}) has no {' and no '.join(missing)}",
+            hint=f"train on a GPU of compute capability {oldest} or newer, or `--device cpu --memory 2GiB`",
+        )

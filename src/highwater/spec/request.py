@@ -13,10 +13,7 @@ from highwater.spec.codec import Noun
 from highwater.spec.settings import Allocator, Loss, Recompute, Rope
 from highwater.spec.study import Method
 from highwater.spec.trial import Device
-from highwater.units import format_seconds, parse_bytes, parse_seconds, parse_tokens
-
-TIMEOUT_FLOOR_S = 10.0
-"""Starting the processes of a trial takes seconds: a shorter timeout would end every trial before its first step."""
+from highwater.units import parse_bytes, parse_seconds, parse_tokens
 
 _EXPECTED = {"int": "a whole number", "array": "a list of whole numbers", "bool": "true or false", "": "what it should be"}
 """What the codec calls a type, and what a user does."""
@@ -69,18 +66,13 @@ class Request(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
-        _ = (self.memory_bytes, self.margin_bytes, self.start_tokens, self.resolution_tokens, self.max_tokens)
+        _ = (self.memory_bytes, self.margin_bytes, self.start_tokens, self.resolution_tokens, self.max_tokens, self.timeout_s)
         for name in ("gpus", "ulysses"):
             values: tuple[int, ...] | None = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise UsageError(
                     f"{name} is {' '.join(map(str, values)) or 'empty'}", hint=f"use 1 or more, for example `--{name} 1`"
                 )
-        if self.timeout_s < TIMEOUT_FLOOR_S:
-            raise UsageError(
-                f"a timeout of {format_seconds(self.timeout_s)} ends a trial before it has started",
-                hint=f"use `--timeout {TIMEOUT_FLOOR_S:.0f}s` or more; the default is `--timeout 40m`",
-            )
 
     @property
     def memory_bytes(self) -> int | None:

@@ -1,0 +1,90 @@
+"""Machines on which a trial cannot run: every command still answers, and a search is refused before its first trial.
+
+The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package's metadata found before the installed one.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run, refusal
+
+PYNVML = """
+class NVMLError(Exception): pass
+class Memory: total, used = 80 << 30, 0
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlSystemGetDriverVersion(): return "580"
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return "GPU-0"
+def nvmlDeviceGetName(handle): return "NVIDIA H200"
+def nvmlDeviceGetCudaComputeCapability(handle): return (9, 0)
+def nvmlDeviceGetComputeRunningProcesses(handle): return []
+def nvmlDeviceGetMemoryInfo(handle): return Memory
+"""
+LOST = PYNVML + "def nvmlDeviceGetMemoryInfo(handle): raise NVMLError('GPU is lost')\n"
+CPU = ("find", "Qwen3-0.6B", "--device", "cpu", "--memory", "2GiB")
+
+
+@pytest.fixture
+def libraries(tmp_path: Path) -> dict[str, str]:
+    """The environment in which modules written to ``tmp_path`` stand for installed ones; the one GPU is visible."""
+    return {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater: Run, tmp_path: Path, libraries: dict[str, str]) -> None:
+    (tmp_path / "pynvml.py").write_text(LOST)
+    document = json.loads(highwater("doctor", "--json", **libraries).stdout)
+    assert "GPU 0 cannot be read: GPU is lost" in [finding["problem"] for finding in document["findings"]]
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, **libraries).returncode == 0
+    assert highwater(*CPU, "--dry-run", **libraries).returncode in (0, 1)
+    for words in ((), ("--gpus", "1"), ("--device", "cuda")):
+        problem, hint = refusal(highwater("find", "Qwen3-0.6B", *words, **libraries), 3)
+        assert problem == "GPU 0 cannot be read: GPU is lost"
+    mended = hint.split("`")[1].split()
+    assert highwater("find", "Qwen3-0.6B", *mended, "--dry-run", **libraries).returncode in (0, 1)
+
+
+def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
+    highwater: Run, tmp_path: Path, libraries: dict[str, str]
+) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    (tmp_path / "torch.py").write_text("class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n")
+    for words in (("find", "Qwen3-0.6B"), ("try", "Qwen3-0.6B", "--length", "8k")):
+        problem, _ = refusal(highwater(*words, **libraries), 3)
+        assert problem.endswith("is built without CUDA: it cannot use the GPU")
+        assert highwater(*words, "--dry-run", **libraries).returncode == 0
+    assert list(tmp_path.glob("logs/**/*.log")) == []
+    doctor = highwater("doctor", **libraries)
+    assert problem in doctor.stdout
+    assert "--device cpu" in doctor.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("torch", "2.10.0", "torch 2.10.0 is too old: 2.11 is the first that works"),
+        ("torch", "2.14.0", "torch 2.14.0 is too new: it has to be older than 2.14"),
+        ("transformers", "4.57.1", "transformers 4.57.1 is too old: 5.17 is the first that works"),
+    ],
+)
+def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_doctor_agrees(
+    highwater: Run, tmp_path: Path, libraries: dict[str, str], package: str, version: str, said: str
+) -> None:
+    metadata = tmp_path / f"{package}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    problem, hint = refusal(highwater(*CPU, **libraries), 3)
+    assert (problem, hint) == (said, "`pip install 'highwater[train]'`")
+    doctor = highwater("doctor", **libraries)
+    assert doctor.returncode == 3
+    assert said in doctor.stdout
+
+
+def test_a_source_tree_without_metadata_can_be_searched_with(highwater: Run, tmp_path: Path, libraries: dict[str, str]) -> None:
+    hidden = "import importlib.metadata as m\nfind = m.version\ndef version(name):\n"
+    hidden += "    if name == 'highwater': raise m.PackageNotFoundError(name)\n    return find(name)\nm.version = version\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
+    assert done.returncode == 0, done.stderr
