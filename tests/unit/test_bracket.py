@@ -48,6 +48,13 @@ def test_a_hint_at_the_edge_takes_the_two_trials_that_prove_it(size, data):
         assert search(Bracket(size, first=hint), capacity) <= 2
 
 
+@pytest.mark.parametrize(("capacity", "without", "worst"), [(0, 1, 4), (1, 2, 5), (2, 4, 7), (4, 6, 9), (8, 8, 11), (64, 14, 17)])
+def test_a_hint_that_is_too_long_costs_three_trials_at_the_most(capacity, without, worst):
+    size = 3000
+    assert search(Bracket(size), capacity) == without
+    assert max(search(Bracket(size, first=hint), capacity) for hint in range(capacity + 2, size + 1)) == worst
+
+
 def test_a_grid_on_which_nothing_fits_takes_one_trial():
     bracket = Bracket(100)
     assert search(bracket, 0) == 1

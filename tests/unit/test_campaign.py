@@ -1,3 +1,4 @@
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -7,7 +8,9 @@ from hypothesis import strategies as st
 
 from highwater.errors import MachineError
 from highwater.launch.simulated import CONTEXT_BYTES, FormulaLaw, Law, SimulatedRunner
+from highwater.search.bracket import HINT_COST
 from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
+from highwater.search.guess import Line
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -85,6 +88,47 @@ def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not
     assert outcomes[answer.does_not_fit_tokens] is Outcome.OUT_OF_MEMORY
     assert capacity == 0 or outcomes[answer.capacity_tokens] is Outcome.FIT
     assert (answer.limit, answer.monotone, answer.trials) == ("memory", True, len(outcomes))
+
+
+def bound(index: int) -> float:
+    """Trials that a capacity at this index of the grid may take without a hint."""
+    return 2 * math.log2(index) + 2 if index else 1
+
+
+@given(st.integers(0, GRID_SIZE))
+def test_without_a_known_memory_any_monotone_law_takes_no_more_trials_than_the_bound(capacity):
+    [answer] = answers_of(ask(device_total_bytes=None), fits_up_to(capacity))
+    assert answer.capacity_tokens == capacity * STEP
+    assert answer.trials <= bound(capacity)
+
+
+CELLS = tuple(
+    Cell(layout=Layout(gpus=gpus), settings=Settings(allocator=allocator, loss=loss))
+    for gpus in (1, 2, 4)
+    for allocator, loss in (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+)
+
+
+@given(
+    st.lists(st.integers(0, GRID_SIZE), min_size=len(CELLS), max_size=len(CELLS)),
+    st.floats(1e6, 1e15),
+    st.floats(1e-3, 1e15),
+    st.integers(1, 400),
+)
+def test_whatever_is_guessed_and_learned_a_monotone_law_takes_no_more_trials_than_the_bound_and_the_price_of_a_hint(
+    capacities, fixed_bytes, bytes_per_token, memory_gib
+):
+    """Every cell has a capacity of its own, which has nothing to do with the guess or with the other cells."""
+    known = dict(zip(CELLS, capacities, strict=True))
+
+    def law(spec: TrialSpec) -> Outcome:
+        return fits_up_to(known[Cell(layout=spec.layout, settings=spec.settings)])(spec)
+
+    question = ask(cells=CELLS, device_total_bytes=memory_gib * GIB)
+    events = campaign(question, SimulatedRunner(law), guess=lambda *_: Line(fixed_bytes, bytes_per_token))
+    answers = [event.answer for event in events if isinstance(event, CellAnswered)]
+    assert [answer.capacity_tokens for answer in answers] == [capacity * STEP for capacity in capacities]
+    assert all(answer.trials <= bound(capacity) + HINT_COST for answer, capacity in zip(answers, capacities, strict=True))
 
 
 @settings(max_examples=25)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from highwater.spec.model import ModelShape, load_model
+from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
 from highwater.units import MIB, format_bytes
@@ -17,18 +18,10 @@ CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 1300 * MIB, "cpu": 0}
 """Outside the allocator: the driver's reserve and a context with cuBLAS and cuDNN (read on an H200, torch 2.11), no NCCL.
 On the CPU the limit bounds the whole data segment."""
 
-STATE_BYTES_PER_PARAMETER = 16
-"""float32: parameter, gradient and both moments of AdamW."""
-ENGINE_LOGITS_BYTES = 2.0
-"""Per token x vocabulary, ``full``: bf16 logits, overwritten by their own gradient. Source: engine/loss.py."""
 VERL_LOGITS_BYTES = 8.0
-"""The same in Trinity-RFT and verl, which divide by the temperature in place. Measured, torch 2.11."""
-GATHERED_BYTES_PER_EMBEDDING = 4
-"""Embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
+"""Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place. Measured, torch 2.11."""
 NATIVE_USABLE_SHARE = 0.86
 """What fragmentation leaves of the memory without expandable segments. Fitted to the published A100 tables."""
-BASE_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000 - CONTEXT_BYTES["cuda"], "cpu": 512 * MIB}
-"""Besides all that: with the context, the 2.5 GB fitted to the published tables; on the CPU, an interpreter with torch."""
 
 Law = Callable[[TrialSpec], int | Outcome]
 """Bytes that the allocator of one GPU must reserve for a trial, or how the trial ends."""
@@ -111,18 +104,17 @@ class FormulaLaw:
         shape = self.shape or _shape(spec.model_directory)
         tokens = -(-settings.sequences_per_micro_batch * spec.length_tokens // layout.context_degree)
         states = 0 if settings.offload else STATE_BYTES_PER_PARAMETER * shape.parameters // layout.shard_degree
-        embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-        fixed = states + GATHERED_BYTES_PER_EMBEDDING * embeddings + BASE_BYTES[spec.device]
+        fixed = states + gathered_bytes(shape) + FIXED_BYTES[spec.device] - CONTEXT_BYTES[spec.device]
         peak = fixed + tokens * self._bytes_per_token(spec, shape)
         usable_share = NATIVE_USABLE_SHARE if spec.device == "cuda" and settings.allocator == "native" else 1
         return int(peak / usable_share)
 
     def _bytes_per_token(self, spec: TrialSpec, shape: ModelShape) -> float:
         """What is saved in the forward pass, and the larger of the loss's logits and one layer being recomputed."""
-        layer = _layer_bytes_per_token(shape)
-        kept_of_each_layer = 2 * shape.hidden_size if spec.settings.recompute == "layer" else layer
+        layer = layer_bytes(shape)
+        kept = layer_input_bytes(shape) if spec.settings.recompute == "layer" else layer * shape.layers
         logits = self.logits_bytes * shape.vocab_size if spec.settings.loss == "full" else 0
-        return kept_of_each_layer * shape.layers + max(logits, layer)
+        return kept + max(logits, layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +133,3 @@ class TableLaw:
 @cache
 def _shape(model_directory: str) -> ModelShape:
     return load_model(model_directory).shape
-
-
-def _layer_bytes_per_token(shape: ModelShape) -> int:
-    """One decoder layer's activations in bf16: norms and residuals, q, k, v and the output, the MLP's three products.
-
-    q to output twice: before and after rotation or transposition. For Qwen3-0.6B with layer inputs 101 KiB a token,
-    where Hugging Face with a fused loss was measured at 107.
-    """
-    attention = 2 * shape.head_dim * (shape.query_heads + shape.kv_heads)
-    mlp = 4 * shape.intermediate_size * shape.experts_per_token
-    return 2 * (4 * shape.hidden_size + attention + mlp)

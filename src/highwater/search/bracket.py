@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from highwater.spec.study import Method
 
-HINT_COST = 5
+HINT_COST = 3
 """Trials that a hint can cost: those of ``_around_the_hint``. After them the search starts from the bottom of the grid."""
 
 
@@ -113,8 +113,8 @@ class Bracket:
     def _around_the_hint(self) -> tuple[int, ...]:
         """The hint, then ever further below it for as long as they fail.
 
-        A good hint is a step or a few per cent off. One that is more than twice the capacity says nothing about it:
+        A good hint is a step or a few per cent off. One that is far above the capacity says nothing about it:
         the bisection then gallops from index 1, so that a wild hint costs these trials and no more.
         """
         first = self._first
-        return (first, first - 1, first - 3, first - first // 8, first // 2)
+        return (first, first - 1, first - max(2, first // 4))

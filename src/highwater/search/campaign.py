@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from highwater.search.bracket import Bracket
+from highwater.search.guess import Guess, engine_guess
 from highwater.search.ordering import carried_start, first_index
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Limit, Question
@@ -55,14 +56,16 @@ class CellAnswered:
 Event = TrialStarted | TrialFinished | CellAnswered
 
 
-def campaign(question: Question, runner: Runner) -> Iterator[Event]:
+def campaign(question: Question, runner: Runner, *, guess: Guess = engine_guess) -> Iterator[Event]:
     """Answer every cell of ``question`` in its order; ends with the answer of the last one.
+
+    ``guess`` is about the trainer that ``runner`` starts: it orders the trials and decides nothing.
 
     MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
     for cell in question.cells:
-        search = _CellSearch(question, cell, runner, finished)
+        search = _CellSearch(question, cell, runner, finished, guess)
         yield from search.run()
         finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
@@ -71,13 +74,14 @@ def campaign(question: Question, runner: Runner) -> Iterator[Event]:
 class _CellSearch:
     """The search of one cell: its bracket, and what each trial said."""
 
-    def __init__(self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer]) -> None:
-        choose = carried_start if question.method == "linear" else first_index
+    def __init__(self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer], guess: Guess) -> None:
+        linear = question.method == "linear"
+        first = carried_start(question, cell, finished) if linear else first_index(question, cell, finished, guess)
         self._question = question
         self._cell = cell
         self._runner = runner
         self._finished = finished
-        self._bracket = Bracket(question.grid.size, choose(question, cell, finished), question.method)
+        self._bracket = Bracket(question.grid.size, first, question.method)
         self._results: dict[tuple[int, int], TrialResult] = {}
         """By index and repeat: the last attempt of each."""
         self._launches = 0

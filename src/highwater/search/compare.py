@@ -14,6 +14,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.search.campaign import CellAnswered, campaign
+from highwater.search.guess import unknown_trainer_guess
 from highwater.search.ordering import carried_start
 from highwater.spec.codec import Noun
 from highwater.spec.hardware import gpu_catalog
@@ -95,7 +96,7 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
 def _search(question: Question, runner: Runner, method: Method) -> list[CellAnswer]:
     asked = msgspec.structs.replace(question, method=method)
-    return [event.answer for event in campaign(asked, runner) if isinstance(event, CellAnswered)]
+    return [event.answer for event in campaign(asked, runner, guess=unknown_trainer_guess) if isinstance(event, CellAnswered)]
 
 
 def _published_scan(question: Question, runner: Runner, *, carry: bool) -> list[CellAnswer]:

@@ -1,0 +1,56 @@
+"""Guess: what a token costs on a GPU before any trial has told, for our engine and for a trainer that nobody knows.
+
+It orders trials and decides nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes
+from highwater.spec.study import Cell, Question
+
+_HEAD_INPUT_BYTES = 10
+"""Per token x hidden in either loss: the last layer's output, normalised and not, and their gradients."""
+_LAYER_PEAK = 1.6
+"""Working set of one layer in its backward pass, in units of what its forward pass makes."""
+_LOGITS_LOST = 0.75
+"""Share of the logits' bytes that the native allocator holds a second time, in blocks that nothing else fits: 0.2 to 0.9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes of one GPU, besides the states, as a line over the tokens on it."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def at(self, tokens: float) -> float:
+        """Bytes of this many tokens."""
+        return self.fixed_bytes + self.bytes_per_token * tokens
+
+
+Guess = Callable[[Question, Cell, int], Line]
+"""What a trainer takes in a cell, before any trial has told: question, cell, usable bytes of a GPU -> line."""
+
+
+def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:  # noqa: ARG001 (a Guess is told)
+    """Our engine. Source: the trials on an H200 in docs/results/find; their slopes within 5 %, but for what fragments."""
+    shape, settings = question.model.shape, cell.settings
+    logits = ENGINE_LOGITS_BYTES * shape.vocab_size if settings.loss == "full" else 0.0
+    if question.device == "cuda" and settings.allocator == "native":
+        logits *= 1 + _LOGITS_LOST
+    kept = layer_input_bytes(shape) if settings.recompute == "layer" else layer_bytes(shape) * shape.layers
+    bytes_per_token = kept + _HEAD_INPUT_BYTES * shape.hidden_size + max(logits, _LAYER_PEAK * layer_bytes(shape))
+    return Line(FIXED_BYTES[question.device] + gathered_bytes(shape), bytes_per_token)
+
+
+def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
+    """Another trainer: the geometric mean of the least and the most that a token is known to cost.
+
+    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss, measured on an H200 in bf16); besides the logits, 1 to
+    4 times the layer inputs that recomputation keeps. Fixed: a tenth of the memory.
+    """
+    shape = question.model.shape
+    vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
+    least, most = (inputs * layer_input_bytes(shape) + logits * vocabulary for inputs, logits in ((1, 2.0), (4, 12.4)))
+    return Line(0.1 * usable_bytes, (least * most) ** 0.5)
