@@ -22,7 +22,7 @@ from torch import Tensor
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer
-from highwater.engine.data import UNTRAINED, Batch, pack
+from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Batch, pack
 from highwater.engine.model import LanguageModel, build, read_config
 from highwater.engine.step import make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
@@ -158,7 +158,7 @@ def _sequences(model: str, length: int) -> list[tuple[Tensor, Tensor]]:
     for _ in range(MICRO_BATCHES):
         ids = torch.randint(vocabulary, (length,), generator=generator)
         labels = ids.clone()
-        labels[: min(2048, length // 2)] = UNTRAINED
+        labels[: min(PROMPT_TOKENS, length // 2)] = UNTRAINED
         sequences.append((ids, labels))
     return sequences
 

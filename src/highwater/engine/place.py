@@ -9,12 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.attention.dense import Kernel, select_kernel
 from highwater.engine.measure import outside_allocator_bytes
-from highwater.errors import MachineError
 from highwater.parallel import mesh as process_mesh
+from highwater.spec.hardware import refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
-
-_OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ def take_place(spec: TrialSpec) -> Place:
     if spec.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        _refuse_unfit(device)
+        refuse_unfit_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     shape = load_model(spec.model_directory).shape
     kernel = select_kernel(
         device, compute_dtype(device), query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
@@ -86,14 +84,3 @@ def _settled_bytes(device: torch.device) -> int:
     (a @ a).sum().backward()
     synchronize(device)
     return outside_allocator_bytes(device)
-
-
-def _refuse_unfit(device: torch.device) -> None:
-    """Raise MachineError for a GPU without bfloat16 or flash attention."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        raise MachineError(
-            f"{name} has neither bfloat16 nor flash attention (compute capability {capability[0]}.{capability[1]})",
-            hint="use a GPU of compute capability 8.0 or newer, for example an A100",
-        )

@@ -60,6 +60,8 @@ def _failed(trial: "Trial | None", error: BaseException, spec: TrialSpec) -> Ran
     """The report of a rank that did not finish."""
     text = f"{type(error).__name__}: {error}"
     kind: FailureKind = exhausted_memory(text, device=spec.device) or "error"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name: torch itself may be what did not fit
+        kind = "device_memory"
     hint = None
     if isinstance(error, HighwaterError):
         kind, hint = "refused", error.hint
