@@ -1,4 +1,4 @@
-"""The demo: how long a context does a tiny model train with in 1 GiB? On the CPU, by real training steps, in two minutes.
+"""The demo: how long a context does a tiny model train with in 1 GiB? On the CPU, by real training steps, in about a minute.
 
 The operating system holds each process of a trial to 1 GiB: what does not fit really runs out of memory. The model is tried on
 one process, then sharded over two. Everything is written into a new folder, demo/1, demo/2, and so on; nothing is ever deleted.

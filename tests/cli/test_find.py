@@ -65,6 +65,10 @@ def test_the_same_command_resumes_and_runs_nothing_twice(highwater: Run, tmp_pat
     first, again = highwater(*words), highwater(*words)
     assert first.stdout == again.stdout
     assert "trying" not in again.stderr
+    trials = [line for line in again.stderr.splitlines() if " tokens fit" in line or " tokens ran out" in line]
+    assert trials
+    assert all(": recorded: " in line for line in trials)
+    assert "recorded" not in first.stderr
     assert "note: resuming s.jsonl: finished trials are not run again" in again.stderr
     assert (tmp_path / "s.jsonl").read_text().count('"kind":"opened"') == 2
 

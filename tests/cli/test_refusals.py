@@ -106,6 +106,18 @@ def test_a_log_directory_that_cannot_be_written_is_refused_before_anything_start
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("words", [("try", "--length", "8k"), ("find", "--start-length", "8k")])
+def test_a_model_without_rope_is_refused_past_its_positions_and_the_hint_works(
+    highwater: Run, tiny: Path, words: list[str]
+) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "opt"}))
+    command, *rest = words
+    problem, hint = refusal(highwater(command, str(tiny), *SIMULATED, *rest), 2)
+    assert problem == "8,192 tokens are past the 4,096 that tiny was made for, and opt has no RoPE to scale"
+    assert highwater(command, str(tiny), *SIMULATED, *rest, *hint.split("`")[1].split()).returncode == 0
+
+
 def test_the_log_directory_that_is_offered_can_be_pasted_into_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "$(touch pwned) it's"
     home.mkdir()

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from conftest import Run, refusal
 
-from highwater.cli.search_context_length_capacity import PROGRAM, parse, request_of, settings_of
+from highwater.cli.search_context_length_capacity import PROGRAM, ignored_allocator_options, parse, request_of, settings_of
 
 MODEL = ("--model_path", "Qwen3-0.6B")
 SUPPORTED = ("--trainer_strategy", "fsdp2", "--save_hf_checkpoint", "never")
@@ -57,6 +57,16 @@ def test_a_trial_is_the_original_one() -> None:
 )
 def test_the_allocator_is_the_one_that_the_environment_names(environment: dict[str, str], allocator: str) -> None:
     assert settings_of(parse(MODEL), environment).allocator == allocator
+
+
+def test_allocator_options_that_no_trial_gets_are_named() -> None:
+    options = "max_split_size_mb:64, expandable_segments: True, roundup_power2_divisions:[256:1,512:2]"
+    assert ignored_allocator_options({"PYTORCH_ALLOC_CONF": options}) == [
+        "ignored in the environment: max_split_size_mb:64, roundup_power2_divisions:[256:1,512:2]; "
+        "trials set expandable_segments alone"
+    ]
+    assert ignored_allocator_options({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == []
+    assert ignored_allocator_options({}) == []
 
 
 def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -> None:

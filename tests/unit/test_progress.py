@@ -53,11 +53,23 @@ def test_the_table_says_where_every_cell_stands() -> None:
     progress.hear(started(40960, trials_left=1, attempt=2, repeat=1))
     assert progress.table().rows[0][3:] == ("trying 40,960, attempt 2, to confirm", "-", "0")
     progress.hear(finished(40960, Outcome.FIT, wall_s=1))
+    progress.hear(started(51200, trials_left=0))
     progress.hear(finished(51200, Outcome.OUT_OF_MEMORY, wall_s=1))
     assert progress.table().rows[0][3:] == ("51,200: ran out of memory", "40,960", "2")
     answer = CellAnswer(cell=CELL, capacity_tokens=40960, does_not_fit_tokens=51200, limit="memory", reason="", trials=2)
     progress.hear(CellAnswered(answer=answer))
     assert progress.table().rows[0][3] == "done: 40,960"
+
+
+def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run() -> None:
+    progress = Progress(QUESTION)
+    events = (finished(4096, Outcome.FIT, wall_s=2), started(8192, trials_left=0), finished(8192, Outcome.OUT_OF_MEMORY, wall_s=2))
+    told = []
+    for event in events:
+        progress.hear(event)
+        told.append((progress.line(event), progress.table().rows[0][3]))
+    assert told[0] == ("vanilla, 1 GPU: recorded: 4,096 tokens fit in 2.00 s", "4,096: fit, recorded")
+    assert told[2] == ("vanilla, 1 GPU: 8,192 tokens ran out of memory in 2.00 s: ", "8,192: ran out of memory")
 
 
 def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned() -> None:

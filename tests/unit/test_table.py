@@ -71,6 +71,19 @@ def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus()
     assert "80.00 GiB = 1.00 GiB context" in plain_table(trial_table(trials[0].spec, result))
 
 
+def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_does_not() -> None:
+    def under(torch: str) -> RecordedTrial:
+        rank = RankReport(rank=0, versions={"torch": torch, "cuda": "13.0"})
+        return RecordedTrial(
+            spec=QUESTION.trial(QUESTION.cells[0], 4096), result=TrialResult(outcome=Outcome.FIT, reason="", ranks=(rank,))
+        )
+
+    study = answered(QUESTION, 4096)
+    same, mixed = (msgspec.structs.replace(study, trials=tuple(map(under, versions))) for versions in ("AA", "ABA"))
+    assert "the trials ran under several versions: torch A and B" in answer_table(mixed).footnotes
+    assert not [note for note in answer_table(same).footnotes if "version" in note]
+
+
 def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
     lines = plain_table(answer_table(answered(QUESTION, 4096, 40960, 51200))).splitlines()[2:9]
     assert all(line == line.rstrip() for line in lines)

@@ -30,6 +30,8 @@ class Progress:
         self._walls_s: list[float] = []
         self._started_at: float | None = None
         self._trials_left = 0
+        self._is_recorded = False
+        """The last trial that finished had not started: a resumed study had its result."""
 
     def hear(self, event: Event) -> None:
         """Take in one event."""
@@ -39,13 +41,15 @@ class Progress:
                 self._trials_left = event.trials_left + 1
                 self._states[event.cell] = f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
             case TrialFinished():
+                self._is_recorded = self._started_at is None
                 self._started_at = None
                 self._trials_left = max(0, self._trials_left - 1)
                 self._trials[event.cell] += 1
                 self._walls_s.append(event.result.wall_s)
                 if event.result.outcome is Outcome.FIT:
                     self._fits[event.cell] = max(event.spec.length_tokens, self._fits.get(event.cell, 0))
-                self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}"
+                recorded = ", recorded" if self._is_recorded else ""
+                self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}{recorded}"
             case CellAnswered():
                 self._states[event.answer.cell] = f"done: {capacity_text(self._question, event.answer)}"
 
@@ -72,7 +76,8 @@ class Progress:
                 reason = "" if result.outcome is Outcome.FIT else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
                 took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
                 length = format_tokens(event.spec.length_tokens)
-                return f"{name}: {length} tokens {words(result.outcome)}{took}{peak}{reason}"
+                recorded = "recorded: " if self._is_recorded else ""
+                return f"{name}: {recorded}{length} tokens {words(result.outcome)}{took}{peak}{reason}"
             case CellAnswered():
                 return f"{name}: capacity {capacity_text(self._question, event.answer)} tokens"
 

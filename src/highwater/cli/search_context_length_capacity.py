@@ -6,6 +6,7 @@ Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,7 @@ def _run(words: Sequence[str]) -> int:
         (
             f"the objective is {settings.objective}, not GRPO: its trials hold no reference log-probabilities and no entropy",
             f"no checkpoint is written, and {arguments.checkpoint_path} is left alone",
+            *ignored_allocator_options(os.environ),
             *map(_in_these_words, planned.notes),
         )
     )
@@ -92,8 +94,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     """The settings that the flags name; the allocator's mode is in the environment there, as the guide's "Env"."""
-    named = environment.get("PYTORCH_CUDA_ALLOC_CONF", environment.get("PYTORCH_ALLOC_CONF", ""))
-    allocator: Allocator = "expandable" if "expandable_segments:true" in named.replace(" ", "").lower() else "native"
+    expandable = "expandable_segments:true" in map(str.lower, _allocator_options(environment))
+    allocator: Allocator = "expandable" if expandable else "native"
     return Settings(
         strategy=arguments.trainer_strategy,
         allocator=allocator,
@@ -102,6 +104,18 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
         sequences_per_micro_batch=_SEQUENCES_PER_MICRO_BATCH,
         save_hf=arguments.save_hf_checkpoint,
     )
+
+
+def ignored_allocator_options(environment: Mapping[str, str]) -> list[str]:
+    """A note that names what the environment asks of the allocator and no trial gets; none when there is nothing."""
+    ignored = [option for option in _allocator_options(environment) if not option.lower().startswith("expandable_segments:")]
+    return [f"ignored in the environment: {', '.join(ignored)}; trials set expandable_segments alone"] if ignored else []
+
+
+def _allocator_options(environment: Mapping[str, str]) -> list[str]:
+    """``max_split_size_mb:64`` and the others, without blanks; commas within brackets are a value's own."""
+    named = environment.get("PYTORCH_CUDA_ALLOC_CONF", environment.get("PYTORCH_ALLOC_CONF", ""))
+    return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 
 def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:

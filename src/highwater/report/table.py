@@ -185,6 +185,7 @@ def _footnotes(study: Study) -> list[str]:
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
     notes.extend(_budgets(study))
+    notes.extend(_mixed_versions(study))
     for answer in study.answers:
         name = answer.cell.label_on(question.device)
         notes.append(f"{name}: {plain(answer.reason)}")
@@ -208,6 +209,17 @@ def _budgets(study: Study) -> list[str]:
             if rank.budget is not None:
                 budgets.setdefault(trial.spec.layout.gpus, rank.budget)
     return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {_division(budget)}" for gpus, budget in sorted(budgets.items())]
+
+
+def _mixed_versions(study: Study) -> list[str]:
+    """What the trials of a resumed study did not all run under, in the order in which they ran."""
+    versions: dict[str, dict[str, None]] = {}
+    for trial in study.trials:
+        for rank in trial.result.ranks if trial.result else ():
+            for name, version in rank.versions.items():
+                versions.setdefault(name, {})[version] = None
+    mixed = [f"{name} {' and '.join(found)}" for name, found in versions.items() if len(found) > 1]
+    return [f"the trials ran under several versions: {plain('; '.join(mixed))}"] if mixed else []
 
 
 def _division(budget: MemoryBudget) -> str:

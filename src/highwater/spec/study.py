@@ -163,7 +163,7 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
     reason: str
     """One line: why the length above failed, or why it was not tried."""
     trials: int
-    """Trials that this answer took, retries included, those already in the study not."""
+    """Trials that this answer took, retries included; after a resumption those that were recorded before it too."""
     monotone: bool = True
     """No shorter length failed where a longer one fit, and no repeat disagreed."""
     contradictions: tuple[str, ...] = ()
