@@ -50,7 +50,7 @@ def test_without_a_gpu_a_search_wants_a_memory_limit(highwater: Run) -> None:
     [
         (("--start-length", "1"), "a start length of 1 tokens", ("--start-length", "2")),
         (("--max-length", "2k"), "the longest length to try, 2048, is below the start length 4096", ("--start-length", "2048")),
-        (("--timeout", "59s"), "a timeout of 59.0 s ends a trial before it has started", ("--timeout", "60s")),
+        (("--timeout", "59s"), "a timeout of 59 s ends a trial before it has started", ("--timeout", "60s")),
         (("--memory", "80GB"), "memory size '80GB' has a decimal or unclear unit", ("--memory", "80GiB")),
         (("--loss", "ful"), "loss 'ful' is not one of chunked, full", ("--loss", "full")),
         (("--steps", "1"), "1 steps of 2 micro-batches never hold the peak", ("--steps", "2")),
