@@ -74,9 +74,26 @@ def reference_training(
 
 def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
     AttentionInterface.register("textbook", _textbook_attention)
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="textbook", experts_implementation="eager", local_files_only=True
     )
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                setattr(parent, name, _TextbookNorm(norm.weight, norm.variance_epsilon))
+    return model
+
+
+class _TextbookNorm(nn.Module):
+    """Hugging Face's own norms compute in float32, whatever the model's dtype."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
 def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]) -> tuple[Tensor, Tensor]:

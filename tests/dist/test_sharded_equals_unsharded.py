@@ -15,7 +15,7 @@ from cases import cases_for  # noqa: E402
 from reference import save_models  # noqa: E402
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
-"""Norm-relative. Summation order alone differs; norms and router run in float32 also in the float64 models, on both sides.
+"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64 models, on both sides.
 
 Computed in bfloat16 it is rounding to 8 bits through two layers, at the worst parameter: enough to see a wrong scale."""
 

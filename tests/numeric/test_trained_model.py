@@ -1,5 +1,6 @@
 """The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is refused."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from transformers import GPT2Config, LlamaConfig, Qwen3Config  # noqa: E402
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from highwater.attention.dense import register  # noqa: E402
 from highwater.engine.data import UNTRAINED, batches, pack  # noqa: E402
+from highwater.engine.fused import fuse_norms  # noqa: E402
 from highwater.engine.model import build_on_meta, read_config  # noqa: E402
 from highwater.engine.rope import scale_rope  # noqa: E402
 from highwater.errors import HighwaterError, ModelError, UsageError  # noqa: E402
@@ -126,6 +128,30 @@ def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> 
     ids = torch.zeros(4, dtype=torch.long)
     with pytest.raises(ModelError, match="0 of its 2 layers"):
         model(ids, ids, ids[:1], ids[:1], (4,))
+
+
+def test_norms_are_fused_under_the_same_names_and_compute_the_same() -> None:
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    plain = Qwen3ForCausalLM(config)
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(fused) == 2 * 4 + 1
+    assert {name for name, _ in fused.named_parameters()} == {name for name, _ in plain.named_parameters()}
+    ids = torch.randint(64, (1, 9))
+    for model in (plain, fused):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, theirs), (_, ours) in zip(plain.named_parameters(), fused.named_parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 5e-6, name
+
+
+def test_a_norm_that_computes_something_else_is_left_alone() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    model = torch.nn.ModuleDict({"norm": GemmaRMSNorm(16)})
+    assert fuse_norms(model) == 0
+    assert isinstance(model["norm"], GemmaRMSNorm)
 
 
 def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
+from highwater.engine.fused import fuse_norms
 from highwater.engine.loss import TokenStatistics, token_statistics
 from highwater.engine.recompute import PREFIX, recompute_layers
 from highwater.engine.rope import scale_rope
@@ -142,6 +143,7 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss,
             trust_remote_code=False,
         )
     _refuse_other_mixing(causal_lm)
+    fuse_norms(causal_lm)
     model = LanguageModel(causal_lm, attention=attention, loss=loss)
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")

@@ -18,6 +18,7 @@ from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import backward_of, clip, make_optimizer, train_step
 from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.units import format_bytes
+from highwater.version import __version__
 
 REHEARSAL_TOKENS = 256
 """Tokens per rank of the rehearsal: enough for every kernel, too few to matter."""
@@ -147,7 +148,7 @@ class Trial:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("highwater", "torch", "transformers")}
+    found = {"highwater": __version__, "torch": torch.__version__, "transformers": version("transformers")}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(str(part) for part in nccl_version())
