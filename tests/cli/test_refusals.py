@@ -12,6 +12,7 @@ import pytest
 from conftest import SIMULATED, Run, refusal
 
 from highwater.errors import UsageError
+from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH
 from highwater.store.directory import check_log_directory
 
 CPU = ("--device", "cpu", "--memory", "2GiB")
@@ -36,13 +37,50 @@ def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, ti
 def test_a_gpu_that_is_not_there_is_refused_and_the_cpu_is_offered(highwater: Run) -> None:
     problem, hint = refusal(highwater("find", "Qwen3-0.6B", "--device", "cuda"), 3)
     assert problem == "the driver shows no GPU here"
-    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run").returncode in (0, 1)
+    assert hint == f"`{CPU_SEARCH}` searches on the CPU"
+    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run").returncode == 0
 
 
-def test_without_a_gpu_a_search_wants_a_memory_limit(highwater: Run) -> None:
-    problem, hint = refusal(highwater("find", "Qwen3-0.6B"), 2)
-    assert problem == "a search on the CPU needs a memory limit"
-    assert highwater("find", "Qwen3-0.6B", "--dry-run", *hint.split("`")[1].split()).returncode in (0, 1)
+@pytest.mark.parametrize(("device", "said"), [((), "no GPU is visible, and "), (("--device", "cpu"), "")])
+def test_without_a_gpu_a_search_wants_a_memory_limit(highwater: Run, device: tuple[str, ...], said: str) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *device), 2)
+    assert problem == f"{said}a search on the CPU needs a memory limit"
+    assert hint == f"for example `{CPU_SEARCH}`"
+    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run").returncode == 0
+
+
+def test_a_small_model_is_offered_a_short_search_of_its_own(highwater: Run, tiny: Path) -> None:
+    _, hint = refusal(highwater("find", str(tiny), "--device", "cuda"), 3)
+    assert hint == f"`highwater find {tiny} {CPU_FLAGS}` searches on the CPU"
+    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", "8"), "no GPU is visible, and 8 GPUs are asked for"),
+        (("--memory", "90000GiB"), "no GPU is visible, and 90000.00 GiB is more than this machine's memory"),
+    ],
+)
+def test_what_is_meant_for_gpus_does_not_become_a_question_to_the_cpu(highwater: Run, words: tuple[str, str], said: str) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *words), 3)
+    assert problem.startswith(said)
+    simulated, on_the_cpu = hint.split("`")[1::2]
+    assert highwater("find", "Qwen3-0.6B", *words, *simulated.split()).returncode == 0
+    assert highwater(*on_the_cpu.split()[1:], "--dry-run").returncode == 0
+
+
+@pytest.mark.parametrize("words", [("find", "tiny"), ("try", "tiny", "--length", "512")])
+def test_without_a_gpu_the_first_thing_said_is_that_this_is_the_cpu(highwater: Run, words: tuple[str, ...]) -> None:
+    done = highwater(*words, "--memory", "1GiB", "--dry-run")
+    assert done.returncode == 0
+    assert done.stderr.startswith("note: no GPU is visible: trials run on the CPU")
+
+
+def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
+    done = highwater("find", "tiny", "--device", "cpu", "--memory", "8GiB", "--loss", "chunked", "--dry-run")
+    assert "note: on the CPU lengths end at 8,192; `--max-length` names another end" in done.stderr
+    assert "8,192 tokens fit, the longest length that was to be tried" in done.stdout
 
 
 @pytest.mark.parametrize(

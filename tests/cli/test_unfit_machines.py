@@ -42,8 +42,7 @@ def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater: Run, t
     for words in ((), ("--gpus", "1"), ("--device", "cuda")):
         problem, hint = refusal(highwater("find", "Qwen3-0.6B", *words, **libraries), 3)
         assert problem == "GPU 0 cannot be read: GPU is lost"
-    mended = hint.split("`")[1].split()
-    assert highwater("find", "Qwen3-0.6B", *mended, "--dry-run", **libraries).returncode in (0, 1)
+    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run", **libraries).returncode == 0
 
 
 def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
@@ -76,7 +75,7 @@ def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_d
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     problem, hint = refusal(highwater(*CPU, **libraries), 3)
-    assert (problem, hint) == (said, "`pip install 'highwater[train]'`")
+    assert (problem, hint) == (said, "`pip install '.[train]'` in the checkout of highwater")
     doctor = highwater("doctor", **libraries)
     assert doctor.returncode == 3
     assert said in doctor.stdout

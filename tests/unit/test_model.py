@@ -95,3 +95,8 @@ def test_positions_that_are_learned_are_no_rope(tmp_path: Path, model_type: str)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "phi3", "a-type-of-tomorrow"])
 def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path: Path, model_type: str) -> None:
     assert load_model(str(write_model(tmp_path, model_type=model_type))).rope
+
+
+def test_the_tiny_model_of_the_catalog_is_the_one_in_the_examples() -> None:
+    example = Path(__file__).parents[2] / "examples" / "tiny"
+    assert load_model("tiny").config_digest == load_model(str(example)).config_digest

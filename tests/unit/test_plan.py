@@ -8,7 +8,7 @@ import pytest
 from places import H200, NO_GPU, machine_with, write_model
 
 from highwater.errors import MachineError, ModelError, UsageError
-from highwater.spec.hardware import Machine
+from highwater.spec.hardware import CPU_SEARCH, Machine
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
@@ -42,7 +42,7 @@ def test_more_gpus_than_present_are_refused_with_a_count_that_works() -> None:
 def test_without_a_gpu_the_search_is_on_the_cpu_and_wants_a_memory_limit() -> None:
     with pytest.raises(UsageError, match="a search on the CPU needs a memory limit") as refusal:
         planned(NO_GPU)
-    assert "`--memory 2GiB`" in refusal.value.hint
+    assert CPU_SEARCH in refusal.value.hint
     question = planned(NO_GPU, memory="2GiB").question
     assert (question.device, question.device_name, len(question.cells)) == ("cpu", "CPU", 2)
 
@@ -50,7 +50,7 @@ def test_without_a_gpu_the_search_is_on_the_cpu_and_wants_a_memory_limit() -> No
 def test_gpus_that_are_not_there_are_refused_with_the_cpu_as_the_hint() -> None:
     with pytest.raises(MachineError, match="no GPU") as refusal:
         planned(NO_GPU, device="cuda")
-    assert "`highwater find Qwen3-0.6B --device cpu --memory 2GiB`" in refusal.value.hint
+    assert CPU_SEARCH in refusal.value.hint
 
 
 def test_gpus_can_be_simulated_where_there_are_none() -> None:
@@ -80,8 +80,22 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: s
 
 def test_more_memory_than_the_host_has_is_refused_on_the_cpu() -> None:
     with pytest.raises(MachineError, match="more than this machine's memory") as refusal:
-        planned(NO_GPU, memory="20GiB", gpus=[2])
-    planned(NO_GPU, memory=refusal.value.hint.split()[-1].strip("`"), gpus=[2])
+        planned(NO_GPU, memory="20GiB", gpus=[2], device="cpu")
+    planned(NO_GPU, memory=refusal.value.hint.split()[-1].strip("`"), gpus=[2], device="cpu")
+
+
+def test_more_processes_than_the_cores_can_run_are_refused() -> None:
+    with pytest.raises(MachineError, match="9 processes are too many for 2 CPU cores") as refusal:
+        planned(NO_GPU, memory="100MiB", gpus=[9], device="cpu")
+    assert refusal.value.hint == "use `--gpus 8` or fewer"
+    planned(NO_GPU, memory="100MiB", gpus=[8], device="cpu")
+    planned(NO_GPU, memory="100MiB", gpus=[64], device="cpu", dry_run=True)
+
+
+def test_a_length_that_is_named_is_searched_to_on_the_cpu_too() -> None:
+    assert planned(NO_GPU, memory="2GiB").question.grid.max_tokens == 8192
+    assert planned(NO_GPU, memory="2GiB", start_length="16k").question.grid.max_tokens == 16384
+    assert planned(NO_GPU, memory="2GiB", max_length="64k").question.grid.max_tokens == 65536
 
 
 def test_gpus_of_different_kinds_are_refused() -> None:

@@ -32,12 +32,23 @@ def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock
     assert progress.left_s == 3 * 40
     progress.hear(started(8192, trials_left=2))
     now_s[0] = 15.0
-    assert progress.left_s == 3 * 40 - 15
+    assert progress.left_s == 3 * 80 - 15  # twice the length, twice the time
     now_s[0] = 1000.0
     assert progress.left_s == 0
-    progress.hear(finished(8192, Outcome.FIT, wall_s=60))
-    assert progress.left_s == 2 * 50
-    assert progress.table().footnotes == ("about 1m 40s left",)
+    progress.hear(finished(8192, Outcome.FIT, wall_s=100))
+    assert progress.left_s == 2 * (80 + 100) / 2
+    assert progress.table().footnotes == ("about 3m 00s left",)
+    progress.hear(finished(8192, Outcome.OUT_OF_MEMORY, wall_s=5))
+    assert progress.left_s == (80 + 100) / 2  # how fast memory ran out says nothing
+
+
+def test_nothing_is_said_of_the_time_left_before_a_length_that_nothing_is_known_about() -> None:
+    progress = Progress(QUESTION, clock=lambda: 0.0)
+    progress.hear(finished(4096, Outcome.FIT, wall_s=40))
+    progress.hear(started(8192, trials_left=1))
+    assert progress.left_s is not None
+    progress.hear(started(65536, trials_left=1))
+    assert progress.left_s is None
 
 
 def test_nothing_is_estimated_from_trials_that_took_no_time() -> None:

@@ -11,6 +11,7 @@ from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
 from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
+from highwater.spec.plan import ON_THE_CPU_NOTE
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Outcome, TrialResult
@@ -46,6 +47,8 @@ def try_(arguments: argparse.Namespace) -> int:
     """``highwater try``: one trial."""
     request = request_of(arguments)
     spec = api.prepare_trial(request, arguments.length)
+    if request.device is None and spec.device == "cpu":
+        console.notes([ON_THE_CPU_NOTE])
     console.talk(
         f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, {spec.layout.gpus} x {spec.device}"
     )

@@ -5,6 +5,7 @@ import argparse
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError
 from highwater.launch.probe import (
+    INSTALL_COMMAND,
     INSTALL_HINT,
     busy_gpus,
     leave_out_unreadable,
@@ -15,7 +16,7 @@ from highwater.launch.probe import (
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import Gpu, Machine, refuse_unfit_gpu
+from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
 from highwater.units import format_bytes
 
 
@@ -58,7 +59,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if diagnosis.can_run:
         console.next_command(_next_command(on_gpu=bool(machine.gpus) and torch_obstacle is None))
     else:
-        console.next_command(INSTALL_HINT.strip("`"))
+        console.next_command(f"{INSTALL_COMMAND}  (in the checkout of highwater)")
     return code
 
 
@@ -138,4 +139,4 @@ def _host_table(machine: Machine) -> TextTable:
 def _next_command(*, on_gpu: bool) -> str:
     if on_gpu:
         return "highwater find Qwen3-0.6B"
-    return "highwater find Qwen3-0.6B --device cpu --memory 2GiB --dry-run"
+    return CPU_SEARCH

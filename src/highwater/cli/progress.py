@@ -13,6 +13,8 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4
 """Trials that the estimate of the time left is averaged over: later ones are more like those to come."""
+_TOLD_WITHIN = 2
+"""Times the longest length that fit so far: of trials longer than this nobody knows how long they take."""
 
 _REASON_WIDTH = 100
 """Of a line about a trial; the final table has the whole reason."""
@@ -27,7 +29,10 @@ class Progress:
         self._trials: dict[Cell, int] = dict.fromkeys(question.cells, 0)
         self._states: dict[Cell, str] = dict.fromkeys(question.cells, "waiting")
         self._fits: dict[Cell, int] = {}
-        self._walls_s: list[float] = []
+        self._timed: list[tuple[int, float]] = []
+        """Length and seconds of each trial that fit: one that ran out of memory tells nothing about those."""
+        self._length_tokens = 0
+        """Of the trial that runs, or of the last one."""
         self._started_at: float | None = None
         self._trials_left = 0
         self._is_recorded = False
@@ -38,6 +43,7 @@ class Progress:
         match event:
             case TrialStarted():
                 self._started_at = self._clock()
+                self._length_tokens = event.spec.length_tokens
                 self._trials_left = event.trials_left + 1
                 self._states[event.cell] = f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
             case TrialFinished():
@@ -45,8 +51,9 @@ class Progress:
                 self._started_at = None
                 self._trials_left = max(0, self._trials_left - 1)
                 self._trials[event.cell] += 1
-                self._walls_s.append(event.result.wall_s)
+                self._length_tokens = event.spec.length_tokens
                 if event.result.outcome is Outcome.FIT:
+                    self._timed.append((event.spec.length_tokens, event.result.wall_s))
                     self._fits[event.cell] = max(event.spec.length_tokens, self._fits.get(event.cell, 0))
                 recorded = ", recorded" if self._is_recorded else ""
                 self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}{recorded}"
@@ -55,12 +62,16 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trial included, from what the last trials took; None while none has told."""
-        recent = [wall for wall in self._walls_s[-_RECENT:] if wall > 0]
-        if not recent or not self._trials_left:
+        """Estimated seconds left, the running trial included; None while no trial of about this length has told.
+
+        From what the last trials that fit took, each scaled up to the present length: a trial's time is at least linear in it.
+        """
+        recent = [(length, wall_s) for length, wall_s in self._timed[-_RECENT:] if wall_s > 0]
+        if not recent or not self._trials_left or self._length_tokens > _TOLD_WITHIN * max(length for length, _ in recent):
             return None
+        scaled_s = [wall_s * max(1.0, self._length_tokens / length) for length, wall_s in recent]
         running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
-        return max(0.0, self._trials_left * sum(recent) / len(recent) - running_s)
+        return max(0.0, self._trials_left * sum(scaled_s) / len(scaled_s) - running_s)
 
     def line(self, event: Event) -> str:
         """One line about an event, for a log or a pipe."""

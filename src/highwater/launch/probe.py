@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from highwater.errors import MachineError
-from highwater.spec.hardware import Gpu, Machine, UnreadableGpu
+from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.units import GIB, format_bytes
 
 EMPTY_GPU_BYTES = GIB
@@ -26,7 +26,8 @@ EMPTY_GPU_BYTES = GIB
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 """The first release that works and the first that is not known to; as in the extra ``train`` of pyproject.toml."""
-INSTALL_HINT = "`pip install 'highwater[train]'`"
+INSTALL_COMMAND = "pip install '.[train]'"
+INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
@@ -81,7 +82,7 @@ def leave_out_unreadable(machine: Machine) -> str:
     """What to type so that no trial uses a GPU that cannot be read."""
     if machine.gpus:
         return f"`CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in machine.gpus)}` leaves it out"
-    return "`--device cpu --memory 2GiB` trains on the CPU"
+    return f"`{CPU_SEARCH}` trains on the CPU"
 
 
 def package_obstacles(machine: Machine) -> tuple[str, ...]:

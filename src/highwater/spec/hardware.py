@@ -9,6 +9,11 @@ from highwater.spec.codec import Noun, from_builtins
 OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which on a GPU has bf16 and runs the flash kernels."""
 
+CPU_FLAGS = "--device cpu --memory 1GiB --start-length 256 --resolution 256 --max-length 4k"
+"""A search on the CPU that ends within minutes."""
+CPU_SEARCH = f"highwater find tiny {CPU_FLAGS}"
+"""The same, with a model that fits: what hints offer where there is no GPU."""
+
 
 class GpuKind(Noun, frozen=True, kw_only=True):
     """What one kind of GPU can do. Source of each figure in the catalog's ``source``."""
@@ -89,5 +94,5 @@ def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> N
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
         raise MachineError(
             f"{driver_name} (compute capability {major}.{minor}) has no {' and no '.join(missing)}",
-            hint=f"train on a GPU of compute capability {oldest} or newer, or `--device cpu --memory 2GiB`",
+            hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on the CPU",
         )

@@ -7,15 +7,21 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import Gpu, Machine
+from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
-from highwater.spec.model import Model, ModelShape, load_model
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model
 from highwater.spec.request import Request
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
 from highwater.spec.trial import Device, TrialSpec
-from highwater.units import MIB, format_bytes, format_tokens
+from highwater.units import GIB, MIB, format_bytes, format_tokens
+
+ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as `--device cpu` asks"
+_PROCESSES_PER_CORE = 4
+"""More than this many processes for each core, and a trial on the CPU would spend its time waiting."""
+_CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
+"""Longest length to try unless the user names one. On the CPU, where attention's square is felt, a search has to end."""
 
 
 class Plan(Noun, frozen=True, kw_only=True):
@@ -32,12 +38,15 @@ def plan(request: Request, machine: Machine, *, base: Settings | None = None) ->
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
-    counts = _gpu_counts(request, machine, device)
+    is_fallback = request.device is None and device == "cpu"
+    if is_fallback:
+        _refuse_what_needs_a_gpu(request, machine, model)
+    counts = _gpu_counts(request, machine, device, model)
     gpus = used_gpus(machine, device=device, count=max(counts))
     total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
-    _check_memory(request, machine, device, workers=max(counts), total_bytes=total_bytes)
+    _check_memory(request, machine, device, model, workers=max(counts), total_bytes=total_bytes)
     cells, skipped = _cells(request, model.shape, device, counts, base or Settings())
-    grid, capped = _grid(request, model)
+    grid, capped = _grid(request, model, device)
     question = Question(
         model=model,
         device=device,
@@ -55,7 +64,7 @@ def plan(request: Request, machine: Machine, *, base: Settings | None = None) ->
         simulated=request.dry_run,
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    return Plan(question=question, notes=(*skipped, *capped))
+    return Plan(question=question, notes=(*((ON_THE_CPU_NOTE,) if is_fallback else ()), *skipped, *capped))
 
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
@@ -63,6 +72,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
 
     Raises what ``plan`` raises, and UsageError when the request names several layouts.
     """
+    if length_tokens < 2:
+        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
     _refuse_past_native(load_model(request.model), request.rope, length_tokens, flag="--length")
     alone = msgspec.structs.replace(
         request,
@@ -84,13 +95,41 @@ def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...
     return machine.gpus[:count] if device == "cuda" else ()
 
 
-def _gpu_counts(request: Request, machine: Machine, device: Device) -> tuple[int, ...]:
+def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:
+    """Raise MachineError for what is meant for GPUs, named or not: it must not quietly become a question to the CPU."""
+    workers, budget = max(request.gpus or (1,)), request.memory_bytes
+    if workers > 1:
+        meant = f"{workers} GPUs are asked for"
+    elif budget is not None and budget > machine.host_memory_total_bytes:
+        meant = f"{format_bytes(budget)} is more than this machine's memory, {format_bytes(machine.host_memory_total_bytes)}"
+    else:
+        return
+    memory = "" if budget is not None else " --memory 80GiB"
+    raise MachineError(
+        f"no GPU is visible, and {meant}",
+        hint=f"add `--device cuda{memory} --dry-run` to train nothing; `{_cpu_search(request, model)}` searches on the CPU",
+    )
+
+
+def _cpu_search(request: Request, model: Model) -> str:
+    """A search on the CPU that can be answered: of the model that is asked about, where its states leave room, or of a tiny one."""
+    if model.shape.parameters * STATE_BYTES_PER_PARAMETER > GIB // 2:
+        return CPU_SEARCH
+    return f"highwater find {shlex.quote(request.model)} {CPU_FLAGS}"
+
+
+def _gpu_counts(request: Request, machine: Machine, device: Device, model: Model) -> tuple[int, ...]:
     present = len(machine.gpus)
     if device == "cpu" or request.dry_run:
-        return tuple(dict.fromkeys(request.gpus or (1,)))
+        counts = tuple(dict.fromkeys(request.gpus or (1,)))
+        most = machine.cpu_cores * _PROCESSES_PER_CORE
+        if max(counts) > most and not request.dry_run:
+            raise MachineError(
+                f"{max(counts)} processes are too many for {machine.cpu_cores} CPU cores", hint=f"use `--gpus {most}` or fewer"
+            )
+        return counts
     if not present:
-        on_the_cpu = shlex.join(["highwater", "find", request.model, "--device", "cpu", "--memory", "2GiB"])
-        raise MachineError("the driver shows no GPU here", hint=f"`{on_the_cpu}` searches on the CPU")
+        raise MachineError("the driver shows no GPU here", hint=f"`{_cpu_search(request, model)}` searches on the CPU")
     powers = tuple(2**exponent for exponent in range(present.bit_length()))
     counts = tuple(dict.fromkeys(request.gpus or powers))
     if max(counts) > present:
@@ -99,12 +138,15 @@ def _gpu_counts(request: Request, machine: Machine, device: Device) -> tuple[int
     return counts
 
 
-def _check_memory(request: Request, machine: Machine, device: Device, *, workers: int, total_bytes: int | None) -> None:
+def _check_memory(
+    request: Request, machine: Machine, device: Device, model: Model, *, workers: int, total_bytes: int | None
+) -> None:
     budget = request.memory_bytes
     if budget is None and total_bytes is None:
-        example = "2GiB" if device == "cpu" else "80GiB"
-        what = "a search on the CPU" if device == "cpu" else "a dry run without a GPU"
-        raise UsageError(f"{what} needs a memory limit", hint=f"add `--memory {example}`")
+        if device == "cuda":
+            raise UsageError("a dry run without a GPU needs a memory limit", hint="add `--memory 80GiB`")
+        unseen = "no GPU is visible, and " if request.device is None else ""
+        raise UsageError(f"{unseen}a search on the CPU needs a memory limit", hint=f"for example `{_cpu_search(request, model)}`")
     if budget is not None and total_bytes is not None and budget > total_bytes:
         raise UsageError(
             f"--memory {format_bytes(budget)} is more than the GPU has, {format_bytes(total_bytes)}",
@@ -168,10 +210,13 @@ def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int) -> str | None
     return None
 
 
-def _grid(request: Request, model: Model) -> tuple[Grid, tuple[str, ...]]:
+def _grid(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
     """The lengths to try. They end at the native length where nothing scales the positions past it."""
     native = model.shape.native_length_tokens
-    longest, notes = request.max_tokens, ()
+    longest, notes = request.max_tokens or _CEILING_TOKENS[device], ()
+    if request.max_tokens is None and device == "cpu":
+        longest = max(longest, request.start_tokens)
+        notes = (f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",)
     if longest > native and _ends_at_native(model, request.rope):
         _refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
         longest = native
