@@ -148,7 +148,7 @@ class Trial:
 
 
 def _versions() -> dict[str, str]:
-    found = {"highwater": __version__, "torch": torch.__version__, "transformers": version("transformers")}
+    found = {"highwater": __version__, "torch": str(torch.__version__), "transformers": version("transformers")}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(str(part) for part in nccl_version())
