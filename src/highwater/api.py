@@ -56,7 +56,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
     interruption it goes on where it was.
     Raises HighwaterError for what cannot be asked, before anything starts.
     """
-    request = request_from({"model": model, **settings})
+    request = request_from({"model": model, **settings}, keywords=True)
     return answer(request, prepare(request), on_event=on_event)
 
 
@@ -65,7 +65,7 @@ def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
 
     Raises HighwaterError for what cannot be tried, before anything starts.
     """
-    request = request_from({"model": model, **settings})
+    request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
 
 

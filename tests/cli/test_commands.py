@@ -1,10 +1,11 @@
 """``try``, ``show``, ``doctor``, ``schema`` and ``compare-search``."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run
+from conftest import SIMULATED, Run, refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,34 @@ def test_without_a_name_the_newest_study_is_shown(highwater: Run) -> None:
     for model in ("Qwen3-0.6B", "Qwen3-1.7B"):
         highwater("find", model, *SIMULATED, "--study", f"elsewhere/{model}/study-1.jsonl")
     assert highwater("show", "--log-dir", "elsewhere").stdout.startswith("Qwen3-1.7B")
+
+
+def test_a_study_that_cannot_be_read_hides_no_other(highwater: Run, tmp_path: Path) -> None:
+    found = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
+    broken = tmp_path / "logs" / "m" / "study-2.jsonl"
+    broken.write_text("not a study\n")
+    problem, hint = refusal(highwater("show", str(broken)), 2)
+    assert problem == f"{broken} is not a study"
+    shown = highwater(*hint.split("`")[1].split()[1:])
+    assert (shown.returncode, shown.stdout) == (0, found.stdout)
+    assert shown.stderr.startswith("note: not shown: logs/m/study-2.jsonl is not a study\n")
+    (tmp_path / "logs" / "m" / "study-1.jsonl").unlink()
+    assert refusal(highwater("show"), 2)[0] == "no study under logs can be read"
+
+
+def test_the_search_after_a_trial_has_the_flags_of_the_trial(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text("memory: 80GiB\n")
+    flags = ("--config", "t.yaml", "--device", "cuda", "--gpus", "2", "--loss", "full", "--rope", "yarn", "--log-dir", "my logs")
+    done = highwater("try", "--length", "8k", "Qwen3-0.6B", *flags, "--dry-run")
+    following = shlex.split(done.stderr.splitlines()[-1].removeprefix("next: "))
+    assert following == ["highwater", "find", "Qwen3-0.6B", *flags]
+    assert highwater(*following[1:], "--dry-run").returncode == 0
+
+
+def test_the_package_runs_as_a_module(run: Run) -> None:
+    done = run("python", "-m", "highwater", "find", "Qwen3-0.6B", *SIMULATED)
+    assert done.returncode == 0
+    assert "high-water mark" in done.stdout
 
 
 def test_several_studies_share_a_published_table(highwater: Run) -> None:
@@ -92,6 +121,11 @@ def test_methods_are_compared_on_a_known_table(highwater: Run) -> None:
     assert counts["highwater, bisect"] <= 320
     shown = highwater("compare-search", table).stdout
     assert [line.split()[-1] for line in shown.splitlines()[3:]] == ["0"] * 5
+
+
+def test_the_next_command_after_a_comparison_works_on_every_machine(highwater: Run) -> None:
+    done = highwater("compare-search", str(ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"))
+    assert highwater(*done.stderr.splitlines()[-1].split()[2:]).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["find", "try", "show", "doctor", "schema", "compare-search"])

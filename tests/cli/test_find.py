@@ -81,6 +81,13 @@ def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Ru
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", flag, path).returncode == 0
 
 
+def test_another_question_to_the_cpu_is_told_in_processes(highwater: Run) -> None:
+    words = ("find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full", "--dry-run", "--study", "s.jsonl")
+    highwater(*words)
+    problem, _ = refusal(highwater(*words, "--gpus", "2"), 2)
+    assert problem == "s.jsonl asks another question: cells is vanilla, 1 process there and vanilla, 2 processes here"
+
+
 EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 

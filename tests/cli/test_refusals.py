@@ -86,16 +86,18 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "said", "mended"),
     [
-        (("--start-length", "1"), "a start length of 1 tokens", ("--start-length", "2")),
+        (("--start-length", "1"), "a start length of 1 token", ("--start-length", "2")),
         (("--max-length", "2k"), "the longest length to try, 2048, is below the start length 4096", ("--start-length", "2048")),
         (("--timeout", "59s"), "a timeout of 59 s ends a trial before it has started", ("--timeout", "60s")),
+        (("--memory", "80"), "no trial fits in a memory of 80 bytes; 64.0 MiB is the least", ("--memory", "80GiB")),
+        (("--memory", "0"), "no trial fits in a memory of 0 bytes; 64.0 MiB is the least", ("--memory", "80GiB")),
         (("--memory", "80GB"), "memory size '80GB' has a decimal or unclear unit", ("--memory", "80GiB")),
         (("--loss", "ful"), "loss 'ful' is not one of chunked, full", ("--loss", "full")),
-        (("--steps", "1"), "1 steps of 2 micro-batches never hold the peak", ("--steps", "2")),
+        (("--steps", "1"), "1 step of 2 micro-batches never hold the peak", ("--steps", "2")),
         (("--data", "nothing"), "data source 'nothing' is not module:function", ("--data", "my_package.batches:packed")),
         (("--margin", "90GiB"), "a margin of 90.00 GiB leaves nothing of 80.00 GiB", ("--margin", "1GiB")),
         (("--gpus", "0"), "gpus is 0", ("--gpus", "1")),
-        (("--ulysses", "3"), "SP=3 on 1 GPUs is skipped: 3 does not divide 1 GPUs", ("--ulysses", "1")),
+        (("--ulysses", "3"), "SP=3 on 1 GPU: 3 does not divide 1 GPU", ("--ulysses", "1")),
         (("--confirm", "-1"), "confirm and margin cannot be negative", ("--confirm", "2")),
     ],
 )
@@ -115,6 +117,24 @@ def test_on_the_cpu_a_shorter_timeout_will_do(highwater: Run) -> None:
     assert problem == "a timeout of 9.00 s ends a trial before it has started"
     assert "`--timeout 10s`" in hint
     assert highwater(*words, "10s").returncode in (0, 1)
+
+
+def test_one_trial_of_one_token_is_refused_with_a_flag_that_try_has(highwater: Run) -> None:
+    words = ("try", "Qwen3-0.6B", *SIMULATED)
+    problem, hint = refusal(highwater(*words, "--length", "1"), 2)
+    assert problem == "a length of 1 token"
+    assert highwater(*words, *hint.split("`")[1].split()).returncode == 0
+
+
+def test_a_catalog_model_under_its_hubs_name_is_answered_with_the_catalogs(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen/Qwen3-0.6B", *SIMULATED), 2)
+    assert problem == "no model 'Qwen/Qwen3-0.6B': not a directory"
+    assert highwater("find", hint.split("`")[1], *SIMULATED).returncode == 0
+
+
+def test_a_configuration_is_printed_only_for_a_model_that_is_there(highwater: Run) -> None:
+    problem, _ = refusal(highwater("find", "Qwen3-0.7B", "--print-config"), 2)
+    assert problem == "no model 'Qwen3-0.7B': not a directory, not in the catalog"
 
 
 def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:
@@ -189,7 +209,10 @@ def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> N
         (("find", "Qwen3-0.6B", "--zzz"), "unknown flag --zzz", "`highwater find --help` lists every flag"),
         (("find", "Qwen3-0.6B", "again"), "unexpected argument 'again'", "for example `highwater find Qwen3-0.6B`"),
         (("find",), "no model is named", "name a directory or a catalog model: `highwater find Qwen3-0.6B`"),
-        (("show", "none.jsonl"), "none.jsonl cannot be read: No such file or directory", "`highwater show` shows the newest study"),
+        (
+            *(("show", "none.jsonl"), "none.jsonl cannot be read: No such file or directory"),
+            "`highwater show` shows the newest study that can be read",
+        ),
         (("show",), "there is no study under logs", "`highwater find Qwen3-0.6B` makes one"),
         (("compare-search", "none.csv"), None, None),
         (("try", "Qwen3-0.6B"), None, None),

@@ -106,6 +106,7 @@ def test_dlc_is_answered_with_what_is_supported(search: Run) -> None:
     [
         (("--traner_strategy", "fsdp2"), "unknown flag --traner_strategy", "did you mean `--trainer_strategy`?"),
         (("--timeout", "5"), "a timeout of 5.00 s ends a trial before it has started", None),
+        (("--start_length", "1"), "a start length of 1 token", "use `--start_length 2` or more"),
         (("--start_length", "0"), "length '0' is not a whole number of tokens, 1 or more", None),
         (("--test_gpu_num", "0"), "gpus is 0", "use 1 or more, for example `--test_gpu_num 1`"),
     ],
@@ -114,6 +115,17 @@ def test_errors_speak_the_words_of_this_command(search: Run, words: tuple[str, .
     told = refusal(search(*MODEL, *SUPPORTED, *words), 2)
     assert told[0] == said
     assert hint in (None, told[1])
+
+
+def test_what_no_flag_can_mend_is_told_before_the_flags(search: Run) -> None:
+    assert refusal(search("--model_path", "Qwen3-0.7B"), 2)[0].startswith("no model 'Qwen3-0.7B'")
+    assert refusal(search(*MODEL, "--start_length", "1"), 2)[0] == "a start length of 1 token"
+
+
+def test_a_value_that_begins_with_a_dash_can_be_typed_as_the_hint_has_it(search: Run) -> None:
+    _, hint = refusal(search(*MODEL, "--log_dir=-logs"), 2)
+    assert "--log_dir=-logs" in hint
+    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
 
 
 def test_it_runs_as_a_module_too(run: Run) -> None:

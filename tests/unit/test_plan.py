@@ -33,7 +33,7 @@ def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
 
 
 def test_more_gpus_than_present_are_refused_with_a_count_that_works() -> None:
-    with pytest.raises(MachineError, match="8 GPUs are asked for, and 2 present") as refusal:
+    with pytest.raises(MachineError, match="8 GPUs are asked for, and 2 are present") as refusal:
         planned(machine_with(2), gpus=[1, 2, 4, 8])
     assert refusal.value.hint == "use `--gpus 1 2`"
     planned(machine_with(2), gpus=[1, 2])
@@ -69,7 +69,7 @@ def test_gpus_can_be_simulated_where_there_are_none() -> None:
         ({"start_length": "1"}, "start length of 1"),
         ({"steps": 1}, "never hold the peak"),
         ({"data": "not a function"}, "not module:function"),
-        ({"ulysses": [3]}, "3 does not divide 1 GPUs"),
+        ({"ulysses": [3]}, "SP=3 on 1 GPU: 3 does not divide 1 GPU"),
         ({"sequences_per_micro_batch": 0}, "0 sequences"),
     ],
 )

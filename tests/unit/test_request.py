@@ -1,8 +1,11 @@
 """Requests: flags, files and keywords are read in one place, and every mistake is answered with what works."""
 
+import ast
 import re
+from typing import Any
 
 import pytest
+import yaml
 
 from highwater.errors import UsageError
 from highwater.spec.request import Request, choices, request_from
@@ -25,9 +28,10 @@ def test_a_file_must_have_the_right_types() -> None:
         ({"loss": "ful"}, "loss 'ful' is not one of"),
         ({"confirm": "often"}, "confirm 'often' is not a whole number"),
         ({"gpus": ["one"]}, "gpus 'one' is not a whole number"),
-        ({"gpus": 1}, "gpus '1' is not a list of whole numbers"),
+        ({"gpus": "some"}, "gpus 'some' is not a whole number, or a list of them"),
+        ({"memory": "80"}, "no trial fits in a memory of 80 bytes"),
         ({"allow_busy": "perhaps"}, "allow_busy 'perhaps' is not true or false"),
-        ({"data": 3}, "data '3' is not what it should be"),
+        ({"data": 3}, "data '3' is not module:function"),
         ({"gpus": ["0"]}, "gpus is 0"),
         ({"gpus": []}, "gpus is empty"),
         ({"timeout": "soon"}, "'soon'"),
@@ -56,6 +60,62 @@ def test_the_hint_is_the_nearest_thing_that_works(values: dict[str, object], hin
     with pytest.raises(UsageError) as refusal:
         request_from({"model": "Qwen3-0.6B", **values})
     assert f"`{hint}`" in refusal.value.hint
+
+
+@pytest.mark.parametrize("name", Request.__struct_fields__)
+def test_a_wrong_type_of_any_setting_is_answered_with_a_line_of_the_file_that_works(name: str) -> None:
+    good = {"model": "Qwen3-0.6B"}
+    with pytest.raises(UsageError) as refusal:
+        request_from({**good, name: {"a": 1}}, config_file="study.yaml")
+    assert refusal.value.problem.startswith(f"study.yaml: {name} ")
+    request_from({**good, **yaml.safe_load(refusal.value.hint.split("`")[1])}, config_file="study.yaml")
+
+
+@pytest.mark.parametrize("name", Request.__struct_fields__)
+def test_a_wrong_type_from_python_is_answered_with_a_keyword_that_works(name: str) -> None:
+    good = {"model": "Qwen3-0.6B"}
+    with pytest.raises(UsageError) as refusal:
+        request_from({**good, name: {"a": 1}}, keywords=True)
+    keyword, value = refusal.value.hint.split("`")[1].split("=")
+    request_from({**good, keyword: ast.literal_eval(value)}, keywords=True)
+
+
+@pytest.mark.parametrize("value", [1, [1], (1,)])
+def test_one_number_is_a_list_of_one(value: object) -> None:
+    assert request_from({"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}).gpus == (1,)
+    assert request_from({"model": "Qwen3-0.6B", "gpus": 1, "ulysses": 1}, config_file="study.yaml").ulysses == (1,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("memory", "80GB", "memory size '80GB' has a decimal or unclear unit"),
+        ("margin", "some", "margin: 'some' is not a memory size"),
+        ("start_length", "1", "start_length: a start length of 1 token"),
+        ("timeout", "soon", "timeout: 'soon' is not a time"),
+        ("gpus", 0, "gpus is 0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_with_its_key_in_a_file_and_its_keyword_in_python(
+    name: str, value: object, said: str
+) -> None:
+    with pytest.raises(UsageError) as in_a_file:
+        request_from({"model": "Qwen3-0.6B", name: value}, config_file="study.yaml")
+    assert in_a_file.value.problem == f"study.yaml: {said}"
+    with pytest.raises(UsageError) as in_python:
+        request_from({"model": "Qwen3-0.6B", name: value}, keywords=True)
+    assert in_python.value.problem == said
+    assert "--" not in in_a_file.value.hint + in_python.value.hint
+
+
+@pytest.mark.parametrize(
+    ("origin", "hint"),
+    [({}, "--memory 80GiB"), ({"config_file": "study.yaml"}, "memory: 80GiB"), ({"keywords": True}, "memory='80GiB'")],
+)
+def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(origin: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        request_from({"model": "Qwen3-0.6B", "memory": "80"}, **origin)
+    assert refusal.value.hint == f"give the unit: `{hint}`"
 
 
 def test_in_a_file_the_hint_is_a_line_of_the_file() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
 from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
+from highwater.spec.model import load_model
 from highwater.spec.plan import ON_THE_CPU_NOTE
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Outcome, TrialResult
-from highwater.store.directory import newest_study
+from highwater.store.directory import newest_studies
 from highwater.units import format_tokens
 
 
@@ -23,6 +25,7 @@ def find(arguments: argparse.Namespace) -> int:
     """``highwater find``: search the longest context of every cell."""
     request = request_of(arguments)
     if arguments.print_config:
+        load_model(request.model)  # raises for one that is not there: the configuration has to work
         console.answer(to_yaml(request))
         return EXIT_ANSWERED
     planned = api.prepare(request)
@@ -61,20 +64,20 @@ def try_(arguments: argparse.Namespace) -> int:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:
         console.answer_table(trial_table(spec, result))
-        console.next_command(f"highwater find {shlex.quote(request.model)}{_limit(request)}")
+        console.next_command(_after_try(arguments.command_line))
     return _trial_exit_code(result)
 
 
 def show(arguments: argparse.Namespace) -> int:
     """``highwater show``: a study, or several, as a table, in the published layout, as its final lines, or as JSON."""
-    paths = [Path(name) for name in arguments.studies] or [newest_study(Path(arguments.log_dir))]
-    studies = [api.open_study(path) for path in paths]
+    studies = [api.open_study(name) for name in arguments.studies] or [_newest(Path(arguments.log_dir))]
     for study in studies:
         console.notes(study.notes)
     if arguments.as_ == "json":
         if len(studies) > 1:
             raise UsageError(
-                f"{len(studies)} studies are no one document", hint=f"`highwater show {shlex.quote(str(paths[0]))} --as json`"
+                f"{len(studies)} studies are no one document",
+                hint=f"`highwater show {shlex.quote(studies[0].path or '')} --as json`",
             )
         console.answer_json(studies[0])
         return EXIT_ANSWERED
@@ -118,7 +121,7 @@ def compare_search(arguments: argparse.Namespace) -> int:
         left_columns=1,
     )
     console.answer_table(table)
-    console.next_command("highwater find Qwen3-0.6B --method bisect")
+    console.next_command("highwater find Qwen3-0.6B --method bisect --device cuda --memory 80GiB --dry-run")
     return EXIT_ANSWERED
 
 
@@ -167,9 +170,29 @@ def _after_show(study: Study, shown_as: str) -> str:
     return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 
 
-def _limit(request: Request) -> str:
-    limit = f" --memory {shlex.quote(str(request.memory))}" if request.memory is not None else ""
-    return f"{limit} --device {request.device}" if request.device is not None else limit
+def _after_try(command: Sequence[str]) -> str:
+    """The search with the same flags, as they were typed."""
+    words = iter(command)
+    kept: list[str] = []
+    for word in words:
+        if word == "--length":
+            next(words)
+        elif not word.startswith("--length=") and word != "--dry-run":
+            kept.append("find" if word == "try" and len(kept) == 1 else word)
+    return shlex.join(kept)
+
+
+def _newest(log_directory: Path) -> Study:
+    """The newest study that can be read; one that cannot is named, and hides no other."""
+    paths = newest_studies(log_directory)
+    for path in paths:
+        try:
+            return api.open_study(path)
+        except StudyError as error:
+            console.notes([f"not shown: {error.problem}"])
+    raise StudyError(
+        f"no study under {log_directory} can be read", hint="restore one from a copy; `highwater find Qwen3-0.6B` makes another"
+    )
 
 
 def _trial_exit_code(result: TrialResult) -> int:

@@ -10,9 +10,9 @@ import yaml
 from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
 from highwater.spec.codec import json_schema, to_builtins
-from highwater.spec.request import Request, request_from
+from highwater.spec.request import ONE_OR_SEVERAL, Request, request_from
 
-SCHEMA_ID = "https://highwater.dev/schema/study.json"
+SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
@@ -42,6 +42,10 @@ def config_schema() -> dict[str, Any]:
     """JSON Schema of a configuration file. No key is required: the model may be named on the command line."""
     schema = json_schema(Request)
     schema["$defs"]["Request"].pop("required")
+    settings = schema["$defs"]["Request"]["properties"]
+    for name in ONE_OR_SEVERAL:
+        several = settings[name].pop("anyOf", None) or [{key: settings[name].pop(key) for key in ("type", "items")}]
+        settings[name]["anyOf"] = [{"type": "integer"}, *several]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}
 
 

@@ -25,6 +25,7 @@ from highwater.launch.torchrun import refuse_unsupported
 from highwater.report.table import published_line
 from highwater.search.campaign import CellAnswered, Event
 from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Allocator, Settings
 
@@ -53,11 +54,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
     settings = settings_of(arguments, os.environ)
-    if arguments.dlc:
-        raise _no_dlc(arguments, _unsupported(arguments, settings))
-    _refuse_unsupported(arguments, settings)
+    load_model(arguments.model_path)  # raises for one that is not there, before anything is said of flags
     try:
         request = request_of(arguments, settings)
+        if arguments.dlc:
+            raise _no_dlc(arguments, _unsupported(arguments, settings))
+        _refuse_unsupported(arguments, settings)
         planned = api.prepare(request, base=settings)
     except HighwaterError as error:
         error.hint = _in_these_words(error.hint)
@@ -192,12 +194,17 @@ def _command(arguments: argparse.Namespace, replaced: list[tuple[str, dict[str, 
     for _, instead in replaced:
         values = {**values, **instead}
     defaults = vars(_parser().parse_args([f"--model_path={arguments.model_path}"]))
-    words = [PROGRAM, "--model_path", arguments.model_path]
+    words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
         if value != defaults[name]:
-            words.append(f"--{name}")
-            words.extend([] if isinstance(value, bool) else map(str, value) if isinstance(value, list) else [str(value)])
+            words += [f"--{name}", *map(str, value)] if isinstance(value, list) else _spelled(name, value)
     return shlex.join(words)
+
+
+def _spelled(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"]
+    return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
 
 
 def _in_these_words(text: str) -> str:

@@ -144,6 +144,9 @@ def _catalog_directory(name: str, tried: Path) -> Path:
     if "/" not in name and name in catalog_names():
         return Path(str(files("highwater.spec") / "catalog" / "models" / name))
     known = ", ".join(catalog_names())
+    base = name.rstrip("/").rpartition("/")[2]
+    if not tried.is_dir() and base in catalog_names():
+        raise ModelError(f"no model {name!r}: not a directory", hint=f"the catalog calls it `{base}`")
     if tried.is_dir():
         raise ModelError(f"{tried} has no config.json", hint=f"give the directory of a Hugging Face model, or one of {known}")
     raise ModelError(f"no model {name!r}: not a directory, not in the catalog", hint=f"give a directory, or one of {known}")

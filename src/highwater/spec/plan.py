@@ -13,7 +13,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model
 from highwater.spec.request import Request
 from highwater.spec.settings import Rope, Settings
-from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
+from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import GIB, MIB, format_bytes, format_tokens
 
@@ -134,7 +134,10 @@ def _gpu_counts(request: Request, machine: Machine, device: Device, model: Model
     counts = tuple(dict.fromkeys(request.gpus or powers))
     if max(counts) > present:
         works = " ".join(str(count) for count in counts if count <= present) or str(present)
-        raise MachineError(f"{max(counts)} GPUs are asked for, and {present} present", hint=f"use `--gpus {works}`")
+        raise MachineError(
+            f"{max(counts)} GPUs are asked for, and {present} {'is' if present == 1 else 'are'} present",
+            hint=f"use `--gpus {works}`",
+        )
     return counts
 
 
@@ -187,22 +190,23 @@ def _cells(
     )
     rungs = default_ladder(device=device, base=named, allocator=request.allocator, loss=request.loss)
     layouts: list[Layout] = []
-    skipped: list[str] = []
+    skipped: list[tuple[str, str]] = []
     for gpus, degree in product(counts, dict.fromkeys(request.ulysses)):
-        obstacle = ulysses_obstacle(shape, gpus=gpus, degree=degree)
+        obstacle = ulysses_obstacle(shape, gpus=gpus, degree=degree, device=device)
         if obstacle is None:
             layouts.append(Layout(gpus=gpus, ulysses_degree=degree))
         else:
-            skipped.append(f"SP={degree} on {gpus} GPUs is skipped: {obstacle}")
+            skipped.append((f"SP={degree} on {counted_ranks(gpus, device)}", obstacle))
     if not layouts:
-        raise UsageError("; ".join(skipped), hint="use `--ulysses 1`")
-    return tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs)), tuple(skipped)
+        raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint="use `--ulysses 1`")
+    cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
+    return cells, tuple(f"{what} is skipped: {why}" for what, why in skipped)
 
 
-def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int) -> str | None:
+def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int, device: Device = "cuda") -> str | None:
     """Why this many GPUs cannot share a sequence by heads, in words; None when they can."""
     if gpus % degree:
-        return f"{degree} does not divide {gpus} GPUs"
+        return f"{degree} does not divide {counted_ranks(gpus, device)}"
     if shape.query_heads % degree:
         return f"{degree} does not divide the model's {shape.query_heads} query heads"
     if shape.kv_heads % degree and degree % shape.kv_heads:

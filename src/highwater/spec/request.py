@@ -1,7 +1,7 @@
 """Request: what a user asks for, in the user's words: the flags of ``find``, the keys of ``--config``, the keywords of the API."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -13,15 +13,48 @@ from highwater.spec.codec import Noun
 from highwater.spec.settings import Allocator, Loss, Recompute, Rope
 from highwater.spec.study import Method
 from highwater.spec.trial import Device
-from highwater.units import parse_bytes, parse_seconds, parse_tokens
+from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
 
-_EXPECTED = {"int": "a whole number", "array": "a list of whole numbers", "bool": "true or false", "": "what it should be"}
-"""What the codec calls a type, and what a user does."""
-_EXAMPLES = {"gpus": "1", "ulysses": "1", "sequences_per_micro_batch": "1", "confirm": "2", "steps": "2", "micro_batches": "2"}
+_EXPECTED: dict[str, tuple[str, Any]] = {
+    "model": ("a directory or a catalog name", "Qwen3-0.6B"),
+    "gpus": ("a whole number, or a list of them", [1]),
+    "ulysses": ("a whole number, or a list of them", [1]),
+    "memory": ("a size", "80GiB"),
+    "sequences_per_micro_batch": ("a whole number", 1),
+    "start_length": ("a length in tokens", "4k"),
+    "resolution": ("a length in tokens", "4k"),
+    "max_length": ("a length in tokens", "256k"),
+    "confirm": ("a whole number", 2),
+    "margin": ("a size", "2GiB"),
+    "timeout": ("a time", "40m"),
+    "steps": ("a whole number", 2),
+    "micro_batches": ("a whole number", 2),
+    "data": ("module:function", "my_package.batches:packed"),
+    "log_dir": ("a directory", "./logs"),
+    "study": ("a file", "study.jsonl"),
+    "allow_busy": ("true or false", True),
+    "dry_run": ("true or false", True),
+}
+"""What a setting without fixed choices has to be, and one that works."""
+
+ONE_OR_SEVERAL = ("gpus", "ulysses")
+"""Lists that may be given as their only number."""
+
+_SMALLEST_MEMORY_BYTES = 64 * MIB
+"""Less than any trial needs: who asks for it has left out the unit."""
 
 Size = str | int
 Tokens = str | int
 Time = str | int | float
+
+
+class _RefusedError(UsageError):
+    """A value that a setting cannot have. ``{}`` in the hint stands for the setting with ``example``, as its user spells it."""
+
+    def __init__(self, name: str, problem: str, *, hint: str, example: Any = None) -> None:
+        super().__init__(problem, hint=hint)
+        self.name = name
+        self.example = example
 
 
 class Request(Noun, frozen=True, kw_only=True):
@@ -66,13 +99,23 @@ class Request(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
-        _ = (self.memory_bytes, self.margin_bytes, self.start_tokens, self.resolution_tokens, self.max_tokens, self.timeout_s)
-        for name in ("gpus", "ulysses"):
+        for name, in_base_units in _READ_FROM.items():
+            try:
+                getattr(self, in_base_units)
+            except UsageError as error:
+                raise _RefusedError(name, error.problem, hint=error.hint) from error
+        for name in ONE_OR_SEVERAL:
             values: tuple[int, ...] | None = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
-                raise UsageError(
-                    f"{name} is {' '.join(map(str, values)) or 'empty'}", hint=f"use 1 or more, for example `--{name} 1`"
-                )
+                problem = f"{name} is {' '.join(map(str, values)) or 'empty'}"
+                raise _RefusedError(name, problem, hint="use 1 or more, for example `{}`", example=[1])
+        if self.memory_bytes is not None and self.memory_bytes < _SMALLEST_MEMORY_BYTES:
+            count = str(self.memory).strip()
+            problem = f"no trial fits in a memory of {self.memory_bytes} bytes; {format_bytes(_SMALLEST_MEMORY_BYTES)} is the least"
+            meant = f"{count}GiB" if count.isdecimal() and 0 < int(count) <= 1024 else "80GiB"
+            raise _RefusedError("memory", problem, hint="give the unit: `{}`", example=meant)
+        if self.start_tokens < 2:
+            raise _RefusedError("start_length", "a start length of 1 token", hint="use `{}` or more", example=2)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -105,10 +148,22 @@ class Request(Noun, frozen=True, kw_only=True):
         return parse_seconds(str(self.timeout))
 
 
-def request_from(values: Mapping[str, object], *, config_file: str | None = None) -> Request:
-    """The request in loose values: strings from a command line, or what a configuration file says.
+_READ_FROM = {
+    "memory": "memory_bytes",
+    "margin": "margin_bytes",
+    "start_length": "start_tokens",
+    "resolution": "resolution_tokens",
+    "max_length": "max_tokens",
+    "timeout": "timeout_s",
+}
+"""Settings that are text with a unit, and the property that reads them."""
 
-    ``config_file`` names the file that the values come from, for errors; None: they were typed.
+
+def request_from(values: Mapping[str, object], *, config_file: str | None = None, keywords: bool = False) -> Request:
+    """The request in loose values: strings from a command line, keywords from Python, or what a configuration file says.
+
+    ``config_file`` names the file that the values come from, and ``keywords`` that they come from Python, for errors that
+    speak as the user does; neither: they were typed.
     Raises UsageError for names and values that are not known, with the nearest that is.
     """
     where = f"{config_file}: " if config_file else ""
@@ -121,10 +176,16 @@ def request_from(values: Mapping[str, object], *, config_file: str | None = None
             )
     if not values.get("model"):
         raise UsageError(f"{where}no model is named", hint="name a directory or a catalog model: `highwater find Qwen3-0.6B`")
+    values = {name: [value] if name in ONE_OR_SEVERAL and type(value) is int else value for name, value in values.items()}
+    spell = _as_keyword if keywords else _as_key if config_file else _as_flag
     try:
         return msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
-        raise _explained(error, values, where, is_config=config_file is not None) from error
+        raise _explained(error, values, where, spell) from error
+    except _RefusedError as error:
+        names_it = spell is _as_flag or error.problem.startswith(error.name)
+        problem = error.problem if names_it else f"{error.name}: {error.problem}"
+        raise UsageError(f"{where}{problem}", hint=error.hint.replace("{}", spell(error.name, error.example))) from error
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -147,7 +208,22 @@ def _literals(kind: inspect.Type) -> list[Any]:
             return []
 
 
-def _explained(error: msgspec.ValidationError, values: Mapping[str, object], where: str, *, is_config: bool) -> UsageError:
+def _as_flag(name: str, value: Any) -> str:
+    shown = "" if value is True else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{name.replace('_', '-')} {shown}".rstrip()
+
+
+def _as_key(name: str, value: Any) -> str:
+    return f"{name}: {'true' if value is True else value}"
+
+
+def _as_keyword(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+def _explained(
+    error: msgspec.ValidationError, values: Mapping[str, object], where: str, spell: Callable[[str, Any], str]
+) -> UsageError:
     """The codec's error in the user's words: its path names the setting."""
     path = re.search(r"\$\.(\w+)", str(error))
     if path is None:
@@ -157,13 +233,9 @@ def _explained(error: msgspec.ValidationError, values: Mapping[str, object], whe
     shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if allowed:
         near = _nearest(shown, allowed) or allowed[0]
-        problem = f"{name} {shown!r} is not one of {', '.join(allowed)}"
-    else:
-        near = _EXAMPLES.get(name, "")
-        expected = next(words for kind, words in _EXPECTED.items() if f"Expected `{kind}" in str(error))
-        problem = f"{name} {shown!r} is not {expected}"
-    spelled = f"{name}: {near}" if is_config else f"--{name.replace('_', '-')} {near}".rstrip()
-    return UsageError(f"{where}{problem}", hint=f"for example `{spelled}`" if not allowed else f"use `{spelled}`")
+        return UsageError(f"{where}{name} {shown!r} is not one of {', '.join(allowed)}", hint=f"use `{spell(name, near)}`")
+    expected, example = _EXPECTED[name]
+    return UsageError(f"{where}{name} {shown!r} is not {expected}", hint=f"for example `{spell(name, example)}`")
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str | None:

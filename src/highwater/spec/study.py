@@ -15,6 +15,12 @@ STUDY_SCHEMA_VERSION = 1
 RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
 """What a user calls a rank, and several, on each device."""
 
+
+def counted_ranks(count: int, device: Device) -> str:
+    """``1 GPU``, ``2 processes``."""
+    return f"{count} {RANK_WORDS[device][count != 1]}"
+
+
 Method = Literal["bisect", "linear"]
 Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
@@ -40,7 +46,7 @@ class Grid(Noun, frozen=True, kw_only=True):
                 "the grid of lengths has a step or a start below 1", hint="for example `--start-length 4096 --resolution 4096`"
             )
         if self.start_tokens < 2:
-            raise UsageError(f"a start length of {self.start_tokens} tokens", hint="use `--start-length 2` or more")
+            raise UsageError(f"a start length of {self.start_tokens} token", hint="use `--start-length 2` or more")
         if self.max_tokens < self.start_tokens:
             raise UsageError(
                 f"the longest length to try, {self.max_tokens}, is below the start length {self.start_tokens}",
@@ -90,8 +96,7 @@ class Cell(Noun, frozen=True, kw_only=True):
 
     def label_on(self, device: Device) -> str:
         """The label in the device's words: a rank on the CPU is a process, not a GPU."""
-        one, several = RANK_WORDS[device]
-        ranks = f"1 {one}" if self.layout.gpus == 1 else f"{self.layout.gpus} {several}"
+        ranks = counted_ranks(self.layout.gpus, device)
         sharded = f", SP={self.layout.ulysses_degree}" if self.layout.ulysses_degree > 1 else ""
         return f"{self.settings.label}, {ranks}{sharded}"
 

@@ -61,11 +61,13 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
         """Raise UsageError for counts that cannot be."""
         if self.length_tokens < 2:
             raise UsageError(
-                f"a length of {self.length_tokens} tokens", hint="use `--length 2` or more: one to read, one to predict"
+                f"a length of {self.length_tokens} token{'s' if self.length_tokens != 1 else ''}",
+                hint="use `--length 2` or more: one to read, one to predict",
             )
         if self.steps < 2 or self.micro_batches < 2:
             raise UsageError(
-                f"{self.steps} steps of {self.micro_batches} micro-batches never hold the peak",
+                f"{self.steps} step{'s' if self.steps != 1 else ''} of {self.micro_batches} "
+                f"micro-batch{'es' if self.micro_batches != 1 else ''} never hold the peak",
                 hint="use at least 2 steps of 2 micro-batches",
             )
         if self.device == "cpu" and self.memory_budget_bytes is None:

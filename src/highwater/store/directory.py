@@ -49,12 +49,12 @@ def study_path(log_directory: Path, question: Question) -> Path:
     return log_directory / question.model.name / f"study-{question.key[:6]}.jsonl"
 
 
-def newest_study(log_directory: Path) -> Path:
-    """The study under the log directory that was written last; raises StudyError when there is none."""
-    studies = sorted(log_directory.glob("*/study-*.jsonl"), key=lambda path: path.stat().st_mtime)
+def newest_studies(log_directory: Path) -> list[Path]:
+    """The studies under the log directory, the one that was written last first; raises StudyError when there is none."""
+    studies = sorted(log_directory.glob("*/study-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not studies:
         raise StudyError(f"there is no study under {log_directory}", hint="`highwater find Qwen3-0.6B` makes one")
-    return studies[-1]
+    return studies
 
 
 def _another() -> str:

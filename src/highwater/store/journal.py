@@ -35,6 +35,7 @@ from highwater.version import __version__
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DIFFERENCES_SHOWN = 4
+_SHOW_ANOTHER = "`highwater show` shows the newest study that can be read"
 
 
 class Journal:
@@ -122,12 +123,16 @@ def read_study(path: Path) -> Study:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise StudyError(f"{path} cannot be read: {error.strerror}", hint="`highwater show` shows the newest study") from error
+        raise StudyError(f"{path} cannot be read: {error.strerror}", hint=_SHOW_ANOTHER) from error
     full, torn = _split_torn(content)
-    if not full:
-        raise not_a_study(path)
+    try:
+        if not full:
+            raise not_a_study(path)
+        record = parse(full, path=path)
+    except StudyError as error:  # its hint is for who would write another
+        raise StudyError(error.problem, hint=_SHOW_ANOTHER) from error
     notes = ("the last line is not complete: a search is writing it, or was killed while it did",) if torn else ()
-    return _study(path, parse(full, path=path), notes)
+    return _study(path, record, notes)
 
 
 def _open_locked(path: Path) -> int:
@@ -246,7 +251,7 @@ def _another_question(path: Path, *, recorded: Question, asked: Question) -> Stu
 def _flat(question: Question) -> Iterator[tuple[str, Any]]:
     """Every field with its dotted name; the cells by their labels, and the list of labels as a field of its own."""
     fields = to_builtins(question)
-    fields["cells"] = {cell.label: to_builtins(cell) for cell in question.cells}
+    fields["cells"] = {cell.label_on(question.device): to_builtins(cell) for cell in question.cells}
     yield "cells", "; ".join(fields["cells"])
     yield from _leaves(fields, "")
 

@@ -136,7 +136,8 @@ def free_study(path: Path) -> str:
     number = 2
     while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
-    return f"`--study {shlex.quote(str(other))}`"
+    name = shlex.quote(str(other))
+    return f"`--study={name}`" if name.startswith("-") else f"`--study {name}`"
 
 
 class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
@@ -151,7 +152,7 @@ def _header(text: bytes, path: Path) -> HeaderLine:
     if version > STUDY_SCHEMA_VERSION:
         raise StudyError(
             f"{path} was written by a newer highwater: its schema is {version}, this one reads {STUDY_SCHEMA_VERSION}",
-            hint=f"`pip install --upgrade highwater`, or use {free_study(path)}",
+            hint=f"`pip install .` in the checkout of that highwater, or use {free_study(path)}",
         )
     try:
         return from_json(text, HeaderLine)
