@@ -100,14 +100,16 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     assert len(set(finished(study))) == len(finished(study)) == 2
 
 
-def test_ctrl_c_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
-    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
+    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     study = tmp_path / "study.jsonl"
-    os.killpg(hanging.pid, signal.SIGINT)
+    os.killpg(hanging.pid, number)
     answer, talk = hanging.communicate(timeout=30)
     assert marked(mark) == []
-    assert (hanging.returncode, answer) == (130, "")
+    assert (hanging.returncode, answer) == (code, "")
+    assert list(tmp_path.glob("highwater-*")) == []
     assert "Traceback" not in talk
     said, how = talk.splitlines()[-2:]
     assert said == "interrupted: the study keeps every finished trial, 1 so far: study.jsonl"

@@ -1,12 +1,12 @@
 """The ``highwater`` command: parse, dispatch, and turn every error into its message and exit code."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from highwater.cli import console
+from highwater.cli.interruption import exit_code_of, heeding_sigterm
 from highwater.cli.parser import parse, usage
-from highwater.errors import EXIT_INTERRUPTED, EXIT_USER, HighwaterError
+from highwater.errors import EXIT_USER, HighwaterError, UsageError
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -17,15 +17,30 @@ def main(words: Sequence[str] | None = None) -> int:
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     """The exit code of a command; an error of the user or the machine is printed, a bug is not caught."""
     try:
-        return run(words)
+        console.open_streams()
+        _refuse_what_is_not_utf_8(words)
+        with heeding_sigterm():
+            try:
+                return run(words)
+            finally:
+                console.finish_answer()
     except HighwaterError as error:
         console.error(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return exit_code_of(interrupt)
     except BrokenPipeError:  # the reader of the answer went away: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.write_no_more(sys.stdout)
         return EXIT_USER
+
+
+def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
+    """Raise UsageError for a word that no study could record."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{word} is not UTF-8", hint="rename it: a name with a study has to be UTF-8") from error
 
 
 def _run(words: Sequence[str]) -> int:

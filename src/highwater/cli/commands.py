@@ -9,7 +9,8 @@ from pathlib import Path
 from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, StudyError, UsageError
+from highwater.cli.interruption import exit_code_of
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, StudyError, UsageError
 from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.model import load_model
@@ -34,9 +35,9 @@ def find(arguments: argparse.Namespace) -> int:
     try:
         with console.progress(planned.question) as listener:
             study = api.answer(request, planned, on_event=listener, command=arguments.command_line)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))
-        return EXIT_INTERRUPTED
+        return exit_code_of(interrupt)
     console.notes([note for note in study.notes if note not in planned.notes])
     if arguments.json:
         console.answer_json(study)
@@ -57,9 +58,9 @@ def try_(arguments: argparse.Namespace) -> int:
     )
     try:
         result = api.answer_trial(request, spec)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.talk("interrupted: nothing of the trial runs any more")
-        return EXIT_INTERRUPTED
+        return exit_code_of(interrupt)
     if arguments.json:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:

@@ -1,21 +1,59 @@
 """What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where there is a terminal."""
 
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
+from typing import TextIO
 
 from highwater.cli.progress import Progress
-from highwater.errors import HighwaterError
+from highwater.errors import HighwaterError, UsageError
 from highwater.report.table import TextTable, plain_table, rich_table
-from highwater.report.text import plain, plain_json, plain_lines
+from highwater.report.text import ascii_json, plain, plain_json, plain_lines
 from highwater.search.campaign import Event
 from highwater.spec.codec import to_json
 from highwater.spec.study import Question
 
+_STDOUT, _STDERR = 1, 2
+
+
+def open_streams() -> None:
+    """Make stdout and stderr fit for any text; raises UsageError when stdout is closed.
+
+    What is closed is opened to nowhere: else the next file to be opened, a study for one, would be taken for it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    is_closed = sys.stdout is None
+    sys.stdout = sys.stdout or open(_STDOUT, "w", closefd=False, encoding="utf-8")  # noqa: SIM115 -- open until the end
+    sys.stderr = sys.stderr or open(_STDERR, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if is_closed:
+        raise UsageError("stdout is closed: nobody would read the answer", hint="keep it: `> answer.txt`")
+
+
+def finish_answer() -> None:
+    """See to it that the answer has left; raises what ``answer`` raises."""
+    with _answering():
+        sys.stdout.flush()
+
+
+def write_no_more(stream: TextIO) -> None:
+    """Let what else is written to a stream go nowhere, what it still holds included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
 
 def answer(text: str) -> None:
-    """Print text that is the answer, or a part of it."""
-    sys.stdout.write(f"{plain_lines(text)}\n")
+    """Print text that is the answer, or a part of it. Raises UsageError when it cannot be written."""
+    with _answering():
+        sys.stdout.write(f"{plain_lines(text)}\n")
+        sys.stdout.flush()
 
 
 def answer_table(table: TextTable) -> None:
@@ -25,18 +63,29 @@ def answer_table(table: TextTable) -> None:
         return
     from rich.console import Console
 
-    Console(file=sys.stdout).print(rich_table(table))
+    with _answering():
+        Console(file=sys.stdout).print(rich_table(table))
 
 
 def answer_json(document: object) -> None:
-    """Print the one document that is the answer."""
-    sys.stdout.write(f"{plain_json(to_json(document, indent=2))}\n")
+    """Print the one document that is the answer: JSON in whatever encoding stdout has."""
+    text = plain_json(to_json(document, indent=2))
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = ascii_json(text)
+    with _answering():
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def talk(text: str = "") -> None:
-    """Print to stderr what is not the answer."""
-    sys.stderr.write(f"{plain(text)}\n")
-    sys.stderr.flush()
+    """Print to stderr what is not the answer. Where nobody listens any more it goes nowhere: a search goes on without."""
+    try:
+        sys.stderr.write(f"{plain(text)}\n")
+        sys.stderr.flush()
+    except OSError:
+        write_no_more(sys.stderr)
 
 
 def notes(lines: Sequence[str]) -> None:
@@ -55,6 +104,20 @@ def error(problem: HighwaterError) -> None:
     talk(f"error: {problem.problem}")
     talk()
     talk(f"hint: {problem.hint}")
+
+
+@contextmanager
+def _answering() -> Generator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        write_no_more(sys.stdout)
+        raise UsageError(
+            f"the answer cannot be written: {error.strerror}",
+            hint="write it elsewhere; what a search has found is in its study: `highwater show` shows it again",
+        ) from error
 
 
 @contextmanager

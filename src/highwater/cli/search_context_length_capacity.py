@@ -18,9 +18,10 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.app import guarded
 from highwater.cli.commands import exit_code, say_interrupted
+from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
-from highwater.errors import EXIT_INTERRUPTED, HighwaterError, MachineError, UsageError
+from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.launch.torchrun import refuse_unsupported
 from highwater.report.table import published_line
 from highwater.search.campaign import CellAnswered, Event
@@ -82,9 +83,9 @@ def _run(words: Sequence[str]) -> int:
 
     try:
         study = api.answer(request, planned, on_event=hear, log_layout="published", command=(PROGRAM, *words))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))
-        return EXIT_INTERRUPTED
+        return exit_code_of(interrupt)
     console.next_command(f"highwater show {shlex.quote(study.path or '')} --as published")
     return exit_code(study)
 

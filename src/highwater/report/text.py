@@ -25,6 +25,11 @@ def plain_json(text: str) -> str:
     )
 
 
+def ascii_json(text: str) -> str:
+    """The same JSON document in ASCII alone."""
+    return "".join(character if character.isascii() else _escaped_in_json(character) for character in text)
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

@@ -90,6 +90,8 @@ def load_model(name_or_path: str) -> Model:
     if not (directory / "config.json").is_file():
         directory = _catalog_directory(name_or_path, directory)
     directory = directory.resolve()
+    if not _is_utf_8(str(directory)):
+        raise ModelError(f"the directory {directory} is not named in UTF-8", hint="rename it: a study has to name it")
     config = _read_config(directory / "config.json")
     return Model(
         name=directory.name,
@@ -162,6 +164,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object", hint="use the config.json of a Hugging Face model")
     return config
+
+
+def _is_utf_8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _own_rope_scaling(config: dict[str, Any]) -> bool:
