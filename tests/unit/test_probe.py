@@ -25,7 +25,7 @@ from highwater.launch.probe import (
     refuse_unreadable_gpus,
     visible_indices,
 )
-from highwater.spec.hardware import Machine, kind_of, refuse_unfit_gpu
+from highwater.spec.hardware import CPU_SEARCH, Machine, kind_of, refuse_unfit_gpu
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_where_no_gpu_can_be_read_the_cpu_is_offered() -> None:
     machine = machine_read_from(Nvml(nvmlDeviceGetMemoryInfo={0: pynvml.NVML_ERROR_NOT_SUPPORTED}), "0")
     with pytest.raises(MachineError, match="GPU 0 cannot be read: Not Supported") as refusal:
         refuse_unreadable_gpus(machine, count=1)
-    assert "`--device cpu --memory 2GiB`" in refusal.value.hint
+    assert CPU_SEARCH in refusal.value.hint
     assert not any("no GPU is visible" in finding.problem for finding in diagnose(machine).findings)
 
 

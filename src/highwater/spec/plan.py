@@ -17,7 +17,7 @@ from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, co
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import GIB, MIB, format_bytes, format_tokens
 
-ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as `--device cpu` asks"
+ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 _PROCESSES_PER_CORE = 4
 """More than this many processes for each core, and a trial on the CPU would spend its time waiting."""
 _CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
