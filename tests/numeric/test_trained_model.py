@@ -119,6 +119,19 @@ def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(family:
         build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
 
 
+def test_two_models_in_one_process_keep_their_calls_apart() -> None:
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+    )
+    models = [
+        build_on_meta(copy.deepcopy(config), attention=register("flash"), loss="full", master_dtype=torch.float32) for _ in range(2)
+    ]
+    ids = torch.zeros(4, dtype=torch.long)
+    for model in models:
+        model.to_empty(device="cpu")(ids, torch.arange(4), ids[:1], ids[:1], (4,))
+    assert [len(model.attention.callers) for model in models] == [2, 2]
+
+
 def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> None:
     config = Qwen3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64

@@ -9,7 +9,7 @@ Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,8 @@ from highwater.errors import MachineError
 
 Kernel = Literal["cudnn", "flash"]
 
-_NAME = "highwater_dense"
+_numbers = count(1)
+"""Each registration has a name of its own: two models in one process do not take each other's calls."""
 _BACKENDS: dict[Kernel, SDPBackend] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _HOPPER = (9, 0)
 
@@ -42,11 +43,11 @@ def attend(
     start = 0
     with sdpa_kernel([_BACKENDS[kernel]]):
         for length, run in groupby(document_lengths):
-            count = len(list(run))
-            stop = start + count * length
-            q, k, v = (_as_batch(t, start, stop, count) for t in (query_BHSD, key_BKSD, value_BKSD))
+            documents = len(list(run))
+            stop = start + documents * length
+            q, k, v = (_as_batch(t, start, stop, documents) for t in (query_BHSD, key_BKSD, value_BKSD))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-            outputs.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
+            outputs.append(out.transpose(1, 2).reshape(1, documents * length, *out.shape[1::2]))
             start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -112,16 +113,17 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> Atten
             return whole(query_BHSD, key_BKSD, value_BKSD), None
         return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=whole), None
 
-    AttentionInterface.register(_NAME, interface)
-    return Attention(_NAME, callers)
+    name = f"highwater_dense_{next(_numbers)}"
+    AttentionInterface.register(name, interface)
+    return Attention(name, callers)
 
 
-def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """A run of ``count`` equal documents as a batch: a view, no copy, of shape (count, heads, length, head size)."""
-    if (start, stop, count) == (0, tensor_BHSD.shape[2], 1):
+def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Tensor:
+    """A run of equal documents as a batch: a view, no copy, of shape (documents, heads, length, head size)."""
+    if (start, stop, documents) == (0, tensor_BHSD.shape[2], 1):
         return tensor_BHSD
     run_SHD = tensor_BHSD[0, :, start:stop].transpose(0, 1)
-    return run_SHD.unflatten(0, (count, -1)).transpose(1, 2)
+    return run_SHD.unflatten(0, (documents, -1)).transpose(1, 2)
 
 
 def _prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:

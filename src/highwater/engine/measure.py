@@ -13,7 +13,7 @@ import torch
 
 from highwater.errors import MachineError
 from highwater.spec.trial import MemoryBudget, RankMemory
-from highwater.units import format_bytes
+from highwater.units import GIB, format_bytes
 
 _SAMPLE_S = 0.001
 
@@ -55,7 +55,7 @@ def divide_budget(device: torch.device, *, budget_bytes: int | None, nccl_bytes:
     if cap <= 0:
         raise MachineError(
             f"a budget of {format_bytes(budget)} is spent on the context and NCCL ({format_bytes(context_bytes + nccl_bytes)})",
-            hint="use a larger `--memory`",
+            hint=f"use `--memory {(context_bytes + nccl_bytes) // GIB + 2}GiB` or more",
         )
     if budget_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(cap / total, device)

@@ -25,8 +25,6 @@ from highwater.spec.settings import Loss, Recompute, Rope
 
 _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
 """Config fields by which a family changes its logits after the head, and the value that changes nothing."""
-
-
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
 
@@ -151,7 +149,7 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss,
 
 
 def _refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
-    """Refuse layers that carry anything along the sequence but attention: a state, a convolution, a mask of their own."""
+    """Refuse layers that carry anything along the sequence but attention, or attend in a way of their own."""
     config = causal_lm.config
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if kinds:

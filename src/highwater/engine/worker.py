@@ -66,8 +66,17 @@ def _failed(trial: "Trial | None", error: BaseException, spec: TrialSpec) -> Ran
     if isinstance(error, HighwaterError):
         kind, hint = "refused", error.hint
     failure = Failure(kind=kind, phase=trial.phase if trial else "setup", text=text, at_unix_s=time.time(), hint=hint)
-    report = trial.snapshot() if trial else RankReport(rank=int(os.environ["RANK"]))
-    return msgspec.structs.replace(report, failure=failure)
+    return msgspec.structs.replace(_last_report(trial), failure=failure)
+
+
+def _last_report(trial: "Trial | None") -> RankReport:
+    """What is known of a rank that failed; without its peaks where the device answers nothing any more."""
+    if trial is None:
+        return RankReport(rank=int(os.environ["RANK"]))
+    try:
+        return trial.snapshot()
+    except RuntimeError:  # a CUDA error that sticks: every further call raises it again
+        return trial.report
 
 
 def _write(reports: Path, report: RankReport) -> None:
