@@ -10,7 +10,7 @@ from highwater.bench.loss import PATHS, TOLERANCE, compare, measure  # noqa: E40
 from highwater.engine import loss as loss_module  # noqa: E402
 from highwater.engine import row_kernels  # noqa: E402
 
-ROW_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 """Norm-relative against float64 on the same logits; the gradient is stored in the logits' own dtype."""
 
 

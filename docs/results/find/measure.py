@@ -23,17 +23,17 @@ HERE = Path(__file__).parent
 GRID = "--gpus 1 --start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m"
 SEARCHES = {
     # The longest searches first, so that no GPU is left with one at the end.
-    "qwen3-4b-card-full": "Qwen3-4B --loss full",
     "qwen3-4b-card-chunked": "Qwen3-4B --loss chunked",
+    "qwen3-4b-card-full": "Qwen3-4B --loss full",
     "qwen3-1.7b-card-full": "Qwen3-1.7B --loss full",
     "qwen3-0.6b-card-full": "Qwen3-0.6B --loss full",
-    "qwen3-1.7b-79gib-chunked": "Qwen3-1.7B --memory 79.15GiB --loss chunked",
     "qwen3-0.6b-79gib-full": "Qwen3-0.6B --memory 79.15GiB --loss full",
     "qwen3-1.7b-79gib-full": "Qwen3-1.7B --memory 79.15GiB --loss full",
+    "qwen3-1.7b-79gib-chunked": "Qwen3-1.7B --memory 79.15GiB --loss chunked",
+    "qwen3-4b-79gib": "Qwen3-4B --memory 79.15GiB",
+    "qwen3-0.6b-79gib-chunked": "Qwen3-0.6B --memory 79.15GiB --loss chunked",
     "qwen3-1.7b-card-chunked": "Qwen3-1.7B --loss chunked",
     "qwen3-0.6b-card-chunked": "Qwen3-0.6B --loss chunked",
-    "qwen3-0.6b-79gib-chunked": "Qwen3-0.6B --memory 79.15GiB --loss chunked",
-    "qwen3-4b-79gib": "Qwen3-4B --memory 79.15GiB",
 }
 
 

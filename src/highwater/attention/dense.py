@@ -36,19 +36,20 @@ def attend(
     """Causal attention of each document over itself, shape BSHD.
 
     Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the quadratic path.
+    (cuDNN refuses a single key: documents of one token go through flash.)
     """
     assert query_BHSD.shape[0] == 1, "documents are packed into one row"
     assert sum(document_lengths) == query_BHSD.shape[2], "the documents' lengths add up to the packed tokens"
     outputs: list[Tensor] = []
     start = 0
-    with sdpa_kernel([_BACKENDS[kernel]]):
-        for length, run in groupby(document_lengths):
-            documents = len(list(run))
-            stop = start + documents * length
-            q, k, v = (_as_batch(t, start, stop, documents) for t in (query_BHSD, key_BKSD, value_BKSD))
+    for length, run in groupby(document_lengths):
+        documents = len(list(run))
+        stop = start + documents * length
+        q, k, v = (_as_batch(t, start, stop, documents) for t in (query_BHSD, key_BKSD, value_BKSD))
+        with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-            outputs.append(out.transpose(1, 2).reshape(1, documents * length, *out.shape[1::2]))
-            start = stop
+        outputs.append(out.transpose(1, 2).reshape(1, documents * length, *out.shape[1::2]))
+        start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -2,7 +2,8 @@
 
 ``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Both train on the same synthetic sequences,
 one sequence per micro-batch, two micro-batches per step. The losses of both are printed side by side: they start from the same
-weights, so that a ratio is only shown for the same work.
+weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at which the contenders do not fit on the card
+together: there each is timed in the process that measures its memory, and the row says so.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,34 +36,48 @@ MICRO_BATCHES = 2
 LOSS_TOLERANCE = 5e-4
 """Relative: two bfloat16 paths from the same weights, a few steps of bfloat16 rounding apart."""
 
+STEPS_ALONE = 2
+"""Timed steps in a process of its own, after one that warms up."""
+
 Step = Callable[[list[tuple[Tensor, Tensor]]], float]
+
+
+class Alone(NamedTuple):
+    """One length of one contender that had the card to itself."""
+
+    reserved: int
+    times: list[float]
 
 
 def main() -> None:
     """Print ratios to stderr and the JSON document to stdout or ``--out``."""
     arguments = _parse()
     if arguments.memory_of:
-        print(json.dumps(peak_of(arguments.memory_of, arguments.model, arguments.lengths)))
+        measure_alone(arguments.memory_of, arguments.model, arguments.lengths)
         return
     # Memory first: once this process has timed a step, the card is no longer empty for anybody else.
-    peaks = {name: _in_own_process(name, arguments.model, arguments.lengths) for name in arguments.contenders}
-    rows = time_side_by_side(arguments.model, arguments.lengths, arguments.rounds, arguments.contenders)
-    for row in rows:
-        row["peak_reserved_bytes"] = {name: peak.get(str(row["length_tokens"])) for name, peak in peaks.items()}
-        _say(row)
-    text = json.dumps({"environment": environment(), "model": arguments.model, "rows": rows}, indent=1)
+    every_length = [*arguments.lengths, *arguments.alone]
+    alone = {name: _in_own_process(name, arguments.model, every_length) for name in arguments.contenders}
+    rows: dict[int, dict[str, object]] = {length: _row_alone(length, alone) for length in arguments.alone}
+    if arguments.lengths:
+        rows |= time_side_by_side(arguments.model, arguments.lengths, arguments.rounds, arguments.contenders)
+    rows = dict(sorted(rows.items()))
+    for length, row in rows.items():
+        row["peak_reserved_bytes"] = {name: found[length].reserved if length in found else None for name, found in alone.items()}
+        print(json.dumps({key: value for key, value in row.items() if key != "step_times_s"}), file=sys.stderr)
+    text = json.dumps({"environment": environment(), "model": arguments.model, "rows": list(rows.values())}, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     else:
         print(text)
 
 
-def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: list[str]) -> list[dict[str, object]]:
+def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: list[str]) -> dict[int, dict[str, object]]:
     """Median step time of every contender at every length, the contenders taking turns."""
     with tempfile.TemporaryDirectory() as folder:
         directory = _same_weights(model, Path(folder))
         steps = {name: make(directory, max(lengths)) for name, make in CONTENDERS.items() if name in contenders}
-        rows: list[dict[str, object]] = []
+        rows: dict[int, dict[str, object]] = {}
         for length in lengths:
             sequences = _sequences(model, length)
             losses = {name: step(sequences) for name, step in steps.items()}
@@ -69,21 +85,20 @@ def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: l
             for _ in range(rounds):
                 for name, step in steps.items():
                     times[name].append(_timed(step, sequences))
-            rows.append(_row(length, losses, times))
+            rows[length] = _row(length, losses, times)
     return rows
 
 
-def peak_of(contender: str, model: str, lengths: list[int]) -> dict[int, int]:
-    """Peak reserved bytes of one contender alone, at each length: two steps, so that every state is alive."""
+def measure_alone(contender: str, model: str, lengths: list[int]) -> None:
+    """Print a line per length: peak reserved bytes of one contender alone on the card, and the times of its later steps."""
     step = CONTENDERS[contender](load_model(model).directory, max(lengths))
-    peaks: dict[int, int] = {}
     for length in lengths:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            step(_sequences(model, length))
-        peaks[length] = torch.cuda.max_memory_reserved()
-    return peaks
+        sequences = _sequences(model, length)
+        step(sequences)
+        times = [_timed(step, sequences) for _ in range(STEPS_ALONE)]
+        print(json.dumps({"length": length, "reserved": torch.cuda.max_memory_reserved(), "times": times}), flush=True)
 
 
 def ours(directory: str, longest: int, *, loss: Loss) -> Step:
@@ -130,7 +145,10 @@ CONTENDERS: dict[str, Callable[[str, int], Step]] = {
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or catalog name")
-    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="tokens of one sequence")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens of one sequence, the contenders taking turns")
+    parser.add_argument(
+        "--alone", type=int, nargs="+", default=[], help="tokens of one sequence, each contender in its own process"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each contender, taking turns")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="who takes part")
     parser.add_argument("--out", type=Path, help="write the JSON here")
@@ -173,27 +191,33 @@ def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
 
 def _row(length: int, losses: dict[str, float], times: dict[str, list[float]]) -> dict[str, object]:
     base = losses["hugging face"]
-    wrong = {name: loss for name, loss in losses.items() if abs(loss - base) > LOSS_TOLERANCE * abs(base)}
-    if wrong:
-        raise SystemExit(f"not the same work, so not compared: losses {losses}")
+    same_work = all(abs(loss - base) <= LOSS_TOLERANCE * abs(base) for loss in losses.values())
+    proof: dict[str, object] = {"loss": losses, "same_work": same_work}
+    return {"length_tokens": length, "timed": "taking turns"} | proof | _speeds(length, times, same_work)
+
+
+def _row_alone(length: int, alone: dict[str, dict[int, Alone]]) -> dict[str, object]:
+    times = {name: found[length].times for name, found in alone.items() if length in found}
+    return {"length_tokens": length, "timed": "a process each", **_speeds(length, times, "hugging face" in times)}
+
+
+def _speeds(length: int, times: dict[str, list[float]], comparable: bool) -> dict[str, object]:
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "length_tokens": length,
-        "loss": losses,
         "step_times_s": times,
         "tokens_per_s": {name: MICRO_BATCHES * length / value for name, value in median.items()},
-        "speed_over_hugging_face": {name: median["hugging face"] / value for name, value in median.items()},
+        "speed_over_hugging_face": {name: median["hugging face"] / value for name, value in median.items()} if comparable else None,
     }
 
 
-def _in_own_process(contender: str, model: str, lengths: list[int]) -> dict[str, int]:
-    command = [sys.executable, "-m", "highwater.bench.step", model, "--memory-of", contender, "--lengths", *map(str, lengths)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-
-
-def _say(row: dict[str, object]) -> None:
-    print(json.dumps({k: v for k, v in row.items() if k != "step_times_s"}), file=sys.stderr)
+def _in_own_process(contender: str, model: str, lengths: list[int]) -> dict[int, Alone]:
+    """What a contender managed alone, with expandable segments, up to the first length that it ran out of memory at."""
+    allocator = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    words = [model, "--memory-of", contender, "--lengths", *map(str, sorted(lengths))]
+    command = [sys.executable, "-m", "highwater.bench.step", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]
+    return {line["length"]: Alone(line["reserved"], line["times"]) for line in lines}
 
 
 if __name__ == "__main__":
