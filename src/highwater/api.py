@@ -34,7 +34,6 @@ from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
 from highwater.spec.protocols import Runner
 from highwater.spec.request import Request, request_from
-from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import check_log_directory, study_path
@@ -80,14 +79,14 @@ def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
     return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.capacity_tokens)))
 
 
-def prepare(request: Request, *, base: Settings | None = None) -> Plan:
+def prepare(request: Request) -> Plan:
     """The question of a request, after every check that can be made before the first trial.
 
-    ``base`` fixes settings that a request has no name for. Raises HighwaterError for what cannot be asked.
+    Raises HighwaterError for what cannot be asked.
     """
     machine = probe()
     _check_request(request, machine)
-    planned = plan(request, machine, base=base)
+    planned = plan(request, machine)
     question = planned.question
     for cell in question.cells:
         refuse_unsupported(cell.settings, cell.layout)

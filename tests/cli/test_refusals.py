@@ -144,9 +144,9 @@ def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:
 
 
 def test_what_the_engine_cannot_do_yet_is_refused_by_name(highwater: Run) -> None:
-    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "2", "--ulysses", "2"), 2)
-    assert "Ulysses" in problem
-    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "2", *hint.split("`")[1].split()).returncode == 0
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--strategy", "fsdp"), 2)
+    assert "FSDP1" in problem
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, *hint.split("`")[1].split()).returncode == 0
 
 
 def test_one_trial_past_a_models_own_rope_scaling_is_refused(highwater: Run) -> None:

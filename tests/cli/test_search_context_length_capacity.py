@@ -81,7 +81,6 @@ def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -
     [
         (("--offload",), "--offload"),
         (("--entropy_saving",), "--entropy_saving"),
-        (("--test_sp_num", "1", "2"), "--test_sp_num 2"),
         (("--save_hf_checkpoint", "always"), "--save_hf_checkpoint always"),
     ],
 )
@@ -91,7 +90,7 @@ def test_each_flag_that_cannot_be_done_yet_is_refused_alone(search: Run, words: 
     assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
 
 
-def test_an_sp_that_divides_no_gpu_count_is_not_refused_because_it_is_never_tried(search: Run) -> None:
+def test_an_sp_that_divides_no_gpu_count_is_never_tried(search: Run) -> None:
     assert _is_past_the_refusal(search(*MODEL, *SUPPORTED, "--test_gpu_num", "1", "--test_sp_num", "1", "2"))
 
 

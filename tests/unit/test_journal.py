@@ -328,3 +328,14 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+    written = path.read_text()
+    path.write_text(written.replace(',"checkpoint":"none"', "").replace(spec_of(4096).key, "a-key-of-then"))
+    assert path.read_text() != written
+    with open_journal(path, QUESTION) as journal:
+        assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT

@@ -178,8 +178,8 @@ def test_the_same_request_asks_the_same_question_and_another_budget_another() ->
     assert first.question.key == again.question.key != other.question.key
 
 
-def test_settings_that_a_request_has_no_name_for_come_from_the_base() -> None:
-    base = Settings(strategy="fsdp", save_hf="last", offload=True)
-    request = request_from({"model": "Qwen3-0.6B", "gpus": [4], "loss": "full", "allocator": "expandable", "rope": "yarn"})
-    (cell,) = plan(request, machine_with(4), base=base).question.cells
-    assert cell.settings == msgspec.structs.replace(base, allocator="expandable", rope="yarn")
+def test_every_rung_has_the_settings_that_the_request_names() -> None:
+    named = {"strategy": "fsdp", "save_hf": "last", "offload": True, "objective": "grpo", "entropy": "chunked", "rope": "yarn"}
+    cells = plan(request_from({"model": "Qwen3-0.6B", "gpus": [4], **named}), machine_with(4)).question.cells
+    assert len(cells) > 1
+    assert all(getattr(cell.settings, name) == value for cell in cells for name, value in named.items())

@@ -150,13 +150,13 @@ def test_what_the_engine_can_do_is_not_refused() -> None:
     ("settings", "layout", "named"),
     [
         (Settings(strategy="fsdp"), Layout(gpus=1), "FSDP1 (strategy fsdp)"),
-        (Settings(), Layout(gpus=2, ulysses_degree=2), "Ulysses sequence parallelism of degree 2"),
         (Settings(), Layout(gpus=2, ring_degree=2), "ring attention"),
         (Settings(), Layout(gpus=2, replicate_degree=2), "HSDP copies"),
         (Settings(offload=True), Layout(gpus=1), "offload of parameters and optimizer states"),
         (Settings(entropy="chunked"), Layout(gpus=1), "entropy"),
         (Settings(objective="grpo"), Layout(gpus=1), "the objective grpo"),
         (Settings(save_hf="last"), Layout(gpus=1), "saving Hugging Face weights"),
+        (Settings(checkpoint="sharded"), Layout(gpus=1), "a sharded checkpoint"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_is_refused_by_name_before_a_process_starts(

@@ -34,6 +34,8 @@ PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
+_SETTINGS = ("strategy", "allocator", "loss", "entropy", "offload", "sequences_per_micro_batch", "save_hf")
+"""What ``settings_of`` reads from the flags and the environment."""
 _NO_CEILING = "16m"
 """The published scan has none."""
 _FLAG_NAMES = {
@@ -59,9 +61,9 @@ def _run(words: Sequence[str]) -> int:
     try:
         request = request_of(arguments, settings)
         if arguments.dlc:
-            raise _no_dlc(arguments, _unsupported(arguments, settings))
+            raise _no_dlc(arguments, _unsupported(settings))
         _refuse_unsupported(arguments, settings)
-        planned = api.prepare(request, base=settings)
+        planned = api.prepare(request)
     except HighwaterError as error:
         error.hint = _in_these_words(error.hint)
         raise
@@ -128,10 +130,8 @@ def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:
             "model": arguments.model_path,
             "gpus": arguments.test_gpu_num,
             "ulysses": arguments.test_sp_num,
-            "loss": settings.loss,
-            "allocator": settings.allocator,
             "rope": "yarn",
-            "sequences_per_micro_batch": settings.sequences_per_micro_batch,
+            **{name: getattr(settings, name) for name in _SETTINGS},
             "micro_batches": _MICRO_BATCHES,
             "start_length": arguments.start_length,
             "max_length": _NO_CEILING,
@@ -144,35 +144,32 @@ def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:
 
 def _refuse_unsupported(arguments: argparse.Namespace, settings: Settings) -> None:
     """Raise UsageError that names every flag, defaults included, that asks for what the engine cannot do yet."""
-    refused = _unsupported(arguments, settings)
+    refused = _unsupported(settings)
     if refused:
         raise UsageError(
             f"the engine cannot do this yet: {', '.join(flag for flag, _ in refused)}", hint=f"`{_command(arguments, refused)}`"
         )
 
 
-def _unsupported(arguments: argparse.Namespace, settings: Settings) -> list[tuple[str, dict[str, Any]]]:
+def _unsupported(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """Each flag that the engine cannot do, as it was typed, and what to give in its place."""
-    plain, alone = Settings(), Layout()
-    tried = [degree for degree in arguments.test_sp_num if degree > 1 and any(n % degree == 0 for n in arguments.test_gpu_num)]
+    plain = Settings()
     asked = [
-        (f"--trainer_strategy {settings.strategy}", {"trainer_strategy": "fsdp2"}, _with(plain, strategy=settings.strategy), alone),
+        (f"--trainer_strategy {settings.strategy}", {"trainer_strategy": "fsdp2"}, _with(plain, strategy=settings.strategy)),
         (
             f"--save_hf_checkpoint {settings.save_hf}",
             {"save_hf_checkpoint": "never"},
             _with(plain, save_hf=settings.save_hf),
-            alone,
         ),
-        ("--entropy_saving", {"entropy_saving": False}, _with(plain, entropy=settings.entropy), alone),
-        ("--offload", {"offload": False}, _with(plain, offload=settings.offload), alone),
-        *((f"--test_sp_num {n}", {"test_sp_num": [1]}, plain, Layout(gpus=n, ulysses_degree=n)) for n in tried),
+        ("--entropy_saving", {"entropy_saving": False}, _with(plain, entropy=settings.entropy)),
+        ("--offload", {"offload": False}, _with(plain, offload=settings.offload)),
     ]
-    return [(flag, instead) for flag, instead, alike, layout in asked if not _is_supported(alike, layout)]
+    return [(flag, instead) for flag, instead, alike in asked if not _is_supported(alike)]
 
 
-def _is_supported(settings: Settings, layout: Layout) -> bool:
+def _is_supported(settings: Settings) -> bool:
     try:
-        refuse_unsupported(settings, layout)
+        refuse_unsupported(settings, Layout())
     except UsageError:
         return False
     return True

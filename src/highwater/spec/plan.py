@@ -18,6 +18,19 @@ from highwater.spec.trial import Device, TrialSpec
 from highwater.units import GIB, MIB, format_bytes, format_tokens
 
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
+_NAMED_SETTINGS = (
+    "strategy",
+    "offload",
+    "objective",
+    "critic",
+    "entropy",
+    "checkpoint",
+    "save_hf",
+    "recompute",
+    "rope",
+    "sequences_per_micro_batch",
+)
+"""Fields that a request and the settings share: the same on every rung."""
 _PROCESSES_PER_CORE = 4
 """More than this many processes for each core, and a trial on the CPU would spend its time waiting."""
 _CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
@@ -31,8 +44,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def plan(request: Request, machine: Machine, *, base: Settings | None = None) -> Plan:
-    """The question that a request asks of a machine; ``base`` fixes the settings that a request does not name.
+def plan(request: Request, machine: Machine) -> Plan:
+    """The question that a request asks of a machine.
 
     Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
     """
@@ -45,7 +58,7 @@ def plan(request: Request, machine: Machine, *, base: Settings | None = None) ->
     gpus = used_gpus(machine, device=device, count=max(counts))
     total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
     _check_memory(request, machine, device, model, workers=max(counts), total_bytes=total_bytes)
-    cells, skipped = _cells(request, model.shape, device, counts, base or Settings())
+    cells, skipped = _cells(request, model.shape, device, counts)
     grid, capped = _grid(request, model, device)
     question = Question(
         model=model,
@@ -180,14 +193,12 @@ def _device_name(gpus: tuple[Gpu, ...]) -> str:
 
 
 def _cells(
-    request: Request, shape: ModelShape, device: Device, counts: tuple[int, ...], base: Settings
+    request: Request, shape: ModelShape, device: Device, counts: tuple[int, ...]
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Every layout that can work, on every rung; and a note for each pair of degrees that is skipped."""
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError("`--device cpu` and `--allocator expandable` exclude each other", hint="leave `--allocator` out")
-    named = msgspec.structs.replace(
-        base, recompute=request.recompute, rope=request.rope, sequences_per_micro_batch=request.sequences_per_micro_batch
-    )
+    named = Settings(**{name: getattr(request, name) for name in _NAMED_SETTINGS})
     rungs = default_ladder(device=device, base=named, allocator=request.allocator, loss=request.loss)
     layouts: list[Layout] = []
     skipped: list[tuple[str, str]] = []

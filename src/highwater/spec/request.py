@@ -10,7 +10,7 @@ from msgspec import Meta, inspect
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.settings import Allocator, Loss, Recompute, Rope
+from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Strategy
 from highwater.spec.study import Method
 from highwater.spec.trial import Device
 from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
@@ -33,6 +33,8 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "log_dir": ("a directory", "./logs"),
     "study": ("a file", "study.jsonl"),
     "allow_busy": ("true or false", True),
+    "offload": ("true or false", True),
+    "critic": ("true or false", True),
     "dry_run": ("true or false", True),
 }
 """What a setting without fixed choices has to be, and one that works."""
@@ -73,6 +75,15 @@ class Request(Noun, frozen=True, kw_only=True):
         None
     )
     recompute: Annotated[Recompute, Meta(description="activations recomputed in the backward pass")] = "layer"
+    strategy: Annotated[Strategy, Meta(description="how parameters, gradients and optimizer states are sharded")] = "fsdp2"
+    offload: Annotated[bool, Meta(description="keep parameters, gradients and optimizer states in host memory")] = False
+    objective: Annotated[Objective, Meta(description="what is minimised")] = "sft"
+    critic: Annotated[bool, Meta(description="ppo: train a model of token values along")] = False
+    entropy: Annotated[Entropy, Meta(description="entropy of every token: none, with whole logits, or chunked (recomputed)")] = (
+        "none"
+    )
+    checkpoint: Annotated[Checkpoint, Meta(description="sharded: write model and optimizer after the last step")] = "none"
+    save_hf: Annotated[SaveHf, Meta(description="when Hugging Face weights are written")] = "never"
     rope: Annotated[
         Rope, Meta(description="auto: YaRN past the native length, unless the model scales itself; yarn: all the same")
     ] = "auto"

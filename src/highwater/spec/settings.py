@@ -9,10 +9,11 @@ Strategy = Literal["fsdp", "fsdp2"]
 Allocator = Literal["native", "expandable"]
 Loss = Literal["full", "chunked"]
 Entropy = Literal["none", "full", "chunked"]
-Objective = Literal["sft", "grpo"]
+Objective = Literal["sft", "grpo", "ppo", "rw"]
 Recompute = Literal["none", "layer"]
 Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
+Checkpoint = Literal["none", "sharded"]
 
 
 class Settings(Noun, frozen=True, kw_only=True):
@@ -29,7 +30,9 @@ class Settings(Noun, frozen=True, kw_only=True):
     offload: bool = False
     """Parameters, gradients and optimizer states live in host memory."""
     objective: Objective = "sft"
-    """What is minimised."""
+    """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or a pairwise reward loss."""
+    critic: bool = False
+    """``ppo``: a second model of token values is trained along."""
     sequences_per_micro_batch: int = 1
     """Sequences packed into one micro-batch, without padding."""
     recompute: Recompute = "layer"
@@ -38,6 +41,8 @@ class Settings(Noun, frozen=True, kw_only=True):
     """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN all the same."""
     save_hf: SaveHf = "never"
     """When Hugging Face weights are written."""
+    checkpoint: Checkpoint = "none"
+    """``sharded``: every rank writes its shards of model and optimizer after the last step."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a number of sequences below 1."""
@@ -56,6 +61,8 @@ class Settings(Noun, frozen=True, kw_only=True):
             parts.append("Offload")
         if self.loss == "chunked":
             parts.append("chunked")
+        if self.entropy == "chunked":
+            parts.append("entropy-saving")
         if self.recompute == "none":
             parts.append("no-recompute")
         return "+".join(parts) or "vanilla"

@@ -74,6 +74,8 @@ class Record:
         self.question = header.question
         self.opened: OpenedLine | None = None
         self._trials: dict[LaunchKey, RecordedTrial] = {}
+        self._keys: dict[str, str] = {}
+        """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
         self._answers: dict[Cell, CellAnswer] = {}
 
     def add(self, line: Line) -> None:
@@ -86,9 +88,10 @@ class Record:
                 self.opened = line
             case StartedLine():
                 trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
-                self._trials.setdefault((line.spec_key, line.attempt, line.repeat), trial)
+                self._keys[line.spec_key] = line.spec.key
+                self._trials.setdefault((line.spec.key, line.attempt, line.repeat), trial)
             case FinishedLine():
-                key = (line.spec_key, line.attempt, line.repeat)
+                key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
                 if key not in self._trials:
                     raise ValueError(f"trial {line.spec_key} ended but never started")
                 self._trials[key] = msgspec.structs.replace(self._trials[key], result=line.result)
