@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from highwater.attention.dense import register
-from highwater.engine.data import Batch, pack, shard
+from highwater.engine.data import Batch, Document, pack, shard
 from highwater.engine.model import LanguageModel, build, read_config
 from highwater.engine.recompute import PREFIX
-from highwater.engine.step import make_optimizer, train_step
+from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 
@@ -101,7 +101,10 @@ def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: i
     dtype = getattr(torch, case.dtype)
     batches = [[documents(case.batch, r, m) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
     layout = Layout(gpus=world, ulysses_degree=case.ulysses)
-    own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in batches[rank // case.ulysses]]
+    own = [
+        shard(pack([Document(*pair) for pair in b]), degree=case.ulysses, rank=rank % case.ulysses)
+        for b in batches[rank // case.ulysses]
+    ]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
@@ -115,7 +118,7 @@ def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: i
     if case.batch == "three-steps":
         return _three_steps(model, directory, own, batches, mesh)
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, norm = train_step(model, optimizer, own, mesh=mesh)
+    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
     assert {g.dtype for g in optimizer.gradients} == {dtype}, "gradients are reduced and kept in the master's dtype"
     gradients = _by_name(model, optimizer.gradients)
     reference_loss, reference_norm, expected = reference_gradients(
@@ -145,7 +148,7 @@ def _three_steps(
     optimizer = make_optimizer(model)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), _by_name(model, list(model.parameters())).values(), strict=True))
     for _ in range(3):
-        loss, norm = train_step(model, optimizer, micro_batches, mesh=mesh)
+        loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
     after = _by_name(model, [p.detach() for p in model.parameters()])
     everything = [documents for of_rank in batches for documents in of_rank]
     reference_loss, reference_norm, expected = reference_training(directory, torch.float64, everything, steps=3)

@@ -1,6 +1,7 @@
 """The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at a time, textbook loss."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from highwater.engine.step import CLIP_NORM, LEARNING_RATE
 
 Documents = list[tuple[Tensor, Tensor]]
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": 97,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -33,11 +34,11 @@ _SHAPE = {
 def save_models(folder: Path) -> None:
     """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings, mixture of experts."""
     torch.manual_seed(0)
-    dense = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, intermediate_size=48, tie_word_embeddings=False))
-    tied = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, intermediate_size=48, tie_word_embeddings=True))
+    dense = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
+    tied = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=True))
     moe = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **_SHAPE,
+            **SHAPE,
             intermediate_size=48,
             moe_intermediate_size=24,
             num_experts=6,
@@ -53,7 +54,7 @@ def reference_gradients(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped gradient."""
-    model = _load(directory, dtype)
+    model = load_textbook(directory, dtype)
     loss, norm = _backward(model, dtype, micro_batches)
     return loss, norm, {name: p.grad for name, p in model.named_parameters()}
 
@@ -62,7 +63,7 @@ def reference_training(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents], *, steps: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they changed in every parameter."""
-    model = _load(directory, dtype)
+    model = load_textbook(directory, dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     for _ in range(steps):
@@ -72,9 +73,15 @@ def reference_training(
     return loss, norm, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
-def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
+def load_textbook(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """A causal LM whose every operation is the textbook's."""
+    return unsharded(AutoModelForCausalLM, directory, dtype)
+
+
+def unsharded(kind: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """A model of an Auto class whose every operation is the textbook's."""
     AttentionInterface.register("textbook", _textbook_attention)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = kind.from_pretrained(
         directory, dtype=dtype, attn_implementation="textbook", experts_implementation="eager", local_files_only=True
     )
     for parent in list(model.modules()):

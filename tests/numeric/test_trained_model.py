@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.data import UNTRAINED, batches, pack  # noqa: E402
+from highwater.engine.data import UNTRAINED, Document, batches, pack  # noqa: E402
 from highwater.engine.fused import fuse_norms  # noqa: E402
 from highwater.engine.model import build_on_meta, read_config  # noqa: E402
 from highwater.engine.rope import scale_rope  # noqa: E402
@@ -169,7 +169,7 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
 
 def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
     first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9])
-    batch = pack([(first, first), (second, torch.tensor([8, UNTRAINED]))])
+    batch = pack([Document(first, first), Document(second, torch.tensor([8, UNTRAINED]))])
     assert batch.document_lengths == (3, 2)
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1]
     assert batch.labels_N.tolist() == [6, 7]

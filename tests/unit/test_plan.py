@@ -11,7 +11,6 @@ from highwater.errors import MachineError, ModelError, UsageError
 from highwater.spec.hardware import CPU_SEARCH, Machine
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
-from highwater.spec.settings import Settings
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from torch import Tensor
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer
-from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Batch, pack
+from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Document, pack
 from highwater.engine.model import LanguageModel, build, read_config
-from highwater.engine.step import make_optimizer, train_step
+from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -112,7 +112,7 @@ def ours(directory: str, longest: int, *, loss: Loss) -> Step:
     mesh = process_mesh.shard_mesh(Layout(), device)
     # The native RoPE at every length, as Hugging Face has it here: YaRN changes values, not time or memory.
     config = read_config(directory, length_tokens=min(longest, shape.native_length_tokens), rope="auto")
-    model: LanguageModel = build(
+    model = build(
         config,
         directory=directory,
         mesh=mesh,
@@ -121,11 +121,11 @@ def ours(directory: str, longest: int, *, loss: Loss) -> Step:
         recompute="layer",
         compute_dtype=torch.bfloat16,
     )
-    optimizer = make_optimizer(model)
+    policy = cast(LanguageModel, model)
+    trainer = Trainer(policy=policy, optimizer=make_optimizer(policy), mesh=mesh)
 
     def step(sequences: list[tuple[Tensor, Tensor]]) -> float:
-        micro_batches: list[Batch] = [pack([sequence]) for sequence in sequences]
-        return float(train_step(model, optimizer, micro_batches, mesh=mesh)[0])
+        return float(train_step(trainer, [pack([Document(ids, labels)]) for ids, labels in sequences])[0])
 
     return step
 

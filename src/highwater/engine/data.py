@@ -1,13 +1,14 @@
 """Batches: documents packed into one row, with everything the step must know about them on the host.
 
-Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among those
+Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among those  D documents
+         L tokens of one document
 """
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,19 @@ UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
 
 
+class Document(NamedTuple):
+    """One sequence, and what an objective may want to know of it."""
+
+    ids_L: Tensor
+    labels_L: Tensor
+    """The token itself, or UNTRAINED. A document's first token is never predicted: nothing precedes it."""
+    reward: float = 0.0
+    group: int = 0
+    """Sequences of one prompt, among those of this rank's step: GRPO compares their rewards."""
+    old_logprobs_L: Tensor | None = None
+    """Log-probability of each token under the policy that sampled it; None: under the policy that is trained, before the step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One micro-batch of one rank."""
@@ -34,16 +48,21 @@ class Batch:
     """Positions from which a trained token is predicted: one before it."""
     labels_N: Tensor
     """The trained tokens."""
+    documents_N: Tensor
+    """Which document each of them is in."""
+    old_logprobs_N: Tensor | None
+    """Their log-probabilities when they were sampled; None where those of a document are not known."""
+    last_positions_D: Tensor
+    """Position of each document's last token; -1 where another rank has it."""
+    rewards: tuple[float, ...]
+    """Of each document."""
+    groups: tuple[int, ...]
+    """Of each document."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""
-        return Batch(
-            input_ids_T=self.input_ids_T.to(device),
-            position_ids_T=self.position_ids_T.to(device),
-            document_lengths=self.document_lengths,
-            trained_positions_N=self.trained_positions_N.to(device),
-            labels_N=self.labels_N.to(device),
-        )
+        names = (field.name for field in fields(self))
+        return replace(self, **{n: t.to(device) for n in names if isinstance(t := getattr(self, n), Tensor)})
 
 
 def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
@@ -55,29 +74,37 @@ def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
     start, stop, padding = slice_of(len(batch.input_ids_T), degree=degree, rank=rank)
     pad_ids, pad_positions = torch.zeros(padding, dtype=torch.long), torch.arange(padding)
     mine_N = (batch.trained_positions_N >= start) & (batch.trained_positions_N < stop)
-    return Batch(
+    here_D = (batch.last_positions_D >= start) & (batch.last_positions_D < stop)
+    return replace(
+        batch,
         input_ids_T=torch.cat([batch.input_ids_T, pad_ids])[start:stop],
         position_ids_T=torch.cat([batch.position_ids_T, pad_positions])[start:stop],
         document_lengths=(*batch.document_lengths, padding) if padding else batch.document_lengths,
         trained_positions_N=batch.trained_positions_N[mine_N] - start,
         labels_N=batch.labels_N[mine_N],
+        documents_N=batch.documents_N[mine_N],
+        old_logprobs_N=None if batch.old_logprobs_N is None else batch.old_logprobs_N[mine_N],
+        last_positions_D=torch.where(here_D, batch.last_positions_D - start, -1),
     )
 
 
-def pack(documents: Sequence[tuple[Tensor, Tensor]]) -> Batch:
-    """Pack documents, each (token ids, labels) of one length, into a batch.
-
-    A label is the token itself or UNTRAINED. A document's first token is never predicted: nothing precedes it.
-    """
-    lengths = tuple(len(ids) for ids, _ in documents)
-    labels_T = torch.cat([_without_first(labels) for _, labels in documents])
+def pack(documents: Sequence[Document]) -> Batch:
+    """Pack documents into one row."""
+    lengths = torch.tensor([len(document.ids_L) for document in documents])
+    labels_T = torch.cat([_without_first(document.labels_L) for document in documents])
     trained_T = (labels_T != UNTRAINED).nonzero()[:, 0]
+    sampled = [document.old_logprobs_L for document in documents]
     return Batch(
-        input_ids_T=torch.cat([ids for ids, _ in documents]),
-        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
-        document_lengths=lengths,
+        input_ids_T=torch.cat([document.ids_L for document in documents]),
+        position_ids_T=torch.cat([torch.arange(len(document.ids_L)) for document in documents]),
+        document_lengths=tuple(lengths.tolist()),
         trained_positions_N=trained_T - 1,
         labels_N=labels_T[trained_T],
+        documents_N=torch.repeat_interleave(torch.arange(len(documents)), lengths)[trained_T],
+        old_logprobs_N=torch.cat([t for t in sampled if t is not None])[trained_T] if all(t is not None for t in sampled) else None,
+        last_positions_D=lengths.cumsum(0) - 1,
+        rewards=tuple(document.reward for document in documents),
+        groups=tuple(document.group for document in documents),
     )
 
 
@@ -89,16 +116,19 @@ def batches(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Bat
 
 
 def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
-    """Random tokens, every sequence exactly the trial's length, the response alone trained on."""
+    """Random tokens and rewards, every sequence exactly the trial's length, the response alone trained on.
+
+    All sequences of a rank answer one prompt, as far as GRPO is concerned.
+    """
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + data_rank)
     prompt = min(PROMPT_TOKENS, spec.length_tokens // 2)
     while True:
-        documents: list[tuple[Tensor, Tensor]] = []
+        documents: list[Document] = []
         for _ in range(spec.settings.sequences_per_micro_batch):
             ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
             labels = ids.clone()
             labels[:prompt] = UNTRAINED
-            documents.append((ids, labels))
+            documents.append(Document(ids, labels, reward=float(torch.randn((), generator=generator))))
         yield pack(documents)
 
 
@@ -107,7 +137,7 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
 
     The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``, and yields micro-batches of
     ``length_tokens * sequences`` tokens: each a sequence of documents, each document token ids or a mapping with ``input_ids``
-    and maybe ``labels``.
+    and maybe ``labels``, ``reward``, ``group`` (sequences of one prompt) and ``logprobs`` (of every token when it was sampled).
     """
     assert spec.data is not None
     function = _resolve(spec.data)
@@ -124,6 +154,7 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
             empty = False
             documents = [_document(document) for document in micro_batch]
             _check(documents, tokens=tokens, vocab_size=vocab_size, source=spec.data)
+            _check_pairs(documents, spec)
             yield pack(documents)
         if empty:
             raise UsageError(f"{spec.data} yielded no micro-batch", hint="yield lists of documents, each a list of token ids")
@@ -137,27 +168,48 @@ def _resolve(source: str) -> Any:
         raise UsageError(f"data source {source!r}: {error}", hint="check the name, and that PYTHONPATH has its folder") from error
 
 
-def _document(document: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of a mapping with ``input_ids``, or of plain token ids, all of them trained on."""
+def _document(document: Any) -> Document:
+    """A mapping with ``input_ids``, or plain token ids; all of them trained on unless ``labels`` say otherwise."""
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     ids = torch.as_tensor(fields["input_ids"], dtype=torch.long)
-    return ids, torch.as_tensor(fields.get("labels", ids), dtype=torch.long)
+    logprobs = fields.get("logprobs")
+    return Document(
+        ids,
+        torch.as_tensor(fields.get("labels", ids), dtype=torch.long),
+        reward=float(fields.get("reward", 0.0)),
+        group=int(fields.get("group", 0)),
+        old_logprobs_L=None if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float32),
+    )
 
 
-def _check(documents: Sequence[tuple[Tensor, Tensor]], *, tokens: int, vocab_size: int, source: str) -> None:
-    if not documents or any(ids.ndim != 1 or len(ids) < 1 or ids.shape != labels.shape for ids, labels in documents):
+def _check(documents: Sequence[Document], *, tokens: int, vocab_size: int, source: str) -> None:
+    if not documents or not all(_is_whole(document) for document in documents):
         raise UsageError(
-            f"{source} yielded a micro-batch that is not documents of token ids with labels of the same length",
+            f"{source} yielded a micro-batch that is not documents of token ids with labels (and logprobs) of the same length",
             hint="yield lists of documents: `[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`",
         )
-    total = sum(len(ids) for ids, _ in documents)
+    total = sum(len(document.ids_L) for document in documents)
     if total != tokens:
         raise UsageError(
             f"{source} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another length",
             hint="yield documents of exactly length_tokens x sequences tokens together",
         )
-    if any(int(token) >= vocab_size or int(token) < 0 for ids, _ in documents for token in chain(ids.aminmax())):
+    if any(int(token) >= vocab_size or int(token) < 0 for document in documents for token in chain(document.ids_L.aminmax())):
         raise UsageError(f"{source} yielded token ids outside 0..{vocab_size - 1}", hint="use the model's own tokenizer")
+
+
+def _check_pairs(documents: Sequence[Document], spec: TrialSpec) -> None:
+    if spec.settings.objective == "rw" and len(documents) % 2:
+        raise UsageError(
+            f"{spec.data} yielded {len(documents)} documents in a micro-batch, and a reward model is trained on pairs",
+            hint="yield chosen, rejected, chosen, rejected, ...",
+        )
+
+
+def _is_whole(document: Document) -> bool:
+    ids, logprobs = document.ids_L, document.old_logprobs_L
+    same = document.labels_L.shape == ids.shape and (logprobs is None or logprobs.shape == ids.shape)
+    return ids.ndim == 1 and len(ids) > 0 and same
 
 
 def _without_first(labels: Tensor) -> Tensor:

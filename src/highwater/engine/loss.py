@@ -34,9 +34,11 @@ def token_statistics(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, 
 
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three numbers per token and
     computes each chunk's logits twice. Both give the same values and gradients up to the order of summation.
+    Where no gradient is recorded there is nothing to keep: chunks then cost no time, and are what either means.
     """
-    rows = max(1, len(labels_N)) if loss == "full" else chunk_rows(weight_VE)
-    return TokenStatistics(*_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, loss == "full"))
+    keep_logits = loss == "full" and torch.is_grad_enabled()
+    rows = max(1, len(labels_N)) if keep_logits else chunk_rows(weight_VE)
+    return TokenStatistics(*_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, keep_logits))
 
 
 def chunk_rows(weight_VE: Tensor) -> int:

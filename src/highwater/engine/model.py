@@ -1,8 +1,9 @@
 """The model of a trial: any Hugging Face decoder-only causal LM, built on meta, sharded, then materialised shard by shard.
 
-Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
+Shapes:  T packed tokens  N trained tokens  P positions that are asked for  E hidden size  V vocabulary
 """
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from typing import Any, cast
@@ -29,24 +30,20 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
 
 
-class LanguageModel(nn.Module):
-    """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
+SCORE = "score.weight"
+"""The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention, loss: Loss) -> None:
+
+class Decoder(nn.Module):
+    """A causal LM up to its last hidden states; what follows them is a subclass's."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
-        self.loss: Loss = loss
 
-    def forward(
-        self,
-        input_ids_T: Tensor,
-        position_ids_T: Tensor,
-        trained_positions_N: Tensor,
-        labels_N: Tensor,
-        document_lengths: Sequence[int],
-    ) -> TokenStatistics:
-        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
+    def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
+        """The last hidden state of every token, normalised; shape TE."""
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -54,8 +51,7 @@ class LanguageModel(nn.Module):
             document_lengths=document_lengths,
         ).last_hidden_state[0]
         self._check_callers()
-        hidden_NE = hidden_TE.index_select(0, trained_positions_N)
-        return token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+        return hidden_TE
 
     def _check_callers(self) -> None:
         """Raise ModelError unless every layer attends through our attention: any other way documents would see each other."""
@@ -85,6 +81,42 @@ class LanguageModel(nn.Module):
         raise ModelError(f"{type(self.causal_lm).__name__} has no list of {count} decoder layers", hint="use a decoder-only model")
 
 
+class LanguageModel(Decoder):
+    """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention, loss: Loss) -> None:
+        super().__init__(causal_lm, attention=attention)
+        self.loss: Loss = loss
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        trained_positions_N: Tensor,
+        labels_N: Tensor,
+        document_lengths: Sequence[int],
+    ) -> TokenStatistics:
+        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
+        hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(0, trained_positions_N)
+        return token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+
+
+class ScalarModel(Decoder):
+    """A causal LM with one number per token in the place of its logits: a critic, or a reward model."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
+        super().__init__(causal_lm, attention=attention)
+        causal_lm.config.tie_word_embeddings = False
+        hidden_size = self.head.weight.shape[1]
+        causal_lm.set_output_embeddings(nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=self.head.weight.dtype))
+
+    def forward(self, input_ids_T: Tensor, position_ids_T: Tensor, positions_P: Tensor, document_lengths: Sequence[int]) -> Tensor:
+        """The number at each position; shape P, float32 or wider."""
+        hidden_PE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(0, positions_P)
+        scalars_P = (hidden_PE @ self.head.weight.T)[:, 0]
+        return scalars_P.to(torch.promote_types(scalars_P.dtype, torch.float32))
+
+
 def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
     """The model's config, its RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -100,41 +132,50 @@ def build(
     directory: str,
     mesh: DeviceMesh,
     attention: Attention,
-    loss: Loss,
+    loss: Loss | None,
     recompute: Recompute,
     compute_dtype: torch.dtype,
     master_dtype: torch.dtype = torch.float32,
+    offload: bool = False,
     seed: int = 0,
-) -> LanguageModel:
+) -> Decoder:
     """The sharded model, its shards on the mesh's device: from safetensors in ``directory`` when present, else random.
 
+    A LanguageModel with this loss; without one a ScalarModel, whose head is random unless the files have ``score.weight``.
     At no time does a rank hold more than its own shards: what is sharded is a model without storage.
-    ``attention`` is what dense.register returned.
+    ``attention`` is what dense.register returned; ``offload`` keeps the shards in host memory.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
     if recompute == "layer":
         recompute_layers(model.layers)
-    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype)
-    model.to_empty(device=mesh.device_type)
+    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+    model.to_empty(device="cpu" if offload else mesh.device_type)
     _fill_buffers(model, device=torch.device(mesh.device_type))
     _retie(model)
-    parameters = {name.replace(PREFIX, "").removeprefix("causal_lm."): p for name, p in model.named_parameters()}
-    buffers = {name.replace(PREFIX, "").removeprefix("causal_lm."): b for name, b in model.named_buffers()}
-    if not weights.load(parameters, buffers, directory):
-        for name, parameter in parameters.items():
+    parameters = {name_in_files(name, model): p for name, p in model.named_parameters()}
+    buffers = {name_in_files(name, model): b for name, b in model.named_buffers()}
+    filled = weights.load(parameters, buffers, directory, optional={SCORE} if loss is None else set())
+    for name, parameter in parameters.items():
+        if name not in filled:
             _fill_random(name, parameter, std=getattr(config, "initializer_range", 0.02), seed=seed)
     assert all(p.dtype == master_dtype for p in parameters.values()), "master parameters keep their dtype"
     return model.train()
 
 
-def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss, master_dtype: torch.dtype) -> LanguageModel:
+def name_in_files(name: str, model: Decoder) -> str:
+    """What safetensors call a parameter of the model."""
+    plain = name.replace(PREFIX, "").removeprefix("causal_lm.")
+    return SCORE if isinstance(model, ScalarModel) and plain == "lm_head.weight" else plain
+
+
+def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype) -> Decoder:
     """The model without storage, its parameters of the master dtype whatever the config says."""
     # The grouped product of experts, transformers' default, takes no float64.
     experts = "eager" if master_dtype == torch.float64 else None
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
-            config,
+            copy.deepcopy(config),
             dtype=master_dtype,
             attn_implementation=attention.name,
             experts_implementation=experts,
@@ -142,6 +183,8 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss,
         )
     _refuse_other_mixing(causal_lm)
     fuse_norms(causal_lm)
+    if loss is None:
+        return ScalarModel(causal_lm, attention=attention)
     model = LanguageModel(causal_lm, attention=attention, loss=loss)
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")
@@ -186,10 +229,11 @@ def _fill_buffers(model: nn.Module, *, device: torch.device) -> None:
             raise ModelError(f"{name} of {type(model).__name__} has buffers that no config describes", hint="use another family")
         fresh = cast(Any, type(module))(module.config)
         for buffer_name, buffer in buffers.items():
-            buffer.copy_(getattr(fresh, buffer_name).to(device))
+            # Beside the activations, also where the parameters are in host memory.
+            module.register_buffer(buffer_name, getattr(fresh, buffer_name).to(device, buffer.dtype), persistent=False)
 
 
-def _retie(model: LanguageModel) -> None:
+def _retie(model: Decoder) -> None:
     """Share the embedding's weight with the head again: materialising gave each its own."""
     if model.causal_lm.config.tie_word_embeddings:
         model.head.weight = cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight

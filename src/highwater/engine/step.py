@@ -1,22 +1,66 @@
-"""One optimizer step, in reading order: forward and backward of every micro-batch, clip, update."""
+"""One optimizer step, in reading order: what it must know first, forward and backward of every micro-batch, clip, update."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from highwater.engine import objective
 from highwater.engine.data import Batch
+from highwater.engine.experience import Experience, group_experience, token_experience
 from highwater.engine.loss import TokenStatistics
-from highwater.engine.objective import sft
+from highwater.engine.model import LanguageModel, ScalarModel
+from highwater.parallel.collectives import sum_over
 from highwater.parallel.mesh import total
+from highwater.spec.settings import Objective
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-5
 
 Enter = Callable[[str], None]
 """Told the name of each phase as it begins."""
+
+
+def _nobody(phase: str) -> None:
+    """Listen to no phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """What a step trains, what judges it, and where."""
+
+    policy: LanguageModel | ScalarModel
+    """What is trained; a ScalarModel for the objective ``rw``."""
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    """All ranks, over which every model is sharded."""
+    sequence: dist.ProcessGroup | None = None
+    """The ranks that share this rank's sequences."""
+    objective: Objective = "sft"
+    entropy: bool = False
+    """Whether the policy's entropy is part of the loss."""
+    critic: ScalarModel | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: LanguageModel | None = None
+    """``grpo``: frozen, what the policy is held to."""
+
+    @property
+    def trained(self) -> Sequence[tuple[nn.Module, torch.optim.Optimizer]]:
+        """Every model that a step updates, the policy first."""
+        policy = (self.policy, self.optimizer)
+        if self.critic is None:
+            return (policy,)
+        assert self.critic_optimizer is not None, "a critic comes with its optimizer"
+        return (policy, (self.critic, self.critic_optimizer))
+
+    @property
+    def device(self) -> torch.device:
+        """Where activations live."""
+        return torch.device(self.mesh.device_type)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -38,45 +82,30 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Batch],
-    *,
-    mesh: DeviceMesh,
-    enter: Enter = lambda _: None,
-) -> tuple[Tensor, Tensor]:
-    """One step on this rank's micro-batches; returns the loss over all ranks' trained tokens and the gradient's norm.
+def train_step(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter = _nobody) -> tuple[Tensor, Tensor]:
+    """One step on this rank's micro-batches; returns the policy's loss over the whole batch and its gradient's norm.
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
-    loss = backward_of(micro_batches, model, mesh=mesh, enter=enter)
+    loss = backward_of(trainer, micro_batches, enter=enter)
     enter("optimizer")
-    norm = clip(model)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return total(loss, mesh), norm
+    norm, *_ = [_update(model, optimizer) for model, optimizer in trainer.trained]
+    return total(loss, trainer.mesh), norm
 
 
-def backward_of(micro_batches: Sequence[Batch], model: nn.Module, *, mesh: DeviceMesh, enter: Enter = lambda _: None) -> Tensor:
-    """Add the gradients of all micro-batches to the shards; returns this rank's share of the loss."""
-    device = torch.device(mesh.device_type)
-    trained_tokens = count_trained(micro_batches, mesh=mesh)
-    loss = torch.zeros((), device=device)
-    for batch in micro_batches:
-        on_device = batch.to(device)
+def backward_of(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter = _nobody) -> Tensor:
+    """Add the gradients of all micro-batches to the shards; returns this rank's share of the policy's loss."""
+    enter("experience")
+    experiences = _experiences(trainer, micro_batches)
+    counted = count(trainer, micro_batches)
+    if trainer.critic is not None:
+        for batch, experience in zip(micro_batches, experiences, strict=True):
+            _backward(_critic_loss(trainer.critic, batch.to(trainer.device), experience, counted), enter)
+    loss = torch.zeros((), device=trainer.device)
+    for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
-        statistics: TokenStatistics = model(
-            on_device.input_ids_T,
-            on_device.position_ids_T,
-            on_device.trained_positions_N,
-            on_device.labels_N,
-            on_device.document_lengths,
-        )
-        share = sft(statistics.logprobs_N, trained_tokens=trained_tokens)
-        enter("backward")
-        share.backward()
-        loss = loss + share.detach()
+        share = _policy_loss(trainer, batch.to(trainer.device), experience, counted)
+        loss = loss + _backward(share, enter)
     return loss
 
 
@@ -86,7 +115,72 @@ def clip(model: nn.Module) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def count_trained(micro_batches: Sequence[Batch], *, mesh: DeviceMesh) -> int:
-    """Trained tokens of this step over all ranks."""
-    own = sum(len(batch.labels_N) for batch in micro_batches)
-    return own if mesh.size() == 1 else int(total(torch.tensor(own, device=mesh.device_type), mesh))
+def count(trainer: Trainer, micro_batches: Sequence[Batch]) -> int:
+    """What the loss of this step is a mean over, on all ranks: trained tokens, or pairs of documents."""
+    if trainer.objective == "rw":
+        shares = 1 if trainer.sequence is None else dist.get_world_size(trainer.sequence)
+        own = sum(len(batch.rewards) // 2 for batch in micro_batches)
+    else:
+        shares, own = 1, sum(len(batch.labels_N) for batch in micro_batches)
+    mesh = trainer.mesh
+    return own if mesh.size() == 1 else int(total(torch.tensor(own, device=mesh.device_type), mesh)) // shares
+
+
+def _experiences(trainer: Trainer, micro_batches: Sequence[Batch]) -> Sequence[Experience | None]:
+    """What the objective has to know beforehand."""
+    match trainer.objective:
+        case "grpo":
+            assert trainer.reference is not None
+            return group_experience(trainer.reference, micro_batches, device=trainer.device)
+        case "ppo":
+            return token_experience(trainer.critic, micro_batches, mesh=trainer.mesh, sequence=trainer.sequence)
+        case "sft" | "rw":
+            return [None] * len(micro_batches)
+
+
+def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
+    """This micro-batch's share."""
+    if isinstance(trainer.policy, ScalarModel):
+        return _reward_loss(trainer.policy, batch, trainer.sequence, pairs=counted)
+    statistics: TokenStatistics = trainer.policy(
+        batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.labels_N, batch.document_lengths
+    )
+    logprobs_N = statistics.logprobs_N
+    if experience is None:
+        return objective.sft(logprobs_N, trained_tokens=counted)
+    old_N = logprobs_N.detach() if batch.old_logprobs_N is None else batch.old_logprobs_N.to(logprobs_N.dtype)
+    loss = objective.clip_loss(logprobs_N, old_N, experience.advantages_N.to(logprobs_N.dtype), trained_tokens=counted)
+    if trainer.entropy:
+        loss = loss - objective.entropy_bonus(statistics.entropies_N, trained_tokens=counted)
+    if experience.reference_logprobs_N is not None:
+        loss = loss + objective.k2_penalty(logprobs_N, experience.reference_logprobs_N, trained_tokens=counted)
+    return loss
+
+
+def _reward_loss(model: ScalarModel, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int) -> Tensor:
+    """The reward of a document is its last token's number, on whichever rank that is; every rank has an equal share of the loss."""
+    here = batch.last_positions_D >= 0
+    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.last_positions_D[here], batch.document_lengths)
+    rewards_D = sum_over(numbers_P.new_zeros(len(here)).masked_scatter(here, numbers_P), sequence)
+    return objective.pairwise(rewards_D, pairs=pairs) / (1 if sequence is None else dist.get_world_size(sequence))
+
+
+def _critic_loss(critic: ScalarModel, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
+    assert experience is not None
+    assert experience.values_N is not None
+    assert experience.returns_N is not None
+    values_N = critic(batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.document_lengths)
+    return objective.value_loss(values_N, experience.values_N, experience.returns_N, trained_tokens=counted)
+
+
+def _backward(share: Tensor, enter: Enter) -> Tensor:
+    enter("backward")
+    share.backward()
+    return share.detach()
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    norm = clip(model)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return norm

@@ -10,12 +10,11 @@ import torch
 from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
-from highwater.attention.dense import register
-from highwater.engine.data import Batch, batches, pack, shard
+from highwater.engine.assemble import assemble
+from highwater.engine.data import Batch, Document, batches, pack, shard
 from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget
-from highwater.engine.model import LanguageModel, build, read_config
-from highwater.engine.place import Place, compute_dtype, synchronize, take_place
-from highwater.engine.step import backward_of, clip, make_optimizer, train_step
+from highwater.engine.place import Place, synchronize, take_place
+from highwater.engine.step import Trainer, backward_of, clip, train_step
 from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.units import format_bytes
 from highwater.version import __version__
@@ -38,15 +37,15 @@ class Trial:
         transformers_logging.set_verbosity_error()
         place = self._take_place()
         self.phase = "build"
-        model = self._build(place)
-        optimizer = make_optimizer(model)
-        self._divide_budget(model, optimizer, place)
-        source = batches(self.spec, vocab_size=model.causal_lm.config.vocab_size, data_rank=place.data_rank)
+        trainer = assemble(self.spec, place)
+        self.report = self._with(parameters=sum(p.numel() for p in trainer.policy.parameters()))
+        self._divide_budget(trainer, place)
+        source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
         for _ in range(self.spec.steps):
             self.phase = "data"
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in whole]
-            self._step(model, optimizer, own, place)
+            self._step(trainer, own)
         self.phase = "report"
         self._stay_within_budget()
 
@@ -72,51 +71,36 @@ class Trial:
             raise RuntimeError(f"the allocator runs with expandable_segments {settings['expandable_segments']}, asked for {asked}")
         return settings
 
-    def _build(self, place: Place) -> LanguageModel:
-        spec = self.spec
-        model = build(
-            read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope),
-            directory=spec.model_directory,
-            mesh=place.mesh,
-            attention=register(place.kernel, group=place.sequence),
-            loss=spec.settings.loss,
-            recompute=spec.settings.recompute,
-            compute_dtype=compute_dtype(place.device),
-            seed=spec.seed,
-        )
-        self.report = self._with(parameters=sum(p.numel() for p in model.parameters()))
-        return model
-
-    def _divide_budget(self, model: LanguageModel, optimizer: torch.optim.Optimizer, place: Place) -> None:
+    def _divide_budget(self, trainer: Trainer, place: Place) -> None:
         """Give the allocator what the budget leaves, once everything outside it is there."""
         limit = self.spec.memory_budget_bytes
         if place.device.type == "cpu":
             assert limit is not None
             budget = MemoryBudget(budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit)
         else:
-            self._rehearse(model, optimizer, place)
+            self._rehearse(trainer, place)
             budget = divide_budget(place.device, budget_bytes=limit, nccl_bytes=place.nccl_bytes)
         assert self.watch is not None
         self.watch.begin()
         self.report = self._with(budget=budget)
 
-    def _rehearse(self, model: LanguageModel, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """All of a step but the update, on a few tokens: the driver loads kernels at their first use, outside the allocator."""
+    def _rehearse(self, trainer: Trainer, place: Place) -> None:
+        """All of a step but the updates, on a few tokens: the driver loads kernels at their first use, outside the allocator."""
         self.phase = "rehearsal"
         ids = torch.zeros(min(REHEARSAL_TOKENS, self.spec.length_tokens) * place.sequence_degree, dtype=torch.long)
-        whole = pack([(ids, ids)] * self.spec.settings.sequences_per_micro_batch)
-        own = shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)
-        backward_of([own], model, mesh=place.mesh)
-        clip(model)
-        optimizer.zero_grad(set_to_none=False)
+        whole = pack([Document(ids, ids)] * self.spec.settings.sequences_per_micro_batch)
+        backward_of(trainer, [shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)])
+        for model, optimizer in trainer.trained:
+            clip(model)
+            optimizer.zero_grad(set_to_none=False)
         synchronize(place.device)
         torch.cuda.empty_cache()
 
-    def _step(self, model: LanguageModel, optimizer: torch.optim.Optimizer, micro_batches: list[Batch], place: Place) -> None:
-        synchronize(place.device)
+    def _step(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+        synchronize(trainer.device)
         began = time.perf_counter()
         first = self.report.first_step_at_unix_s or time.time()
-        loss, norm = train_step(model, optimizer, micro_batches, mesh=place.mesh, enter=self._enter)
+        loss, norm = train_step(trainer, micro_batches, enter=self._enter)
         values = {"loss": float(loss), "gradient norm": float(norm)}  # waits for the device
         for name, value in values.items():
             if not math.isfinite(value):

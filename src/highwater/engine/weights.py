@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,21 @@ Rows = Callable[[str, int, int], Tensor]
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
-def load(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], directory: str) -> bool:
-    """Fill the shards, and the buffers that were saved, from the safetensors in ``directory``; False when there are none.
+def load(
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    directory: str,
+    *,
+    optional: AbstractSet[str] = frozenset(),
+) -> AbstractSet[str]:
+    """Fill the shards, and the buffers that were saved, from the safetensors in ``directory``; names of the parameters filled.
 
-    Raises ModelError for parameters that the files lack, and for shapes that differ from the config's.
+    None where there are no files. Raises ModelError for parameters that the files lack, unless they are ``optional``, and for
+    shapes that differ from the config's.
     """
     files = _files(Path(directory))
     if not files:
-        return False
+        return frozenset()
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for file in files:
@@ -37,14 +45,15 @@ def load(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], 
         def rows(name: str, start: int, stop: int) -> Tensor:
             return where[name].get_slice(name)[start:stop]
 
-        for name, parameter in parameters.items():
+        wanted = {name: p for name, p in parameters.items() if name in where or name not in optional}
+        for name, parameter in wanted.items():
             start, stop = _own_rows(parameter)
             if start < stop:
                 _copy(parameter, _read(name, start, stop, rows, where, directory), name, directory)
         for name, buffer in buffers.items():
             if name in where:
                 buffer.copy_(where[name].get_tensor(name))
-    return True
+    return wanted.keys()
 
 
 def _files(directory: Path) -> list[Path]:

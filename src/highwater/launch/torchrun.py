@@ -166,8 +166,6 @@ def refuse_unsupported(settings: Settings, layout: Layout) -> None:
         (layout.ring_degree > 1, "ring attention", "ring_degree=1"),
         (layout.replicate_degree > 1, "HSDP copies", "replicate_degree=1"),
         (settings.offload, "offload of parameters and optimizer states", "offload=False"),
-        (settings.entropy != "none", "entropy", "--entropy none"),
-        (settings.objective != "sft", f"the objective {settings.objective}", "--objective sft"),
         (settings.save_hf != "never", "saving Hugging Face weights", "--save-hf never"),
         (settings.checkpoint != "none", "a sharded checkpoint", "--checkpoint none"),
     ]

@@ -15,6 +15,43 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Exchange.apply(tensor, group)
 
 
+def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's tensor, all of one shape, joined along dimension 0; without a gradient."""
+    if group is None:
+        return tensor
+    whole = tensor.new_empty((dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:]))
+    # The name that torch 2.11 knows too.
+    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)  # pyright: ignore[reportDeprecated]
+    return whole
+
+
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of every rank's tensor, on every rank.
+
+    Differentiable: what each rank makes of the sum counts for every rank's part.
+    """
+    return tensor if group is None else _Sum.apply(tensor, group)
+
+
+class _Sum(torch.autograd.Function):
+    """Its own adjoint, and so its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result, group=group)
+    return result
+
+
 class _Exchange(torch.autograd.Function):
     """Its own inverse, and so its own backward pass."""
 

@@ -5,21 +5,25 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(
+    model: nn.Module, layers: Sequence[nn.Module], *, mesh: DeviceMesh, compute_dtype: torch.dtype, offload: bool = False
+) -> None:
     """Shard every layer by itself and the rest as one group, in place; parameters may still be on meta.
 
+    ``offload`` keeps shards, their gradients and so the optimizer's states in host memory.
     Gradients are summed over the ranks, not averaged: each rank's loss is already its share of the whole batch's.
     """
     master = next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=master, cast_forward_inputs=False)
+    placed = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=placed)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=placed)
     if mesh.size() == 1:
         return  # the average over one rank is its sum, without a pass to divide by 1
     for module in model.modules():
@@ -27,3 +31,9 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], *, mesh: DeviceMesh, co
             module.set_gradient_divide_factor(1.0)
             # PREMUL_SUM, FSDP2's way to divide, exists in NCCL alone; plain sums exist everywhere.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def release(model: nn.Module) -> None:
+    """Give back what a forward pass left gathered for a backward pass that will not come: embedding and head."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

@@ -14,9 +14,12 @@ def default_ladder(
     """Rungs that `highwater find` tries, cheapest first.
 
     Naming an allocator or a loss keeps the rungs with it; naming both makes one rung, on the ladder or not.
-    On the CPU there is one allocator, the operating system's: only the loss varies.
+    On the CPU there is one allocator, the operating system's: only the loss varies. A reward model has no logits to chunk, and
+    where the entropy is chunked they already are.
     """
     ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
+    if base.objective == "rw" or base.entropy == "chunked":
+        ladder = tuple((a, x) for a, x in ladder if x == "full")
     kept = [(a, x) for a, x in ladder if allocator in (None, a) and loss in (None, x)]
     if not kept or (allocator and loss):
         kept = [(allocator or "native", loss or "full")]

@@ -79,7 +79,7 @@ class Request(Noun, frozen=True, kw_only=True):
     offload: Annotated[bool, Meta(description="keep parameters, gradients and optimizer states in host memory")] = False
     objective: Annotated[Objective, Meta(description="what is minimised")] = "sft"
     critic: Annotated[bool, Meta(description="ppo: train a model of token values along")] = False
-    entropy: Annotated[Entropy, Meta(description="entropy of every token: none, with whole logits, or chunked (recomputed)")] = (
+    entropy: Annotated[Entropy, Meta(description="entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)")] = (
         "none"
     )
     checkpoint: Annotated[Checkpoint, Meta(description="sharded: write model and optimizer after the last step")] = "none"

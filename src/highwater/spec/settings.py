@@ -26,7 +26,8 @@ class Settings(Noun, frozen=True, kw_only=True):
     loss: Loss = "full"
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
     entropy: Entropy = "none"
-    """Entropy of every token's distribution: not needed, with whole logits, or in chunks (recomputed)."""
+    """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the loss has them; or ``chunked``,
+    recomputed, and the log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
     offload: bool = False
     """Parameters, gradients and optimizer states live in host memory."""
     objective: Objective = "sft"
@@ -45,10 +46,19 @@ class Settings(Noun, frozen=True, kw_only=True):
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number of sequences below 1."""
+        """Raise UsageError for a number of sequences below 1, and for settings that exclude each other."""
         if self.sequences_per_micro_batch < 1:
             raise UsageError(
                 f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
+            )
+        if self.critic and self.objective != "ppo":
+            raise UsageError(f"the objective {self.objective} has no critic", hint="use `--objective ppo`, or leave `--critic` out")
+        if self.entropy != "none" and self.objective not in ("grpo", "ppo"):
+            raise UsageError(f"the objective {self.objective} has no entropy in it", hint="use `--entropy none`")
+        if self.objective == "rw" and self.sequences_per_micro_batch % 2:
+            raise UsageError(
+                f"a reward model is trained on pairs, and {self.sequences_per_micro_batch} sequences per micro-batch are not",
+                hint="use `--sequences-per-micro-batch 2`",
             )
 
     @property

@@ -1,0 +1,71 @@
+"""Assemble: the models and optimizers that a trial's settings ask for, as one Trainer."""
+
+from typing import cast
+
+from highwater.attention.dense import register
+from highwater.engine.model import Decoder, LanguageModel, ScalarModel, build, read_config
+from highwater.engine.place import Place, compute_dtype
+from highwater.engine.step import Trainer, make_optimizer
+from highwater.spec.settings import Loss
+from highwater.spec.trial import TrialSpec
+
+CRITIC_SEED = 1
+"""Added to the trial's seed: a critic without weights of its own does not start as a copy of the policy."""
+
+
+def assemble(spec: TrialSpec, place: Place) -> Trainer:
+    """Everything that lives as long as the training, allocated."""
+    settings = spec.settings
+    if settings.objective == "rw":
+        policy: LanguageModel | ScalarModel = cast(ScalarModel, _model(spec, place, loss=None))
+    else:
+        policy = cast(LanguageModel, _model(spec, place, loss=statistics_loss(spec)))
+    critic = cast(ScalarModel, _model(spec, place, loss=None, seed=CRITIC_SEED)) if settings.critic else None
+    return Trainer(
+        policy=policy,
+        optimizer=make_optimizer(policy),
+        mesh=place.mesh,
+        sequence=place.sequence,
+        objective=settings.objective,
+        entropy=settings.entropy != "none",
+        critic=critic,
+        critic_optimizer=make_optimizer(critic) if critic is not None else None,
+        reference=_reference(spec, place) if settings.objective == "grpo" else None,
+    )
+
+
+def statistics_loss(spec: TrialSpec) -> Loss:
+    """How log-probabilities and entropies are computed: both come from the same logits, so chunks for one are chunks for both."""
+    return "chunked" if "chunked" in (spec.settings.loss, spec.settings.entropy) else "full"
+
+
+def _model(spec: TrialSpec, place: Place, *, loss: Loss | None, seed: int = 0) -> Decoder:
+    return build(
+        read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope),
+        directory=spec.model_directory,
+        mesh=place.mesh,
+        attention=register(place.kernel, group=place.sequence),
+        loss=loss,
+        recompute=spec.settings.recompute,
+        compute_dtype=compute_dtype(place.device),
+        offload=spec.settings.offload,
+        seed=spec.seed + seed,
+    )
+
+
+def _reference(spec: TrialSpec, place: Place) -> LanguageModel:
+    """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a time comes to the device."""
+    dtype = compute_dtype(place.device)
+    model = build(
+        read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope),
+        directory=spec.model_directory,
+        mesh=place.mesh,
+        attention=register(place.kernel, group=place.sequence),
+        loss="chunked",
+        recompute="none",
+        compute_dtype=dtype,
+        master_dtype=dtype,
+        offload=True,
+        seed=spec.seed,
+    )
+    return cast(LanguageModel, model.requires_grad_(False))

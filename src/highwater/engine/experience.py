@@ -1,0 +1,105 @@
+"""Experience: what a step knows of every trained token before its update, from passes that record no gradient.
+
+Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among those  D documents of the micro-batch
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from highwater.engine.data import Batch
+from highwater.engine.model import LanguageModel, ScalarModel
+from highwater.engine.objective import generalized_advantages, group_advantages, last_of_each
+from highwater.parallel.collectives import gather_rows
+from highwater.parallel.fsdp import release
+from highwater.parallel.mesh import total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """Of one micro-batch; None for what the objective does not ask for."""
+
+    advantages_N: Tensor
+    """At least as precise as the log-probabilities."""
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    """The critic's, before its update."""
+    returns_N: Tensor | None = None
+    """What the critic should have said."""
+
+
+@torch.no_grad()
+def forward_batch(model: LanguageModel | ScalarModel, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Tensor]:
+    """Log-probabilities of the trained tokens, or a critic's values at them, recomputed micro-batch by micro-batch; each N."""
+    results: list[Tensor] = []
+    for batch in micro_batches:
+        on_device = batch.to(device)
+        inputs = (on_device.input_ids_T, on_device.position_ids_T, on_device.trained_positions_N)
+        if isinstance(model, ScalarModel):
+            results.append(model(*inputs, on_device.document_lengths))
+        else:
+            results.append(model(*inputs, on_device.labels_N, on_device.document_lengths).logprobs_N)
+    release(model)
+    return results
+
+
+def group_experience(reference: LanguageModel, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Experience]:
+    """GRPO's: rewards against those of the group, over all micro-batches of this rank, and the reference's log-probabilities."""
+    rewards = [reward for batch in micro_batches for reward in batch.rewards]
+    groups = [group for batch in micro_batches for group in batch.groups]
+    advantages = iter(group_advantages(rewards, groups))
+    experiences: list[Experience] = []
+    for batch, logprobs_N in zip(micro_batches, forward_batch(reference, micro_batches, device=device), strict=True):
+        of_documents_D = torch.tensor([next(advantages) for _ in batch.rewards], dtype=logprobs_N.dtype)
+        advantages_N = of_documents_D[batch.documents_N].to(device)
+        experiences.append(Experience(advantages_N=advantages_N, reference_logprobs_N=logprobs_N))
+    return experiences
+
+
+def token_experience(
+    critic: ScalarModel | None, micro_batches: Sequence[Batch], *, mesh: DeviceMesh, sequence: dist.ProcessGroup | None
+) -> list[Experience]:
+    """PPO's: generalized advantages, whitened over the trained tokens of all ranks; without a critic from rewards alone."""
+    device = torch.device(mesh.device_type)
+    if critic is None:
+        values = [torch.zeros(len(batch.labels_N), device=device, dtype=torch.float64) for batch in micro_batches]
+    else:
+        values = forward_batch(critic, micro_batches, device=device)
+    raw = [_advantages(batch, values_N, sequence) for batch, values_N in zip(micro_batches, values, strict=True)]
+    experiences: list[Experience] = []
+    for values_N, raw_N, white_N in zip(values, raw, _whitened(raw, mesh), strict=True):
+        if critic is None:
+            experiences.append(Experience(advantages_N=white_N))
+        else:
+            experiences.append(Experience(advantages_N=white_N, values_N=values_N, returns_N=raw_N + values_N))
+    return experiences
+
+
+def _advantages(batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None) -> Tensor:
+    """Of this rank's trained tokens; they depend on what follows, which other ranks of the sequence may have."""
+    device = values_N.device
+    positions_N = batch.trained_positions_N.to(device)
+    values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)
+    documents_T = torch.full((len(batch.input_ids_T),), -1, device=device)
+    documents_T = documents_T.index_copy(0, positions_N, batch.documents_N.to(device))
+    whole_values, whole_documents = gather_rows(values_T, sequence), gather_rows(documents_T, sequence)
+    trained = whole_documents >= 0
+    documents = whole_documents[trained]
+    rewards = torch.tensor(batch.rewards, device=device, dtype=values_N.dtype)[documents] * last_of_each(documents)
+    whole = torch.zeros_like(whole_values)
+    whole[trained] = generalized_advantages(rewards, whole_values[trained], documents)
+    rank = 0 if sequence is None else dist.get_rank(sequence)
+    return whole[rank * len(values_T) :][positions_N]
+
+
+def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Mean 0 and variance 1 over all micro-batches of all ranks."""
+    flat = torch.cat(list(raw)).double()
+    count, sum_, squares = total(torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh)
+    mean = sum_ / count.clamp_min(1)
+    variance = (squares - count * mean.square()).clamp_min(0) / (count - 1).clamp_min(1)
+    return [((advantages.double() - mean) * (variance + 1e-8).rsqrt()).to(advantages.dtype) for advantages in raw]

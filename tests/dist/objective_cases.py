@@ -1,0 +1,157 @@
+"""One process of a group: every objective, sharded, against its plain implementation. Started by torchrun.
+
+``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from plain_objectives import Plain, plain
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from highwater.attention.dense import register
+from highwater.engine.data import Document, pack, shard
+from highwater.engine.model import Decoder, build, name_in_files, read_config
+from highwater.engine.step import Trainer, backward_of
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.mesh import total
+from highwater.spec.layout import Layout
+
+MICRO_BATCHES = 2
+VOCABULARY = 97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One objective, one way to compute it."""
+
+    objective: str
+    loss: str = "full"
+    critic: bool = False
+    entropy: bool = False
+    ulysses: int = 1
+    dtype: str = "float64"
+    model: str = "dense"
+
+    @property
+    def name(self) -> str:
+        parts = [self.objective, self.model, self.dtype, self.loss, f"ulysses={self.ulysses}"]
+        return " ".join(parts + ["critic"] * self.critic + ["entropy"] * self.entropy)
+
+
+_PLAINLY = [
+    Case(objective="grpo", entropy=True),
+    Case(objective="grpo", entropy=True, loss="chunked", model="moe"),
+    Case(objective="ppo", loss="chunked"),
+    Case(objective="ppo", critic=True, entropy=True),
+    Case(objective="rw"),
+]
+CASES = [replace(case, ulysses=ulysses) for case in _PLAINLY for ulysses in (1, 2, 4)]
+CASES += [replace(case, dtype="float32") for case in _PLAINLY]
+
+
+def cases_for(processes: int) -> list[Case]:
+    """The cases that this many processes can run."""
+    return [case for case in CASES if processes % case.ulysses == 0]
+
+
+def main() -> None:
+    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    results = {}
+    for case in cases_for(world):
+        try:
+            results[case.name] = run(case, weights, mesh, rank, world)
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    if rank == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
+    ranks = [[documents(r, m) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
+    group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
+    own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in ranks[rank // case.ulysses]]
+
+    def model(name: str, loss: str | None, *, offload: bool = False) -> Decoder:
+        dtype = getattr(torch, case.dtype)
+        return build(
+            read_config(str(weights / name), length_tokens=64, rope="auto"),
+            directory=str(weights / name),
+            mesh=mesh,
+            attention=register("flash", group=group),
+            loss=loss,
+            recompute="layer",
+            compute_dtype=dtype,
+            master_dtype=dtype,
+            offload=offload,
+        )
+
+    policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
+    critic = model("scalar", None) if case.critic else None
+    trainer = Trainer(
+        policy=policy,
+        optimizer=torch.optim.SGD(policy.parameters()),
+        mesh=mesh,
+        sequence=group,
+        objective=case.objective,
+        entropy=case.entropy,
+        critic=critic,
+        critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
+        reference=model("reference", "full", offload=True).requires_grad_(False) if case.objective == "grpo" else None,
+    )
+    loss = total(backward_of(trainer, own), mesh)
+    expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy)
+    return deviations(loss, trainer, expected)
+
+
+def deviations(loss: Tensor, trainer: Trainer, expected: Plain) -> dict[str, float | str]:
+    """Of the loss, and of the parameter that is furthest off."""
+    found = {"loss": abs(float(loss) / float(expected.loss) - 1), "gradient": 0.0, "worst": ""}
+    for kind, model, wanted in (("policy", trainer.policy, expected.policy), ("critic", trainer.critic, expected.critic)):
+        ours = gradients(model) if model is not None else {}
+        assert set(ours) == set(wanted), f"parameters without a partner: {set(ours) ^ set(wanted)}"
+        for name, gradient in ours.items():
+            off = float((gradient - wanted[name]).norm() / wanted[name].norm())
+            if off >= found["gradient"]:
+                found |= {"gradient": off, "worst": f"{kind}.{name}"}
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that files have."""
+    return {
+        name_in_files(name, model): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def documents(rank: int, micro_batch: int) -> list[Document]:
+    """Four documents of odd lengths in two groups, sampled by some other policy; one of them has nothing to train on."""
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    packed = []
+    for index, length in enumerate((7, 13 + rank, 5, 9)):
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        if index == 2 and rank == 0:
+            labels[:] = -100
+        reward = float(torch.randn((), generator=generator))
+        sampled = -4.5 + torch.randn(length, generator=generator)
+        packed.append(Document(ids, labels, reward=reward, group=index % 2, old_logprobs_L=sampled))
+    return packed
+
+
+if __name__ == "__main__":
+    main()

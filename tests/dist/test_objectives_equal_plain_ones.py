@@ -1,0 +1,52 @@
+"""Every objective on 1, 2 and 4 gloo processes against its plain float64 implementation: loss and every gradient."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from objective_cases import cases_for  # noqa: E402
+from plain_objectives import save_judges  # noqa: E402
+from reference import save_models  # noqa: E402
+
+TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
+"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64 models, on both sides."""
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judged")
+    save_models(folder)
+    save_judges(folder)
+    return folder
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)])
+def test_every_objective_equals_its_plain_implementation(processes: int, judged: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    script = str(Path(__file__).with_name("objective_cases.py"))
+    done = subprocess.run(
+        [*torchrun, script, str(judged), str(result)],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(result.read_text())
+    assert set(results) == {case.name for case in cases_for(processes)}
+    wrong = {
+        case.name: results[case.name]
+        for case in cases_for(processes)
+        if "error" in results[case.name] or max(results[case.name][what] for what in ("loss", "gradient")) > TOLERANCE[case.dtype]
+    }
+    assert not wrong, json.dumps(wrong, indent=1)
