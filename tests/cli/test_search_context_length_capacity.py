@@ -80,7 +80,6 @@ def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -
     ("words", "named"),
     [
         (("--offload",), "--offload"),
-        (("--entropy_saving",), "--entropy_saving"),
         (("--save_hf_checkpoint", "always"), "--save_hf_checkpoint always"),
     ],
 )

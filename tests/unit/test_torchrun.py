@@ -153,8 +153,6 @@ def test_what_the_engine_can_do_is_not_refused() -> None:
         (Settings(), Layout(gpus=2, ring_degree=2), "ring attention"),
         (Settings(), Layout(gpus=2, replicate_degree=2), "HSDP copies"),
         (Settings(offload=True), Layout(gpus=1), "offload of parameters and optimizer states"),
-        (Settings(entropy="chunked"), Layout(gpus=1), "entropy"),
-        (Settings(objective="grpo"), Layout(gpus=1), "the objective grpo"),
         (Settings(save_hf="last"), Layout(gpus=1), "saving Hugging Face weights"),
         (Settings(checkpoint="sharded"), Layout(gpus=1), "a sharded checkpoint"),
     ],

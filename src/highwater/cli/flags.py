@@ -42,6 +42,7 @@ TRIAL_FLAGS = (
     Flag(name="save-hf"),
     Flag(name="rope"),
     Flag(name="sequences-per-micro-batch", metavar="N"),
+    Flag(name="token-budget", metavar="TOKENS"),
     Flag(name="timeout", metavar="TIME"),
     Flag(name="steps", metavar="N"),
     Flag(name="micro-batches", metavar="N"),

@@ -34,7 +34,7 @@ PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
-_SETTINGS = ("strategy", "allocator", "loss", "entropy", "offload", "sequences_per_micro_batch", "save_hf")
+_SETTINGS = ("strategy", "allocator", "loss", "objective", "entropy", "offload", "sequences_per_micro_batch", "save_hf")
 """What ``settings_of`` reads from the flags and the environment."""
 _NO_CEILING = "16m"
 """The published scan has none."""
@@ -69,7 +69,6 @@ def _run(words: Sequence[str]) -> int:
         raise
     console.notes(
         (
-            f"the objective is {settings.objective}, not GRPO: its trials hold no reference log-probabilities and no entropy",
             f"no checkpoint is written, and {arguments.checkpoint_path} is left alone",
             *ignored_allocator_options(os.environ),
             *map(_in_these_words, planned.notes),
@@ -104,7 +103,8 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
     return Settings(
         strategy=arguments.trainer_strategy,
         allocator=allocator,
-        entropy="chunked" if arguments.entropy_saving else "none",
+        objective="grpo",
+        entropy="chunked" if arguments.entropy_saving else "full",
         offload=arguments.offload,
         sequences_per_micro_batch=_SEQUENCES_PER_MICRO_BATCH,
         save_hf=arguments.save_hf_checkpoint,
@@ -161,7 +161,6 @@ def _unsupported(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
             {"save_hf_checkpoint": "never"},
             _with(plain, save_hf=settings.save_hf),
         ),
-        ("--entropy_saving", {"entropy_saving": False}, _with(plain, entropy=settings.entropy)),
         ("--offload", {"offload": False}, _with(plain, offload=settings.offload)),
     ]
     return [(flag, instead) for flag, instead, alike in asked if not _is_supported(alike)]

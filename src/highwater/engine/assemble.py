@@ -19,7 +19,7 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
     if settings.objective == "rw":
         policy: LanguageModel | ScalarModel = cast(ScalarModel, _model(spec, place, loss=None))
     else:
-        policy = cast(LanguageModel, _model(spec, place, loss=statistics_loss(spec)))
+        policy = cast(LanguageModel, _model(spec, place, loss="full" if settings.holds_logits else "chunked"))
     critic = cast(ScalarModel, _model(spec, place, loss=None, seed=CRITIC_SEED)) if settings.critic else None
     return Trainer(
         policy=policy,
@@ -32,11 +32,6 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
         critic_optimizer=make_optimizer(critic) if critic is not None else None,
         reference=_reference(spec, place) if settings.objective == "grpo" else None,
     )
-
-
-def statistics_loss(spec: TrialSpec) -> Loss:
-    """How log-probabilities and entropies are computed: both come from the same logits, so chunks for one are chunks for both."""
-    return "chunked" if "chunked" in (spec.settings.loss, spec.settings.entropy) else "full"
 
 
 def _model(spec: TrialSpec, place: Place, *, loss: Loss | None, seed: int = 0) -> Decoder:

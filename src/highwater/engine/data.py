@@ -124,7 +124,7 @@ def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
     prompt = min(PROMPT_TOKENS, spec.length_tokens // 2)
     while True:
         documents: list[Document] = []
-        for _ in range(spec.settings.sequences_per_micro_batch):
+        for _ in range(spec.sequences):
             ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
             labels = ids.clone()
             labels[:prompt] = UNTRAINED
@@ -141,12 +141,12 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
     """
     assert spec.data is not None
     function = _resolve(spec.data)
-    tokens = spec.length_tokens * spec.settings.sequences_per_micro_batch
+    tokens = spec.length_tokens * spec.sequences
     arguments = {
         "data_rank": data_rank,
         "data_parallel_degree": spec.layout.data_parallel_degree,
         "length_tokens": spec.length_tokens,
-        "sequences": spec.settings.sequences_per_micro_batch,
+        "sequences": spec.sequences,
     }
     while True:
         empty = True

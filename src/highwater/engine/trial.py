@@ -88,7 +88,7 @@ class Trial:
         """All of a step but the updates, on a few tokens: the driver loads kernels at their first use, outside the allocator."""
         self.phase = "rehearsal"
         ids = torch.zeros(min(REHEARSAL_TOKENS, self.spec.length_tokens) * place.sequence_degree, dtype=torch.long)
-        whole = pack([Document(ids, ids)] * self.spec.settings.sequences_per_micro_batch)
+        whole = pack([Document(ids, ids)] * self.spec.sequences)
         backward_of(trainer, [shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)])
         for model, optimizer in trainer.trained:
             clip(model)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape, load_model
+from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes, state_bytes
+from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
 from highwater.units import MIB, format_bytes
@@ -102,8 +102,8 @@ class FormulaLaw:
         """Bytes that each GPU's allocator must reserve."""
         settings, layout = spec.settings, spec.layout
         shape = self.shape or _shape(spec.model_directory)
-        tokens = -(-settings.sequences_per_micro_batch * spec.length_tokens // layout.context_degree)
-        states = 0 if settings.offload else STATE_BYTES_PER_PARAMETER * shape.parameters // layout.shard_degree
+        tokens = -(-spec.sequences * spec.length_tokens // layout.context_degree)
+        states = state_bytes(shape, settings) // layout.shard_degree
         fixed = states + gathered_bytes(shape) + FIXED_BYTES[spec.device] - CONTEXT_BYTES[spec.device]
         peak = fixed + tokens * self._bytes_per_token(spec, shape)
         usable_share = NATIVE_USABLE_SHARE if spec.device == "cuda" and settings.allocator == "native" else 1
@@ -113,7 +113,7 @@ class FormulaLaw:
         """What is saved in the forward pass, and the larger of the loss's logits and one layer being recomputed."""
         layer = layer_bytes(shape)
         kept = layer_input_bytes(shape) if spec.settings.recompute == "layer" else layer * shape.layers
-        logits = self.logits_bytes * shape.vocab_size if spec.settings.loss == "full" else 0
+        logits = self.logits_bytes * shape.vocab_size if spec.settings.holds_logits else 0
         return kept + max(logits, layer)
 
 

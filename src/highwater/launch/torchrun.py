@@ -223,12 +223,13 @@ def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
     """Tokens per second and MFU of a trial that fit."""
     if result.outcome is not Outcome.FIT or result.step_time_s is None:
         return result
-    sequences = spec.settings.sequences_per_micro_batch * spec.micro_batches * spec.layout.data_parallel_degree
+    sequences = spec.sequences * spec.micro_batches * spec.layout.data_parallel_degree
     tokens_per_s = sequences * spec.length_tokens / result.step_time_s
     kind = kind_of(result.ranks[0].device_name or "")
     mfu = None
     if kind is not None and kind.bf16_dense_tflops is not None:
-        flops = step_flops(load_model(spec.model_directory).shape, length_tokens=spec.length_tokens, sequences=sequences)
+        shape = load_model(spec.model_directory).shape
+        flops = step_flops(shape, length_tokens=spec.length_tokens, sequences=sequences, settings=spec.settings)
         mfu = flops / result.step_time_s / (kind.bf16_dense_tflops * 1e12 * spec.layout.gpus)
     return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)
 

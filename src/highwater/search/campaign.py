@@ -81,7 +81,7 @@ class _CellSearch:
         self._cell = cell
         self._runner = runner
         self._finished = finished
-        self._bracket = Bracket(question.grid.size, first, question.method)
+        self._bracket = Bracket(question.size_of(cell), first, question.method)
         self._results: dict[tuple[int, int], TrialResult] = {}
         """By index and repeat: the last attempt of each."""
         self._launches = 0
@@ -137,7 +137,7 @@ class _CellSearch:
         above = range(0)
         if self._bracket.is_proven:
             edge.append(fits + 1)
-            above = range(fits + 2, min(fits + 1 + times, self._question.grid.size) + 1)
+            above = range(fits + 2, min(fits + 1 + times, self._question.size_of(self._cell)) + 1)
         wanted = [(index, repeat) for repeat in range(1, times + 1) for index in edge] + [(index, 0) for index in above]
         return [asked for asked in wanted if asked not in self._results]
 
@@ -178,8 +178,9 @@ class _CellSearch:
         if self._bracket.is_proven:
             no = next(r for r in self._results_at(end) if r.outcome.is_memory or self._lacks_headroom(r))
             return self._why_not(no, self._tokens(end))
-        if end > self._question.grid.size:
-            return "ceiling", f"{self._tokens(fits)} fit, the longest length that was to be tried"
+        if end > self._question.size_of(self._cell):
+            bound = "was to be tried" if end > self._question.grid.size else "the token budget holds"
+            return "ceiling", f"{self._tokens(fits)} fit, the longest length that {bound}"
         timeout = next(r for r in self._results_at(end) if r.outcome is Outcome.TIMEOUT)
         return "time", f"{self._tokens(end)} took too long to tell: {timeout.reason}"
 

@@ -36,7 +36,7 @@ Guess = Callable[[Question, Cell, int], Line]
 def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:  # noqa: ARG001 (a Guess is told)
     """Our engine. Source: the trials on an H200 in docs/results/find: two steps of 8,192 tokens off at most."""
     shape, settings = question.model.shape, cell.settings
-    logits = ENGINE_LOGITS_BYTES * shape.vocab_size if settings.loss == "full" else 0.0
+    logits = ENGINE_LOGITS_BYTES * shape.vocab_size if settings.holds_logits else 0.0
     if question.device == "cuda" and settings.allocator == "native":
         logits *= 1 + _LOGITS_LOST
     kept = layer_input_bytes(shape) if settings.recompute == "layer" else layer_bytes(shape) * shape.layers

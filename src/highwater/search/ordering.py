@@ -13,7 +13,7 @@ The published A100 table takes 246 trials this way, of which 224 are inevitable.
 from collections.abc import Sequence
 
 from highwater.search.guess import Guess, Line, engine_guess
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.footprint import state_bytes
 from highwater.spec.study import Cell, CellAnswer, Grid, Question
 
 _FIXED_DOUBT = 0.1
@@ -31,6 +31,8 @@ def first_index(question: Question, cell: Cell, finished: Sequence[CellAnswer], 
     takes the least, two trials, for a capacity of i and for one of i - 1.
     """
     memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    if cell.settings.token_budget_tokens is not None:
+        return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes
@@ -85,13 +87,11 @@ def _moved(line: Line, guess: Line, taken_bytes: float, usable_bytes: int, answe
 
 def _are_kin(one: Cell, other: Cell) -> bool:
     """A token costs about the same in both, unless the guess tells them apart: where the states live changes it little."""
-    return (one.settings.loss, one.settings.recompute) == (other.settings.loss, other.settings.recompute)
+    return (one.settings.holds_logits, one.settings.recompute) == (other.settings.holds_logits, other.settings.recompute)
 
 
 def _states_bytes(question: Question, cell: Cell) -> float:
-    if cell.settings.offload:
-        return 0
-    return STATE_BYTES_PER_PARAMETER * question.model.shape.parameters / cell.layout.shard_degree
+    return state_bytes(question.model.shape, cell.settings) / cell.layout.shard_degree
 
 
 def _tokens_per_gpu(cell: Cell, length_tokens: int) -> float:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from highwater.spec.model import ModelShape
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.units import MIB
 
@@ -12,6 +13,14 @@ GATHERED_BYTES_PER_EMBEDDING = 4
 """Embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
 FIXED_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000, "cpu": 512 * MIB}
 """Besides states and gathered weights, context included: fitted to the published A100 tables; on the CPU, Python with torch."""
+
+
+def state_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Parameters, gradients and optimizer states of every trained model, unsharded, on the GPUs; 0 where they are offloaded.
+
+    A reward model and a critic have a number in the place of the vocabulary: less by a head where it is not the embedding.
+    """
+    return 0 if settings.offload else STATE_BYTES_PER_PARAMETER * shape.parameters * settings.trained_models
 
 
 def gathered_bytes(shape: ModelShape) -> int:

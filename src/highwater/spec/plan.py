@@ -29,6 +29,7 @@ _NAMED_SETTINGS = (
     "recompute",
     "rope",
     "sequences_per_micro_batch",
+    "token_budget_tokens",
 )
 """Fields that a request and the settings share: the same on every rung."""
 _PROCESSES_PER_CORE = 4
@@ -58,8 +59,9 @@ def plan(request: Request, machine: Machine) -> Plan:
     gpus = used_gpus(machine, device=device, count=max(counts))
     total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
     _check_memory(request, machine, device, model, workers=max(counts), total_bytes=total_bytes)
-    cells, skipped = _cells(request, model.shape, device, counts)
     grid, capped = _grid(request, model, device)
+    cells, skipped = _cells(request, model.shape, device, counts)
+    cells, too_small = _within_token_budget(cells, grid, device)
     question = Question(
         model=model,
         device=device,
@@ -77,7 +79,7 @@ def plan(request: Request, machine: Machine) -> Plan:
         simulated=request.dry_run,
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    return Plan(question=question, notes=(*((ON_THE_CPU_NOTE,) if is_fallback else ()), *skipped, *capped))
+    return Plan(question=question, notes=(*((ON_THE_CPU_NOTE,) if is_fallback else ()), *skipped, *too_small, *capped))
 
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
@@ -212,6 +214,16 @@ def _cells(
         raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint="use `--ulysses 1`")
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
     return cells, tuple(f"{what} is skipped: {why}" for what, why in skipped)
+
+
+def _within_token_budget(cells: tuple[Cell, ...], grid: Grid, device: Device) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """The cells whose token budget holds a sequence of the start length, and a note for each that does not; all where none does."""
+    kept = [cell for cell in cells if cell.settings.sequences(grid.start_tokens, context_degree=cell.layout.context_degree)]
+    if not kept:
+        return cells, ()
+    skipped = [cell.label_on(device) for cell in cells if cell not in kept]
+    why = f"is skipped: its token budget does not hold a sequence of {format_tokens(grid.start_tokens)} tokens"
+    return tuple(kept), tuple(f"{label} {why}" for label in skipped)
 
 
 def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int, device: Device = "cuda") -> str | None:

@@ -22,6 +22,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "memory": ("a size", "80GiB"),
     "sequences_per_micro_batch": ("a whole number", 1),
     "start_length": ("a length in tokens", "4k"),
+    "token_budget": ("a number of tokens", "16k"),
     "resolution": ("a length in tokens", "4k"),
     "max_length": ("a length in tokens", "256k"),
     "confirm": ("a whole number", 2),
@@ -88,6 +89,9 @@ class Request(Noun, frozen=True, kw_only=True):
         Rope, Meta(description="auto: YaRN past the native length, unless the model scales itself; yarn: all the same")
     ] = "auto"
     sequences_per_micro_batch: Annotated[int, Meta(description="sequences packed into one micro-batch")] = 1
+    token_budget: Annotated[
+        Tokens | None, Meta(description="tokens of a micro-batch for each GPU: packs as many sequences as they hold")
+    ] = None
     start_length: Annotated[Tokens, Meta(description="shortest length to try, in tokens")] = 4096
     resolution: Annotated[
         Tokens | None, Meta(description="step between lengths; default: 4096 up to the native length, then a quarter of it")
@@ -144,6 +148,11 @@ class Request(Noun, frozen=True, kw_only=True):
         return parse_tokens(str(self.start_length))
 
     @property
+    def token_budget_tokens(self) -> int | None:
+        """Tokens of a micro-batch for each GPU; None: the number of sequences is given."""
+        return None if self.token_budget is None else parse_tokens(str(self.token_budget))
+
+    @property
     def resolution_tokens(self) -> int | None:
         """Step between lengths; None: the published grid."""
         return None if self.resolution is None else parse_tokens(str(self.resolution))
@@ -163,6 +172,7 @@ _READ_FROM = {
     "memory": "memory_bytes",
     "margin": "margin_bytes",
     "start_length": "start_tokens",
+    "token_budget": "token_budget_tokens",
     "resolution": "resolution_tokens",
     "max_length": "max_tokens",
     "timeout": "timeout_s",

@@ -36,6 +36,8 @@ class Settings(Noun, frozen=True, kw_only=True):
     """``ppo``: a second model of token values is trained along."""
     sequences_per_micro_batch: int = 1
     """Sequences packed into one micro-batch, without padding."""
+    token_budget_tokens: int | None = None
+    """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds. None: the number above."""
     recompute: Recompute = "layer"
     """Activations recomputed in the backward pass: none, or each decoder layer's."""
     rope: Rope = "auto"
@@ -51,6 +53,8 @@ class Settings(Noun, frozen=True, kw_only=True):
             raise UsageError(
                 f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
             )
+        if self.token_budget_tokens is not None and self.token_budget_tokens < 1:
+            raise UsageError(f"a token budget of {self.token_budget_tokens}", hint="for example `--token-budget 16k`")
         if self.critic and self.objective != "ppo":
             raise UsageError(f"the objective {self.objective} has no critic", hint="use `--objective ppo`, or leave `--critic` out")
         if self.entropy != "none" and self.objective not in ("grpo", "ppo"):
@@ -60,6 +64,29 @@ class Settings(Noun, frozen=True, kw_only=True):
                 f"a reward model is trained on pairs, and {self.sequences_per_micro_batch} sequences per micro-batch are not",
                 hint="use `--sequences-per-micro-batch 2`",
             )
+
+    def sequences(self, length_tokens: int, *, context_degree: int) -> int:
+        """Sequences of this length in one micro-batch; 0 where the token budget does not hold one (a reward model: one pair)."""
+        if self.token_budget_tokens is None:
+            return self.sequences_per_micro_batch
+        held = self.token_budget_tokens * context_degree // length_tokens
+        return held // 2 * 2 if self.objective == "rw" else held
+
+    def longest_tokens(self, *, context_degree: int) -> int | None:
+        """The longest sequence that the token budget holds; None without one."""
+        if self.token_budget_tokens is None:
+            return None
+        return self.token_budget_tokens * context_degree // (2 if self.objective == "rw" else 1)
+
+    @property
+    def trained_models(self) -> int:
+        """Models with gradients and optimizer states."""
+        return 2 if self.critic else 1
+
+    @property
+    def holds_logits(self) -> bool:
+        """Whether the logits of a whole micro-batch are alive at once."""
+        return self.loss == "full" and self.entropy != "chunked" and self.objective != "rw"
 
     @property
     def label(self) -> str:

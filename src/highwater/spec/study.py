@@ -138,6 +138,11 @@ class Question(Noun, frozen=True, kw_only=True):
         del fields["model"]["directory"]
         return digest(fields)
 
+    def size_of(self, cell: Cell) -> int:
+        """Lengths of the grid that a cell can try: its token budget may end it earlier."""
+        longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
+        return self.grid.size if longest is None else min(self.grid.size, self.grid.index_at_most(longest))
+
     def trial(self, cell: Cell, length_tokens: int) -> TrialSpec:
         """The trial of one length in one cell."""
         return TrialSpec(

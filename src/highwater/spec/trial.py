@@ -70,12 +70,24 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
                 f"micro-batch{'es' if self.micro_batches != 1 else ''} never hold the peak",
                 hint="use at least 2 steps of 2 micro-batches",
             )
+        if self.sequences < 1:
+            least = -(-self.length_tokens * (2 if self.settings.objective == "rw" else 1) // self.layout.context_degree)
+            raise UsageError(
+                f"a token budget of {self.settings.token_budget_tokens} is below the {least} tokens that each GPU gets of one "
+                f"{'pair' if self.settings.objective == 'rw' else 'sequence'} of {self.length_tokens}",
+                hint=f"use `--token-budget {least}` or more",
+            )
         if self.device == "cpu" and self.memory_budget_bytes is None:
             raise UsageError("a trial on the CPU without a memory limit would take the whole machine", hint="add `--memory 2GiB`")
         if self.data is not None and not _DATA_SOURCE.fullmatch(self.data):
             raise UsageError(
                 f"data source {self.data!r} is not module:function", hint="for example `--data my_package.batches:packed`"
             )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences packed into one micro-batch."""
+        return self.settings.sequences(self.length_tokens, context_degree=self.layout.context_degree)
 
     @property
     def key(self) -> str:
