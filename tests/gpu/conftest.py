@@ -10,7 +10,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/gpu" in str(item.path):
             item.add_marker(pytest.mark.gpu)
     # Trials first: they want a GPU that nobody uses, and this process uses it once it has run a kernel.
-    items.sort(key=lambda item: item.path.name == "test_kernels.py")
+    items.sort(key=lambda item: item.path.name != "test_trials.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from highwater.bench.environment import environment
 from highwater.engine.loss import token_statistics
+from highwater.spec.settings import Loss
 
 VOCABULARY = 151_936
 HIDDEN = 1024
@@ -24,7 +27,16 @@ TOKENS = (8192, 16384)
 TOLERANCE = 1e-2
 """Norm-relative, against float64: bfloat16 keeps 8 bits, and rounds logits and their gradients once each."""
 
-LossPath = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Hidden states NE, weight VE, labels N -> a sum over tokens."""
+
+
+class Contender(NamedTuple):
+    """A way to compute a loss, and what it has to equal."""
+
+    compute: LossOf
+    exact: LossOf
+    """In the dtype of its inputs."""
 
 
 def main() -> None:
@@ -32,9 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
-    rows = [measure(name, path) for name, path in PATHS.items()]
+    rows = [measure(name, path) for name, path in CONTENDERS.items()]
     for row in rows:
-        print(f"{row['path']:>14}  {row['bytes_per_token_vocabulary']:6.3f} bytes / (token x vocabulary)", file=sys.stderr)
+        print(f"{row['path']:>18}  {row['bytes_per_token_vocabulary']:6.3f} bytes / (token x vocabulary)", file=sys.stderr)
     text = json.dumps({"environment": environment(), "vocabulary": VOCABULARY, "hidden": HIDDEN, "rows": rows}, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
@@ -42,7 +54,7 @@ def main() -> None:
         print(text)
 
 
-def measure(name: str, path: LossPath) -> dict[str, object]:
+def measure(name: str, path: Contender) -> dict[str, object]:
     """Deviations from float64, peaks at both token counts, and their slope."""
     deviations = compare(path)
     if max(deviations.values()) > TOLERANCE:
@@ -58,27 +70,27 @@ def measure(name: str, path: LossPath) -> dict[str, object]:
     }
 
 
-def compare(path: LossPath, *, tokens: int = 1031, vocabulary: int = 5003) -> dict[str, float]:
+def compare(path: Contender, *, tokens: int = 1031, vocabulary: int = 5003) -> dict[str, float]:
     """Norm-relative deviation of the loss and its gradients from float64 on the same bfloat16 inputs, odd sizes."""
     hidden, weight, labels = _inputs(tokens, vocabulary)
-    ours = (path(hidden, weight, labels), *torch.autograd.grad(path(hidden, weight, labels), (hidden, weight)))
-    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    reference_loss = F.cross_entropy(wide[0] @ wide[1].T, labels, reduction="sum")
-    reference = (reference_loss, *torch.autograd.grad(reference_loss, wide))
+    wide = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    found, exact = path.compute(hidden, weight, labels), path.exact(*wide, labels)
+    ours = (found.detach(), *torch.autograd.grad(found, (hidden, weight)))
+    reference = (exact.detach(), *torch.autograd.grad(exact, wide))
     names = ("loss", "hidden_gradient", "weight_gradient")
     return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, ours, reference, strict=True)}
 
 
-def peak_bytes(path: LossPath, tokens: int) -> int:
+def peak_bytes(path: Contender, tokens: int) -> int:
     """Peak allocated over forward and backward, less what was alive before."""
     inputs = _inputs(tokens, VOCABULARY)
-    path(*inputs).backward()  # compiles kernels and makes workspaces
+    path.compute(*inputs).backward()  # compiles kernels and makes workspaces
     for tensor in inputs[:2]:
         tensor.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    path(*inputs).backward()
+    path.compute(*inputs).backward()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -88,10 +100,34 @@ def hugging_face(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tens
     return F.cross_entropy((hidden_NE @ weight_VE.T).float(), labels_N, reduction="sum")
 
 
-PATHS: dict[str, LossPath] = {
-    "hugging face": hugging_face,
-    "full": lambda h, w, y: -token_statistics(h, w, y, loss="full").logprobs_N.sum(),
-    "chunked": lambda h, w, y: -token_statistics(h, w, y, loss="chunked").logprobs_N.sum(),
+def eager_entropy(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tensor:
+    """What a trainer writes that wants log-probabilities and entropies of ordinary logits."""
+    log_p = torch.log_softmax((hidden_NE @ weight_VE.T).float(), dim=-1)
+    return -log_p.gather(1, labels_N[:, None]).sum() - (log_p.exp() * log_p).sum()
+
+
+def highwater_loss(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss, entropy: bool) -> Tensor:
+    """This project's: negative log-likelihood, and the entropy where it is asked for."""
+    of = token_statistics(hidden_NE, weight_VE, labels_N, loss=loss)
+    return -of.logprobs_N.sum() + (of.entropies_N.sum() if entropy else 0.0)
+
+
+def _exact(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tensor:
+    return F.cross_entropy(hidden_NE @ weight_VE.T, labels_N, reduction="sum")
+
+
+def _exact_with_entropy(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Tensor:
+    log_p = torch.log_softmax(hidden_NE @ weight_VE.T, dim=-1)
+    return -log_p.gather(1, labels_N[:, None]).sum() - (log_p.exp() * log_p).sum()
+
+
+CONTENDERS: dict[str, Contender] = {
+    "hugging face": Contender(hugging_face, _exact),
+    "full": Contender(partial(highwater_loss, loss="full", entropy=False), _exact),
+    "chunked": Contender(partial(highwater_loss, loss="chunked", entropy=False), _exact),
+    "eager + entropy": Contender(eager_entropy, _exact_with_entropy),
+    "full + entropy": Contender(partial(highwater_loss, loss="full", entropy=True), _exact_with_entropy),
+    "chunked + entropy": Contender(partial(highwater_loss, loss="chunked", entropy=True), _exact_with_entropy),
 }
 
 

@@ -1,0 +1,28 @@
+"""200 steps on real text in bfloat16: our packed, sharded, recomputed, chunked training has Hugging Face's loss curve."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
+
+from curve import STEPS, hugging_face_curve, join_alone, our_curve, save_model  # noqa: E402
+
+TOLERANCE = 1e-3
+"""Norm-relative, in bfloat16: both round activations to 8 bits, at different places."""
+
+
+def test_two_hundred_steps_in_bfloat16_have_hugging_faces_loss_curve(tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    directory = save_model(tmp_path / "model")
+    join_alone(gpu, tmp_path)
+    try:
+        ours = our_curve(directory, gpu, torch.bfloat16)
+    finally:
+        torch.distributed.destroy_process_group()
+    theirs = hugging_face_curve(directory, gpu, torch.bfloat16)
+    assert len(ours) == STEPS
+    assert ours[-1] < 0.9 * ours[0], "it learns"
+    assert float((ours - theirs).norm() / theirs.norm()) < TOLERANCE

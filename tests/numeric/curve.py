@@ -1,0 +1,107 @@
+"""Two ways to train the same tiny model on the same real text: our engine, and Hugging Face as its documentation has it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from highwater.attention.dense import register, select_kernel
+from highwater.engine.data import Document, pack
+from highwater.engine.model import build, read_config
+from highwater.engine.step import CLIP_NORM, Trainer, make_optimizer, train_step
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.layout import Layout
+
+STEPS = 200
+LEARNING_RATE = 1e-4
+"""At 1e-3 this model amplifies the rounding of the first steps a thousandfold: the curves would tell of chaos, not of gradients."""
+TEXT = Path(__file__).parents[2] / "LICENSE"
+"""Real text, 11 KB of it, a byte a token."""
+DOCUMENT_TOKENS = (64, 33, 95)
+MICRO_BATCHES = 2
+
+
+def save_model(folder: Path) -> str:
+    """A tiny model for bytes, in float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def text_batches() -> list[list[list[Tensor]]]:
+    """By step and micro-batch: documents of several lengths, cut from the text one after another, over and over."""
+    ids = torch.tensor(list(TEXT.read_bytes()))
+    start, steps = 0, []
+    for _ in range(STEPS):
+        micro_batches = []
+        for _ in range(MICRO_BATCHES):
+            documents = []
+            for length in DOCUMENT_TOKENS:
+                documents.append(ids[start : start + length])
+                start = (start + length) % (len(ids) - max(DOCUMENT_TOKENS))
+            micro_batches.append(documents)
+        steps.append(micro_batches)
+    return steps
+
+
+def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
+    """The loss of every step; packed, sharded, recomputed, chunked. A process group has to be there."""
+    mesh = process_mesh.shard_mesh(Layout(), device)
+    model = build(
+        read_config(directory, length_tokens=128, rope="auto"),
+        directory=directory,
+        mesh=mesh,
+        attention=register(select_kernel(device, compute_dtype, query_heads=4, kv_heads=2, head_dim=32)),
+        loss="chunked",
+        recompute="layer",
+        compute_dtype=compute_dtype,
+    )
+    optimizer = make_optimizer(model)
+    optimizer.param_groups[0]["lr"] = LEARNING_RATE
+    trainer = Trainer(policy=model, optimizer=optimizer, mesh=mesh)
+    losses = []
+    for micro_batches in text_batches():
+        packed = [pack([Document(ids, ids) for ids in documents]) for documents in micro_batches]
+        losses.append(float(train_step(trainer, packed)[0]))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
+    """The loss of every step; float32 parameters, autocast, one document at a time, nothing packed."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for micro_batches in text_batches():
+        documents = [ids for micro_batch in micro_batches for ids in micro_batch]
+        trained = sum(len(ids) - 1 for ids in documents)
+        total = 0.0
+        for ids in documents:
+            row = ids[None].to(device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+                loss = model(input_ids=row, labels=row, use_cache=False).loss * (len(ids) - 1) / trained
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def join_alone(device: torch.device, folder: Path) -> None:
+    """A process group of one, which needs no port."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
