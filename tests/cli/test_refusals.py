@@ -144,8 +144,8 @@ def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:
 
 
 def test_what_the_engine_cannot_do_yet_is_refused_by_name(highwater: Run) -> None:
-    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--strategy", "fsdp"), 2)
-    assert "FSDP1" in problem
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--save-hf", "last"), 2)
+    assert "Hugging Face weights" in problem
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, *hint.split("`")[1].split()).returncode == 0
 
 

@@ -9,7 +9,7 @@ from conftest import Run, refusal
 from highwater.cli.search_context_length_capacity import PROGRAM, ignored_allocator_options, parse, request_of, settings_of
 
 MODEL = ("--model_path", "Qwen3-0.6B")
-SUPPORTED = ("--trainer_strategy", "fsdp2", "--save_hf_checkpoint", "never")
+SUPPORTED = ("--save_hf_checkpoint", "never")
 
 
 @pytest.fixture
@@ -71,15 +71,14 @@ def test_allocator_options_that_no_trial_gets_are_named() -> None:
 
 def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -> None:
     problem, hint = refusal(search(*MODEL), 2)
-    assert problem == "the engine cannot do this yet: --trainer_strategy fsdp, --save_hf_checkpoint last"
-    assert shlex.split(hint.strip("`"))[1:] == [*MODEL, "--save_hf_checkpoint", "never", "--trainer_strategy", "fsdp2"]
+    assert problem == "the engine cannot do this yet: --save_hf_checkpoint last"
+    assert shlex.split(hint.strip("`"))[1:] == [*MODEL, "--save_hf_checkpoint", "never"]
     assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--offload",), "--offload"),
         (("--save_hf_checkpoint", "always"), "--save_hf_checkpoint always"),
     ],
 )
@@ -87,6 +86,13 @@ def test_each_flag_that_cannot_be_done_yet_is_refused_alone(search: Run, words: 
     problem, hint = refusal(search(*MODEL, *SUPPORTED, *words), 2)
     assert problem == f"the engine cannot do this yet: {named}"
     assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--offload",), ("--trainer_strategy", "fsdp2"), ("--trainer_strategy", "fsdp2", "--offload")]
+)
+def test_either_strategy_is_tried_with_and_without_offload(search: Run, words: tuple[str, ...]) -> None:
+    assert _is_past_the_refusal(search(*MODEL, *SUPPORTED, *words))
 
 
 def test_an_sp_that_divides_no_gpu_count_is_never_tried(search: Run) -> None:

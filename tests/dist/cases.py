@@ -1,132 +1,154 @@
 """One process of a group: every case of sharded training against the unsharded reference. Started by torchrun.
 
-``torchrun --nproc-per-node N cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+``torchrun --nproc-per-node N cases.py WEIGHTS RESULT PART``: writes, as rank 0, one JSON object {case name: deviations}.
 """
 
 import json
 import sys
 import traceback
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from reference import Documents, reference_gradients, reference_training
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from highwater.attention.dense import register
 from highwater.engine.data import Batch, Document, pack, shard
-from highwater.engine.model import LanguageModel, build, read_config
-from highwater.engine.recompute import PREFIX
+from highwater.engine.model import Fill, LanguageModel, build, build_on_meta, name_in_files, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp1 import shard_flat
 from highwater.spec.layout import Layout
 
 MICRO_BATCHES = 2
 VOCABULARY = 97
+COVER = "cover"
+"""Cases in which every value of one field meets every value of any other field."""
+BUILD = "FSDP1 is built unit by unit"
+PRODUCTS = ("fsdp", "fsdp offload", "fsdp2", "fsdp2 offload")
+"""Every combination of the other fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One way to train the same thing."""
 
+    strategy: str
+    offload: bool
     model: str
-    dtype: str
+    precision: str
+    """Dtype of everything; ``bfloat16``: of the compute copies of float32 shards."""
     loss: str
     recompute: str
     batch: str
-    ulysses: int = 1
-    compute: str | None = None
-    """The dtype of the compute copies; None: the master's."""
+    ulysses: int
 
     @property
     def name(self) -> str:
-        sharded = f" ulysses={self.ulysses}" if self.ulysses > 1 else ""
-        sharded += f" computed in {self.compute}" if self.compute else ""
-        return f"{self.model} {self.dtype} {self.loss} recompute={self.recompute} {self.batch}{sharded}"
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @property
+    def master(self) -> str:
+        return "float32" if self.precision == "bfloat16" else self.precision
+
+    @property
+    def is_told_by_its_result(self) -> bool:
+        """Not, where rounding alone may change it: AdamW's first steps are the gradient's sign, a router's choice is one of two."""
+        if self.batch == "three-steps":
+            return self.precision == "float64"
+        return not (self.precision == "bfloat16" and self.model == "moe")
 
 
-CASES = [
-    Case(model=model, dtype=dtype, loss=loss, recompute=recompute, batch=batch)
-    for (model, dtype), (loss, recompute), batch in product(
-        product(("dense", "tied", "moe"), ("float64", "float32")),
-        (("full", "layer"), ("chunked", "none"), ("chunked", "layer")),
-        ("packed", "untrained-rank"),
-    )
-] + [Case(model=model, dtype="float64", loss="full", recompute="layer", batch="three-steps") for model in ("dense", "tied", "moe")]
-CASES += [
-    Case(model=model, dtype=dtype, loss=loss, recompute="layer", batch=batch, ulysses=ulysses)
-    for (model, dtype), (loss, batch), ulysses in product(
-        (("dense", "float64"), ("dense", "float32"), ("tied", "float64"), ("moe", "float64")),
-        (("full", "packed"), ("chunked", "untrained-rank")),
-        (2, 4),
-    )
-]
-CASES.append(Case(model="dense", dtype="float32", loss="chunked", recompute="layer", batch="packed", compute="bfloat16"))
+VALUES = {
+    "strategy": ("fsdp", "fsdp2"),
+    "offload": (False, True),
+    "model": ("dense", "tied", "moe"),
+    "precision": ("float64", "float32", "bfloat16"),
+    "loss": ("full", "chunked"),
+    "recompute": ("layer", "none"),
+    "batch": ("packed", "untrained-rank", "three-steps"),
+    "ulysses": (1, 2, 4),
+}
 
 
-def cases_for(processes: int) -> list[Case]:
-    """The cases that this many processes can run."""
-    return [case for case in CASES if processes % case.ulysses == 0]
+def cases_for(processes: int, part: str) -> list[Case]:
+    """The cases of a part that this many processes can run."""
+    every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
+    possible = [case for case in every if processes % case.ulysses == 0 and case.is_told_by_its_result]
+    if part == COVER:
+        return _pairwise(possible)
+    strategy, _, offload = part.partition(" ")
+    return [case for case in possible if (case.strategy, case.offload) == (strategy, bool(offload))]
+
+
+def _pairwise(cases: list[Case]) -> list[Case]:
+    """Few of the cases, in which every pair of two fields' values is found that is found in all: greedily, most new ones first."""
+    pairs = {case: set(combinations(((f.name, getattr(case, f.name)) for f in fields(case)), 2)) for case in cases}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs[case] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
 
 
 class RecordGradients(torch.optim.SGD):
     """An optimizer that keeps what it was given."""
 
     def step(self, closure: None = None) -> None:
-        self.gradients: list[Tensor] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        self.gradients = [None if p.grad is None else p.grad.clone() for group in self.param_groups for p in group["params"]]
 
 
 def main() -> None:
-    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    weights, result, part = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     device = torch.device("cpu")
     torch.set_num_threads(1)
     process_mesh.join(device)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    groups = {u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh) for u in (1, 2, 4) if world % u == 0}
     results = {}
-    for case in cases_for(world):
+    for case in cases_for(world, part):
         try:
-            results[case.name] = run(case, weights / case.model, mesh, rank, world)
+            results[case.name] = run(case, weights / case.model, mesh, groups[case.ulysses], rank)
         except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
             results[case.name] = {"error": traceback.format_exc()}
+    if part == COVER:
+        results[BUILD] = build_unit_by_unit(weights / "tied", mesh)
     if rank == 0:
         result.write_text(json.dumps(results))
     process_mesh.leave()
 
 
-def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient."""
-    dtype = getattr(torch, case.dtype)
-    batches = [[documents(case.batch, r, m) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
-    layout = Layout(gpus=world, ulysses_degree=case.ulysses)
-    own = [
-        shard(pack([Document(*pair) for pair in b]), degree=case.ulysses, rank=rank % case.ulysses)
-        for b in batches[rank // case.ulysses]
-    ]
+def run(case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient (or change)."""
+    master = getattr(torch, case.master)
+    data_ranks = mesh.size() // case.ulysses
+    whole = [pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)]) for m in range(MICRO_BATCHES)]
+    own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register("flash", group=process_mesh.sequence_group(layout, mesh)),
+        attention=register("flash", group=group),
+        strategy=case.strategy,
+        offload=case.offload,
         loss=case.loss,
         recompute=case.recompute,
-        compute_dtype=getattr(torch, case.compute or case.dtype),
-        master_dtype=dtype,
+        compute_dtype=getattr(torch, case.precision),
+        master_dtype=master,
     )
-    if case.batch == "three-steps":
-        return _three_steps(model, directory, own, batches, mesh)
-    optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
-    assert {g.dtype for g in optimizer.gradients} == {dtype}, "gradients are reduced and kept in the master's dtype"
-    gradients = _by_name(model, optimizer.gradients)
-    reference_loss, reference_norm, expected = reference_gradients(
-        directory, dtype, [documents for of_rank in batches for documents in of_rank]
-    )
-    missing = set(expected) ^ set(gradients)
+    train = _three_steps if case.batch == "three-steps" else _one_step
+    loss, norm, found = train(model, own, mesh, master)
+    reference_loss, reference_norm, expected = _expected(directory, master, case.batch, data_ranks)
+    missing = set(expected) ^ set(found)
     assert not missing, f"parameters without a partner: {missing}"
-    deviations = {name: float((gradients[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    deviations = {n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm()) for n in expected}
     worst = max(deviations, key=deviations.__getitem__)
     return {
         "loss": abs(float(loss) / float(reference_loss) - 1),
@@ -136,29 +158,66 @@ def run(case: Case, directory: Path, mesh: torch.distributed.DeviceMesh, rank: i
     }
 
 
+def _one_step(
+    model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh, master: torch.dtype
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, norm and every gradient of the first step."""
+    optimizer = RecordGradients(model.parameters(), lr=0.0)
+    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
+    assert {g.dtype for g in optimizer.gradients if g is not None} <= {master}, "gradients are kept in the master's dtype"
+    return loss, norm, _whole(model, optimizer.gradients)
+
+
 def _three_steps(
-    model: LanguageModel,
-    directory: Path,
-    micro_batches: list[Batch],
-    batches: list[list[Documents]],
-    mesh: torch.distributed.DeviceMesh,
-) -> dict[str, float | str]:
-    """Deviation of what three optimizer steps changed, the states allocated before the first as in a trial."""
-    before = _by_name(model, [p.detach().clone() for p in model.parameters()])
+    model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh, _: torch.dtype
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss and norm of the last of three steps, and what they changed, the states allocated before the first as in a trial."""
+    before = _whole(model, [p.detach().clone() for p in model.parameters()])
     optimizer = make_optimizer(model)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), _by_name(model, list(model.parameters())).values(), strict=True))
-    for _ in range(3):
+    unchanged = _whole(model, [p.detach() for p in model.parameters()])
+    assert all(torch.equal(before[name], unchanged[name]) for name in before)
+    for _step in range(3):
         loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
-    after = _by_name(model, [p.detach() for p in model.parameters()])
-    everything = [documents for of_rank in batches for documents in of_rank]
-    reference_loss, reference_norm, expected = reference_training(directory, torch.float64, everything, steps=3)
-    changes = {name: float((after[name] - before[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
-    worst = max(changes, key=changes.__getitem__)
+    after = _whole(model, [p.detach() for p in model.parameters()])
+    return loss, norm, {name: after[name] - before[name] for name in after}
+
+
+@cache
+def _expected(directory: Path, dtype: torch.dtype, kind: str, data_ranks: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    everything = [documents(kind, r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
+    if kind == "three-steps":
+        return reference_training(directory, dtype, everything, steps=3)
+    return reference_gradients(directory, dtype, everything)
+
+
+def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
+    """FSDP1's random model against the unsharded one; and the most bytes that a rank held, in units of its shards and one unit."""
+
+    def on_meta() -> LanguageModel:
+        config = read_config(str(directory), length_tokens=64, rope="auto")
+        return build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+
+    plain, model = on_meta(), on_meta()
+    Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
+    fill = Fill(model, None, device=torch.device("cpu"), seed=7)
+    layers, held = list(model.layers), []
+
+    def materialise(unit: nn.Module) -> None:
+        fill.one_unit(unit)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta}
+        held.append(sum(storages.values()))
+
+    wrapped = shard_flat(model, model.layers, mesh=mesh, compute_dtype=torch.float32, materialise=materialise)
+    whole = _whole(wrapped, [p.detach() for p in wrapped.parameters()])
+    expected = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
+    assert set(whole) == set(expected)
+    in_layers = [4 * sum(p.numel() for p in layer.parameters()) for layer in plain.layers]
+    everything = 4 * plain.parameter_count
+    largest = max(*in_layers, everything - sum(in_layers))
+    assert len(held) == len(layers) + 1
     return {
-        "loss": abs(float(loss) / float(reference_loss) - 1),
-        "norm": abs(float(norm) / float(reference_norm) - 1),
-        "gradient": changes[worst],
-        "worst": worst,
+        "random": max(float((whole[name] - expected[name]).abs().max()) for name in expected),
+        "held": max(held) / (everything / mesh.size() + largest),
     }
 
 
@@ -179,10 +238,14 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
     return packed
 
 
-def _by_name(model: LanguageModel, gradients: list[Tensor]) -> dict[str, Tensor]:
-    names = [name.replace(PREFIX, "").removeprefix("causal_lm.") for name, _ in model.named_parameters()]
-    full = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return dict(zip(names, full, strict=True))
+def _whole(model: nn.Module, tensors: list[Tensor | None]) -> dict[str, Tensor]:
+    """One tensor for each parameter, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    names = [name_in_files(name) for name, _ in model.named_parameters()]
+    own = [None if t is None else local_shard(t).flatten() for t in tensors]
+    ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    parts = zip(*ranks, strict=True)
+    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
 
 
 if __name__ == "__main__":

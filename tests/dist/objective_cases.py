@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from plain_objectives import Plain, plain
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from highwater.attention.dense import register
 from highwater.engine.data import Document, pack, shard
 from highwater.engine.model import Decoder, build, name_in_files, read_config
 from highwater.engine.step import Trainer, backward_of
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.layout import Layout
 
@@ -37,11 +37,13 @@ class Case:
     ulysses: int = 1
     dtype: str = "float64"
     model: str = "dense"
+    strategy: str = "fsdp2"
+    offload: bool = False
 
     @property
     def name(self) -> str:
-        parts = [self.objective, self.model, self.dtype, self.loss, f"ulysses={self.ulysses}"]
-        return " ".join(parts + ["critic"] * self.critic + ["entropy"] * self.entropy)
+        parts = [self.objective, self.model, self.dtype, self.loss, self.strategy, f"ulysses={self.ulysses}"]
+        return " ".join(parts + ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload)
 
 
 _PLAINLY = [
@@ -52,7 +54,8 @@ _PLAINLY = [
     Case(objective="rw"),
 ]
 CASES = [replace(case, ulysses=ulysses) for case in _PLAINLY for ulysses in (1, 2, 4)]
-CASES += [replace(case, dtype="float32") for case in _PLAINLY]
+CASES += [replace(case, dtype="float32", offload=True) for case in _PLAINLY]
+CASES += [replace(case, strategy="fsdp", offload=case.critic) for case in _PLAINLY]
 
 
 def cases_for(processes: int) -> list[Case]:
@@ -84,7 +87,7 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
     group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
     own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in ranks[rank // case.ulysses]]
 
-    def model(name: str, loss: str | None, *, offload: bool = False) -> Decoder:
+    def model(name: str, loss: str | None) -> Decoder:
         dtype = getattr(torch, case.dtype)
         return build(
             read_config(str(weights / name), length_tokens=64, rope="auto"),
@@ -95,7 +98,8 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
             recompute="layer",
             compute_dtype=dtype,
             master_dtype=dtype,
-            offload=offload,
+            strategy="fsdp2" if name == "reference" else case.strategy,
+            offload=case.offload or name == "reference",
         )
 
     policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
@@ -109,7 +113,7 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
         entropy=case.entropy,
         critic=critic,
         critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
-        reference=model("reference", "full", offload=True).requires_grad_(False) if case.objective == "grpo" else None,
+        reference=model("reference", "full").requires_grad_(False) if case.objective == "grpo" else None,
     )
     loss = total(backward_of(trainer, own), mesh)
     expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy)
@@ -123,18 +127,20 @@ def deviations(loss: Tensor, trainer: Trainer, expected: Plain) -> dict[str, flo
         ours = gradients(model) if model is not None else {}
         assert set(ours) == set(wanted), f"parameters without a partner: {set(ours) ^ set(wanted)}"
         for name, gradient in ours.items():
-            off = float((gradient - wanted[name]).norm() / wanted[name].norm())
+            off = float((gradient - wanted[name].flatten()).norm() / wanted[name].norm())
             if off >= found["gradient"]:
                 found |= {"gradient": off, "worst": f"{kind}.{name}"}
     return found
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that files have."""
-    return {
-        name_in_files(name, model): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for name, p in model.named_parameters()
-    }
+    """By the names that files have, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
+    ranks: list[list[Tensor | None]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(ranks, own)
+    names = [name_in_files(name) for name, _ in model.named_parameters()]
+    parts = zip(*ranks, strict=True)
+    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
 
 
 def documents(rank: int, micro_batch: int) -> list[Document]:

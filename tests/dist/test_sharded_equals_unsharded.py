@@ -1,4 +1,4 @@
-"""FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference: loss, gradient norm and every gradient."""
+"""FSDP1 and FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference: loss, gradient norm and every gradient."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import cases_for  # noqa: E402
+from cases import BUILD, COVER, PRODUCTS, cases_for  # noqa: E402
 from reference import save_models  # noqa: E402
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
@@ -27,27 +27,47 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)])
+@pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training(processes: int, weights: Path, tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
+    built = assert_equal(processes, COVER, weights, tmp_path / "result.json", timeout_s=220).pop(BUILD)
+    assert built["random"] == 0, "FSDP1 starts from the same random numbers on any number of processes"
+    assert built["held"] <= 1.01, "besides its shards, padded, a rank holds one unit at a time"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", PRODUCTS)
+@pytest.mark.parametrize("processes", WORLDS)
+def test_sharded_training_equals_unsharded_training_in_every_combination(
+    processes: int, part: str, weights: Path, tmp_path: Path
+) -> None:
+    assert_equal(processes, part, weights, tmp_path / "result.json", timeout_s=1100)
+
+
+def assert_equal(processes: int, part: str, weights: Path, result: Path, *, timeout_s: float) -> dict[str, dict[str, float]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     script = str(Path(__file__).with_name("cases.py"))
     done = subprocess.run(
-        [*torchrun, script, str(weights), str(result)],
+        [*torchrun, script, str(weights), str(result), part],
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=timeout_s,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(result.read_text())
-    assert set(results) == {case.name for case in cases_for(processes)}
+    cases = cases_for(processes, part)
+    assert set(results) - {BUILD} == {case.name for case in cases}
     wrong = {
         case.name: results[case.name]
-        for case in cases_for(processes)
+        for case in cases
         if "error" in results[case.name]
-        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.compute or case.dtype]
+        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.precision]
     }
     assert not wrong, json.dumps(wrong, indent=1)
+    return results

@@ -8,9 +8,13 @@ import pytest
 from places import H200, NO_GPU, machine_with, write_model
 
 from highwater.errors import MachineError, ModelError, UsageError
+from highwater.spec.footprint import host_state_bytes, matrices
 from highwater.spec.hardware import CPU_SEARCH, Machine
+from highwater.spec.model import catalog_names, load_model
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
+from highwater.spec.settings import Settings
+from highwater.units import GIB
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
@@ -175,6 +179,44 @@ def test_the_same_request_asks_the_same_question_and_another_budget_another() ->
     machine = machine_with(1)
     first, again, other = planned(machine), planned(machine), planned(machine, memory="80GiB")
     assert first.question.key == again.question.key != other.question.key
+
+
+def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_starts() -> None:
+    asked = {"model": "Qwen3-4B", "offload": True}
+    with pytest.raises(MachineError, match=r"Qwen3-4B on 1 GPU take .* of host memory.* this machine has 24\.00 GiB") as refusal:
+        plan(request_from(asked), machine_with(1))
+    assert refusal.value.hint == "leave `--offload` out"
+    plan(request_from({**asked, "offload": False}), machine_with(1))
+    plan(request_from({**asked, "dry_run": True}), machine_with(1))
+    larger = msgspec.structs.replace(machine_with(4), host_memory_total_bytes=128 * GIB)
+    assert plan(request_from(asked), larger).notes == ()
+
+
+@pytest.mark.parametrize("name", catalog_names())
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks_are_rounded_up_by(name: str, gpus: int) -> None:
+    shape = load_model(name).shape
+    assert sum(count * rows * size for count, rows, size in matrices(shape)) == pytest.approx(shape.parameters, rel=1e-3)
+    assert 15.99 <= host_state_bytes(shape, Settings(offload=True), gpus=gpus) / shape.parameters < 20
+    grpo = Settings(objective="grpo")
+    assert 1.99 <= host_state_bytes(shape, grpo, gpus=gpus) / shape.parameters < 4, "the reference, in bfloat16"
+    assert host_state_bytes(shape, Settings(), gpus=gpus) == 0
+    assert 20 <= host_state_bytes(shape, Settings(strategy="fsdp", offload=True), gpus=gpus) / shape.parameters < 28
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"strategy": "fsdp2"}, ()),
+        ({"strategy": "fsdp"}, ("FSDP1 offloads parameters and optimizer states; a gradient",)),
+        ({"strategy": "fsdp", "device": "cpu", "memory": "1GiB"}, ("on the CPU lengths end", "on the CPU offload changes nothing")),
+    ],
+)
+def test_what_offload_does_not_do_is_said(settings: dict[str, Any], said: tuple[str, ...]) -> None:
+    notes = planned(machine_with(1), offload=True, **settings).notes
+    assert len(notes) == len(said)
+    assert all(note.startswith(start) for note, start in zip(notes, said, strict=True))
+    assert not any("offload" in note for note in planned(machine_with(1), **settings).notes)
 
 
 def test_every_rung_has_the_settings_that_the_request_names() -> None:

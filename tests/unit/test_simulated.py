@@ -18,6 +18,7 @@ RUNGS = st.builds(
     allocator=st.sampled_from(["native", "expandable"]),
     loss=st.sampled_from(["full", "chunked"]),
     recompute=st.sampled_from(["none", "layer"]),
+    strategy=st.sampled_from(["fsdp", "fsdp2"]),
     offload=st.booleans(),
 )
 LAYOUTS = st.sampled_from([Layout(), Layout(gpus=4), Layout(gpus=4, ulysses_degree=2), Layout(gpus=8, ulysses_degree=8)])

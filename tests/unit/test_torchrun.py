@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path: Path
 
 
 def test_what_the_engine_can_do_is_not_refused() -> None:
-    for question in (EXPANDABLE, ON_CPU, question_of(gpus=[1, 2, 4, 8])):
+    for question in (EXPANDABLE, ON_CPU, question_of(gpus=[1, 2, 4, 8]), question_of(strategy="fsdp", offload=True)):
         for cell in question.cells:
             refuse_unsupported(cell.settings, cell.layout)
 
@@ -149,10 +149,8 @@ def test_what_the_engine_can_do_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "layout", "named"),
     [
-        (Settings(strategy="fsdp"), Layout(gpus=1), "FSDP1 (strategy fsdp)"),
         (Settings(), Layout(gpus=2, ring_degree=2), "ring attention"),
         (Settings(), Layout(gpus=2, replicate_degree=2), "HSDP copies"),
-        (Settings(offload=True), Layout(gpus=1), "offload of parameters and optimizer states"),
         (Settings(save_hf="last"), Layout(gpus=1), "saving Hugging Face weights"),
         (Settings(checkpoint="sharded"), Layout(gpus=1), "a sharded checkpoint"),
     ],

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer
 from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Document, pack
-from highwater.engine.model import LanguageModel, build, read_config
+from highwater.engine.model import build, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
@@ -121,8 +121,7 @@ def ours(directory: str, longest: int, *, loss: Loss) -> Step:
         recompute="layer",
         compute_dtype=torch.bfloat16,
     )
-    policy = cast(LanguageModel, model)
-    trainer = Trainer(policy=policy, optimizer=make_optimizer(policy), mesh=mesh)
+    trainer = Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh)
 
     def step(sequences: list[tuple[Tensor, Tensor]]) -> float:
         return float(train_step(trainer, [pack([Document(ids, labels)]) for ids, labels in sequences])[0])

@@ -42,6 +42,7 @@ _FLAG_NAMES = {
     "--gpus": "--test_gpu_num",
     "--ulysses": "--test_sp_num",
     "--log-dir": "--log_dir",
+    "--strategy": "--trainer_strategy",
     "--start-length": "--start_length",
     "--timeout 10s": "--timeout 10",
     "--timeout 40m": "--timeout 2400",
@@ -155,13 +156,11 @@ def _unsupported(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """Each flag that the engine cannot do, as it was typed, and what to give in its place."""
     plain = Settings()
     asked = [
-        (f"--trainer_strategy {settings.strategy}", {"trainer_strategy": "fsdp2"}, _with(plain, strategy=settings.strategy)),
         (
             f"--save_hf_checkpoint {settings.save_hf}",
             {"save_hf_checkpoint": "never"},
             _with(plain, save_hf=settings.save_hf),
         ),
-        ("--offload", {"offload": False}, _with(plain, offload=settings.offload)),
     ]
     return [(flag, instead) for flag, instead, alike in asked if not _is_supported(alike)]
 

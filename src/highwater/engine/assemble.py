@@ -1,9 +1,7 @@
 """Assemble: the models and optimizers that a trial's settings ask for, as one Trainer."""
 
-from typing import cast
-
 from highwater.attention.dense import register
-from highwater.engine.model import Decoder, LanguageModel, ScalarModel, build, read_config
+from highwater.engine.model import Decoder, build, read_config
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.step import Trainer, make_optimizer
 from highwater.spec.settings import Loss
@@ -16,11 +14,9 @@ CRITIC_SEED = 1
 def assemble(spec: TrialSpec, place: Place) -> Trainer:
     """Everything that lives as long as the training, allocated."""
     settings = spec.settings
-    if settings.objective == "rw":
-        policy: LanguageModel | ScalarModel = cast(ScalarModel, _model(spec, place, loss=None))
-    else:
-        policy = cast(LanguageModel, _model(spec, place, loss="full" if settings.holds_logits else "chunked"))
-    critic = cast(ScalarModel, _model(spec, place, loss=None, seed=CRITIC_SEED)) if settings.critic else None
+    loss: Loss = "full" if settings.holds_logits else "chunked"
+    policy = _model(spec, place, loss=None if settings.objective == "rw" else loss)
+    critic = _model(spec, place, loss=None, seed=CRITIC_SEED) if settings.critic else None
     return Trainer(
         policy=policy,
         optimizer=make_optimizer(policy),
@@ -43,12 +39,13 @@ def _model(spec: TrialSpec, place: Place, *, loss: Loss | None, seed: int = 0) -
         loss=loss,
         recompute=spec.settings.recompute,
         compute_dtype=compute_dtype(place.device),
+        strategy=spec.settings.strategy,
         offload=spec.settings.offload,
         seed=spec.seed + seed,
     )
 
 
-def _reference(spec: TrialSpec, place: Place) -> LanguageModel:
+def _reference(spec: TrialSpec, place: Place) -> Decoder:
     """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a time comes to the device."""
     dtype = compute_dtype(place.device)
     model = build(
@@ -63,4 +60,4 @@ def _reference(spec: TrialSpec, place: Place) -> LanguageModel:
         offload=True,
         seed=spec.seed,
     )
-    return cast(LanguageModel, model.requires_grad_(False))
+    return model.requires_grad_(False)

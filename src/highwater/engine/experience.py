@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.data import Batch
-from highwater.engine.model import LanguageModel, ScalarModel
+from highwater.engine.model import Decoder
 from highwater.engine.objective import generalized_advantages, group_advantages, last_of_each
 from highwater.parallel.collectives import gather_rows
 from highwater.parallel.fsdp import release
@@ -33,13 +33,13 @@ class Experience:
 
 
 @torch.no_grad()
-def forward_batch(model: LanguageModel | ScalarModel, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Tensor]:
+def forward_batch(model: Decoder, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Tensor]:
     """Log-probabilities of the trained tokens, or a critic's values at them, recomputed micro-batch by micro-batch; each N."""
     results: list[Tensor] = []
     for batch in micro_batches:
         on_device = batch.to(device)
         inputs = (on_device.input_ids_T, on_device.position_ids_T, on_device.trained_positions_N)
-        if isinstance(model, ScalarModel):
+        if model.gives_scalars:
             results.append(model(*inputs, on_device.document_lengths))
         else:
             results.append(model(*inputs, on_device.labels_N, on_device.document_lengths).logprobs_N)
@@ -47,7 +47,7 @@ def forward_batch(model: LanguageModel | ScalarModel, micro_batches: Sequence[Ba
     return results
 
 
-def group_experience(reference: LanguageModel, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Experience]:
+def group_experience(reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Experience]:
     """GRPO's: rewards against those of the group, over all micro-batches of this rank, and the reference's log-probabilities."""
     rewards = [reward for batch in micro_batches for reward in batch.rewards]
     groups = [group for batch in micro_batches for group in batch.groups]
@@ -61,7 +61,7 @@ def group_experience(reference: LanguageModel, micro_batches: Sequence[Batch], *
 
 
 def token_experience(
-    critic: ScalarModel | None, micro_batches: Sequence[Batch], *, mesh: DeviceMesh, sequence: dist.ProcessGroup | None
+    critic: Decoder | None, micro_batches: Sequence[Batch], *, mesh: DeviceMesh, sequence: dist.ProcessGroup | None
 ) -> list[Experience]:
     """PPO's: generalized advantages, whitened over the trained tokens of all ranks; without a critic from rewards alone."""
     device = torch.device(mesh.device_type)

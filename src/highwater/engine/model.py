@@ -1,6 +1,6 @@
 """The model of a trial: any Hugging Face decoder-only causal LM, built on meta, sharded, then materialised shard by shard.
 
-Shapes:  T packed tokens  N trained tokens  P positions that are asked for  E hidden size  V vocabulary
+Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
 """
 
 import copy
@@ -18,11 +18,14 @@ from highwater.attention.dense import Attention
 from highwater.engine import weights
 from highwater.engine.fused import fuse_norms
 from highwater.engine.loss import TokenStatistics, token_statistics
-from highwater.engine.recompute import PREFIX, recompute_layers
+from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
+from highwater.engine.recompute import recompute_layers
 from highwater.engine.rope import scale_rope
 from highwater.errors import ModelError
-from highwater.parallel.fsdp import shard
-from highwater.spec.settings import Loss, Recompute, Rope
+from highwater.parallel.fsdp import local_shard, shard
+from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
+from highwater.parallel.fsdp1 import shard_flat
+from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 
 _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
 """Config fields by which a family changes its logits after the head, and the value that changes nothing."""
@@ -37,10 +40,15 @@ SCORE = "score.weight"
 class Decoder(nn.Module):
     """A causal LM up to its last hidden states; what follows them is a subclass's."""
 
+    gives_scalars = False
+    """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
+
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
+        self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
+        """Of the whole model, tied ones once, however it is sharded afterwards."""
 
     def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
         """The last hidden state of every token, normalised; shape TE."""
@@ -104,11 +112,21 @@ class LanguageModel(Decoder):
 class ScalarModel(Decoder):
     """A causal LM with one number per token in the place of its logits: a critic, or a reward model."""
 
+    gives_scalars = True
+
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
-        super().__init__(causal_lm, attention=attention)
+        vocabulary = cast(nn.Linear, causal_lm.get_output_embeddings())
+        name = next(name for name, module in causal_lm.named_modules() if module is vocabulary)
+        causal_lm.set_submodule(name, nn.Identity())
         causal_lm.config.tie_word_embeddings = False
-        hidden_size = self.head.weight.shape[1]
-        causal_lm.set_output_embeddings(nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=self.head.weight.dtype))
+        super().__init__(causal_lm, attention=attention)
+        self.score = nn.Linear(vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype)
+        self.parameter_count += vocabulary.in_features
+
+    @property
+    def head(self) -> nn.Linear:
+        """The projection to a number."""
+        return self.score
 
     def forward(self, input_ids_T: Tensor, position_ids_T: Tensor, positions_P: Tensor, document_lengths: Sequence[int]) -> Tensor:
         """The number at each position; shape P, float32 or wider."""
@@ -135,38 +153,37 @@ def build(
     loss: Loss | None,
     recompute: Recompute,
     compute_dtype: torch.dtype,
-    master_dtype: torch.dtype = torch.float32,
+    strategy: Strategy = "fsdp2",
     offload: bool = False,
+    master_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Decoder:
-    """The sharded model, its shards on the mesh's device: from safetensors in ``directory`` when present, else random.
+    """The sharded model, its shards on the mesh's device or, with offload, on the host: from safetensors in ``directory`` when
+    present, else random.
 
     A LanguageModel with this loss; without one a ScalarModel, whose head is random unless the files have ``score.weight``.
-    At no time does a rank hold more than its own shards: what is sharded is a model without storage.
-    ``attention`` is what dense.register returned; ``offload`` keeps the shards in host memory.
+    What is sharded is a model without storage. With FSDP2 a rank never holds more than its own shards; FSDP1 cuts one layer
+    after the other (parallel/fsdp1.py), and its model is a wrapper in which every attribute of the model is found.
+    ``attention`` is what dense.register returned.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
     if recompute == "layer":
         recompute_layers(model.layers)
-    shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
-    model.to_empty(device="cpu" if offload else mesh.device_type)
-    _fill_buffers(model, device=torch.device(mesh.device_type))
-    _retie(model)
-    parameters = {name_in_files(name, model): p for name, p in model.named_parameters()}
-    buffers = {name_in_files(name, model): b for name, b in model.named_buffers()}
-    filled = weights.load(parameters, buffers, directory, optional={SCORE} if loss is None else set())
-    for name, parameter in parameters.items():
-        if name not in filled:
-            _fill_random(name, parameter, std=getattr(config, "initializer_range", 0.02), seed=seed)
-    assert all(p.dtype == master_dtype for p in parameters.values()), "master parameters keep their dtype"
+    device = torch.device(mesh.device_type)
+    with weights.opened(directory) as saved:
+        fill = Fill(model, saved, device=device, seed=seed)
+        if strategy == "fsdp":
+            wrapped = shard_flat(
+                model, model.layers, mesh=mesh, compute_dtype=compute_dtype, materialise=fill.one_unit, offload=offload
+            )
+            model = cast(Decoder, wrapped)
+        else:
+            shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+            model.to_empty(device="cpu" if offload else device)
+            fill.values(model)
+    assert all(p.dtype == master_dtype for p in model.parameters()), "master parameters keep their dtype"
     return model.train()
-
-
-def name_in_files(name: str, model: Decoder) -> str:
-    """What safetensors call a parameter of the model."""
-    plain = name.replace(PREFIX, "").removeprefix("causal_lm.")
-    return SCORE if isinstance(model, ScalarModel) and plain == "lm_head.weight" else plain
 
 
 def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype) -> Decoder:
@@ -219,18 +236,68 @@ def _refuse_changed_logits(config: PreTrainedConfig) -> None:
             )
 
 
-def _fill_buffers(model: nn.Module, *, device: torch.device) -> None:
-    """Compute the buffers anew (RoPE frequencies): a model built on meta has none."""
-    for name, module in model.named_modules():
+class Fill:
+    """Gives the modules of a model that was built on meta their values, each parameter under the name that files give it."""
+
+    def __init__(self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int) -> None:
+        self.model = model
+        self.saved = saved
+        self.device = device
+        self.seed = seed
+        # Read before anything is wrapped, which changes names.
+        self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+
+    def one_unit(self, unit: nn.Module) -> None:
+        """Storage on the device and values for what of the unit is still on meta: all but the units within it."""
+        fresh = [m for m in unit.modules() if any(t.is_meta for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))]
+        for module in fresh:
+            module.to_empty(device=self.device, recurse=False)
+        self._fill(fresh)
+
+    def values(self, model: nn.Module) -> None:
+        """Values for all of a model that has storage."""
+        self._fill(list(model.modules()))
+
+    def _fill(self, modules: Sequence[nn.Module]) -> None:
+        _fill_buffers(modules, device=self.device)
+        if self.model in modules or self.model.head in modules:
+            _retie(self.model)
+        parameters, buffers = {}, {}
+        for module in modules:
+            prefix = name_in_files(self.names[module])
+            parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
+            buffers |= {prefix + name: b for name, b in module.named_buffers(recurse=False)}
+        fresh = _once(parameters)
+        if self.saved is not None:
+            saved = {name: p for name, p in fresh.items() if name != SCORE or self.saved.has(SCORE)}
+            self.saved.fill(saved, buffers)
+            fresh = {name: p for name, p in fresh.items() if name not in saved}
+        std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
+        for name, parameter in fresh.items():
+            _fill_random(name, parameter, std=std, seed=self.seed)
+
+
+def name_in_files(name: str) -> str:
+    """A parameter's name in our model, as Hugging Face's files have it."""
+    return name.replace(RECOMPUTE_PREFIX, "").replace(FSDP1_PREFIX, "").removeprefix("causal_lm.")
+
+
+def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Without the second name of a parameter that two modules share."""
+    return {name: p for p, name in {p: name for name, p in reversed(parameters.items())}.items()}
+
+
+def _fill_buffers(modules: Sequence[nn.Module], *, device: torch.device) -> None:
+    """Compute the buffers anew (RoPE frequencies), on the device also where parameters are offloaded: a model on meta has none."""
+    for module in modules:
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
         if not hasattr(module, "config"):
-            raise ModelError(f"{name} of {type(model).__name__} has buffers that no config describes", hint="use another family")
+            raise ModelError(f"{type(module).__name__} has buffers that no config describes", hint="use another family")
         fresh = cast(Any, type(module))(module.config)
-        for buffer_name, buffer in buffers.items():
-            # Beside the activations, also where the parameters are in host memory.
-            module.register_buffer(buffer_name, getattr(fresh, buffer_name).to(device, buffer.dtype), persistent=False)
+        for name in buffers:
+            setattr(module, name, getattr(fresh, name).to(device))
 
 
 def _retie(model: Decoder) -> None:
@@ -240,12 +307,12 @@ def _retie(model: Decoder) -> None:
 
 
 def _fill_random(name: str, parameter: nn.Parameter, *, std: float, seed: int) -> None:
-    """Norms 1, biases 0, the rest normal; every rank and parameter has a stream of its own."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """Norms 1, biases 0, the rest normal; every shard has a stream of its own, a whole parameter the same on every rank."""
+    local = local_shard(parameter.detach())
     if parameter.ndim == 1:
-        local.detach().fill_(0.0 if name.endswith("bias") else 1.0)
+        local.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     rank = parameter.device_mesh.get_rank() if isinstance(parameter, DTensor) else 0
     stream = int.from_bytes(hashlib.sha256(f"{seed} {rank} {name}".encode()).digest()[:7], "big")
     generator = torch.Generator(local.device).manual_seed(stream)
-    local.detach().normal_(0.0, std, generator=generator)
+    local.normal_(0.0, std, generator=generator)

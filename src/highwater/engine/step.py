@@ -7,18 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from highwater.engine import objective
 from highwater.engine.data import Batch
 from highwater.engine.experience import Experience, group_experience, token_experience
 from highwater.engine.loss import TokenStatistics
-from highwater.engine.model import LanguageModel, ScalarModel
+from highwater.engine.model import Decoder
 from highwater.parallel.collectives import sum_over
+from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp1 import after_backward
 from highwater.parallel.mesh import total
 from highwater.spec.settings import Objective
 
 CLIP_NORM = 1.0
+CLIP_EPSILON = 1e-6
+"""Added to the norm that gradients are divided by, as in PyTorch."""
 LEARNING_RATE = 1e-5
 
 Enter = Callable[[str], None]
@@ -33,7 +36,7 @@ def _nobody(phase: str) -> None:
 class Trainer:
     """What a step trains, what judges it, and where."""
 
-    policy: LanguageModel | ScalarModel
+    policy: Decoder
     """What is trained; a ScalarModel for the objective ``rw``."""
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
@@ -43,9 +46,9 @@ class Trainer:
     objective: Objective = "sft"
     entropy: bool = False
     """Whether the policy's entropy is part of the loss."""
-    critic: ScalarModel | None = None
+    critic: Decoder | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
-    reference: LanguageModel | None = None
+    reference: Decoder | None = None
     """``grpo``: frozen, what the policy is held to."""
 
     @property
@@ -66,13 +69,16 @@ class Trainer:
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Fused AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros.
 
+    It runs where the shards are: on the host when they are offloaded.
+
     What lives as long as the training is allocated before the first activation. Left to the first step, gradients and moments
     would be cut out of the blocks that activations just left, and the caching allocator could never join those again: the
     largest block, the logits, would be needed twice. And what does not fit shows in the first micro-batch, not in the second step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.numel():  # FSDP1 leaves an empty tensor of what other ranks hold
+            parameter.grad = torch.zeros_like(parameter)
     (group,) = optimizer.param_groups
     group["lr"] = 0.0
     optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
@@ -89,7 +95,7 @@ def train_step(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter
     """
     loss = backward_of(trainer, micro_batches, enter=enter)
     enter("optimizer")
-    norm, *_ = [_update(model, optimizer) for model, optimizer in trainer.trained]
+    norm, *_ = [_update(model, optimizer, trainer.mesh) for model, optimizer in trainer.trained]
     return total(loss, trainer.mesh), norm
 
 
@@ -100,19 +106,30 @@ def backward_of(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Ente
     counted = count(trainer, micro_batches)
     if trainer.critic is not None:
         for batch, experience in zip(micro_batches, experiences, strict=True):
-            _backward(_critic_loss(trainer.critic, batch.to(trainer.device), experience, counted), enter)
+            enter("forward")
+            _backward(_critic_loss(trainer.critic, batch.to(trainer.device), experience, counted), trainer.critic, enter)
     loss = torch.zeros((), device=trainer.device)
     for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
         share = _policy_loss(trainer, batch.to(trainer.device), experience, counted)
-        loss = loss + _backward(share, enter)
+        loss = loss + _backward(share, trainer.policy, enter)
     return loss
 
 
-def clip(model: nn.Module) -> Tensor:
-    """Clip the whole gradient to ``CLIP_NORM``, in place; returns its norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def clip(model: nn.Module, *, mesh: DeviceMesh) -> Tensor:
+    """Clip the whole gradient to ``CLIP_NORM``, in place; returns its norm before, on the mesh's device.
+
+    Shards are measured where they are, on the host when offloaded, and one number is summed over the ranks: no collective runs
+    on the host, for which NCCL's group would need gloo beside it. In the shards' dtype, as FSDP1's own ``clip_grad_norm_`` is not.
+    """
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    own = nn.utils.get_total_norm(gradients).to(mesh.device_type)
+    # In float64 a norm's square cannot overflow.
+    norm = total(own.double().square(), mesh).sqrt().to(own.dtype)
+    factor = (CLIP_NORM / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))
+    return norm
 
 
 def count(trainer: Trainer, micro_batches: Sequence[Batch]) -> int:
@@ -140,7 +157,7 @@ def _experiences(trainer: Trainer, micro_batches: Sequence[Batch]) -> Sequence[E
 
 def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
     """This micro-batch's share."""
-    if isinstance(trainer.policy, ScalarModel):
+    if trainer.policy.gives_scalars:
         return _reward_loss(trainer.policy, batch, trainer.sequence, pairs=counted)
     statistics: TokenStatistics = trainer.policy(
         batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.labels_N, batch.document_lengths
@@ -157,7 +174,7 @@ def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, 
     return loss
 
 
-def _reward_loss(model: ScalarModel, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int) -> Tensor:
+def _reward_loss(model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int) -> Tensor:
     """The reward of a document is its last token's number, on whichever rank that is; every rank has an equal share of the loss."""
     here = batch.last_positions_D >= 0
     numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.last_positions_D[here], batch.document_lengths)
@@ -165,7 +182,7 @@ def _reward_loss(model: ScalarModel, batch: Batch, sequence: dist.ProcessGroup |
     return objective.pairwise(rewards_D, pairs=pairs) / (1 if sequence is None else dist.get_world_size(sequence))
 
 
-def _critic_loss(critic: ScalarModel, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
+def _critic_loss(critic: Decoder, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
     assert experience is not None
     assert experience.values_N is not None
     assert experience.returns_N is not None
@@ -173,14 +190,15 @@ def _critic_loss(critic: ScalarModel, batch: Batch, experience: Experience | Non
     return objective.value_loss(values_N, experience.values_N, experience.returns_N, trained_tokens=counted)
 
 
-def _backward(share: Tensor, enter: Enter) -> Tensor:
+def _backward(share: Tensor, model: nn.Module, enter: Enter) -> Tensor:
     enter("backward")
     share.backward()
+    after_backward(model)
     return share.detach()
 
 
-def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    norm = clip(model)
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Tensor:
+    norm = clip(model, mesh=mesh)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     return norm

@@ -38,7 +38,7 @@ class Trial:
         place = self._take_place()
         self.phase = "build"
         trainer = assemble(self.spec, place)
-        self.report = self._with(parameters=sum(p.numel() for p in trainer.policy.parameters()))
+        self.report = self._with(parameters=trainer.policy.parameter_count)
         self._divide_budget(trainer, place)
         source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
         for _ in range(self.spec.steps):
@@ -91,7 +91,7 @@ class Trial:
         whole = pack([Document(ids, ids)] * self.spec.sequences)
         backward_of(trainer, [shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)])
         for model, optimizer in trainer.trained:
-            clip(model)
+            clip(model, mesh=place.mesh)
             optimizer.zero_grad(set_to_none=False)
         synchronize(place.device)
         torch.cuda.empty_cache()

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes, state_bytes
+from highwater.spec.footprint import (
+    ENGINE_LOGITS_BYTES,
+    FIXED_BYTES,
+    device_state_bytes,
+    gathered_bytes,
+    layer_bytes,
+    layer_input_bytes,
+)
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
@@ -103,7 +110,7 @@ class FormulaLaw:
         settings, layout = spec.settings, spec.layout
         shape = self.shape or _shape(spec.model_directory)
         tokens = -(-spec.sequences * spec.length_tokens // layout.context_degree)
-        states = state_bytes(shape, settings) // layout.shard_degree
+        states = device_state_bytes(shape, settings, device=spec.device) // layout.shard_degree
         fixed = states + gathered_bytes(shape) + FIXED_BYTES[spec.device] - CONTEXT_BYTES[spec.device]
         peak = fixed + tokens * self._bytes_per_token(spec, shape)
         usable_share = NATIVE_USABLE_SHARE if spec.device == "cuda" and settings.allocator == "native" else 1

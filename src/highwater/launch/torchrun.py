@@ -162,10 +162,8 @@ def trial_environment(spec: TrialSpec) -> dict[str, str]:
 def refuse_unsupported(settings: Settings, layout: Layout) -> None:
     """Raise UsageError that names what the engine cannot do yet, rather than ignore it."""
     refusals = [
-        (settings.strategy != "fsdp2", "FSDP1 (strategy fsdp)", "--strategy fsdp2"),
         (layout.ring_degree > 1, "ring attention", "ring_degree=1"),
         (layout.replicate_degree > 1, "HSDP copies", "replicate_degree=1"),
-        (settings.offload, "offload of parameters and optimizer states", "offload=False"),
         (settings.save_hf != "never", "saving Hugging Face weights", "--save-hf never"),
         (settings.checkpoint != "none", "a sharded checkpoint", "--checkpoint none"),
     ]

@@ -1,11 +1,16 @@
-"""FSDP2 over a finished model: float32 shards, a narrower compute copy of one layer at a time, float32 reduction."""
+"""FSDP2 over a finished model: float32 shards, a narrower compute copy of one layer at a time, float32 reduction.
+
+With offload the shards, their gradients and so the optimizer's states are in host memory: a layer's shard is copied to the GPU
+when the layer is gathered, its reduced gradient is copied back at once. Between two layers the GPU holds nothing of any of them.
+"""
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def shard(
@@ -13,17 +18,17 @@ def shard(
 ) -> None:
     """Shard every layer by itself and the rest as one group, in place; parameters may still be on meta.
 
-    ``offload`` keeps shards, their gradients and so the optimizer's states in host memory.
     Gradients are summed over the ranks, not averaged: each rank's loss is already its share of the whole batch's.
     """
     master = next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=master, cast_forward_inputs=False)
-    placed = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    # Pinned, so that copies run beside the computation; without a GPU there is nothing to pin for.
+    placement = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=placed)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=placed)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=placement)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=placement)
     if mesh.size() == 1:
         return  # the average over one rank is its sum, without a pass to divide by 1
     for module in model.modules():
@@ -37,3 +42,8 @@ def release(model: nn.Module) -> None:
     """Give back what a forward pass left gathered for a backward pass that will not come: embedding and head."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, where it lies: of FSDP2's a view, FSDP1's are their own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

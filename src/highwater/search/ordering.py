@@ -13,7 +13,7 @@ The published A100 table takes 246 trials this way, of which 224 are inevitable.
 from collections.abc import Sequence
 
 from highwater.search.guess import Guess, Line, engine_guess
-from highwater.spec.footprint import state_bytes
+from highwater.spec.footprint import device_state_bytes
 from highwater.spec.study import Cell, CellAnswer, Grid, Question
 
 _FIXED_DOUBT = 0.1
@@ -91,7 +91,7 @@ def _are_kin(one: Cell, other: Cell) -> bool:
 
 
 def _states_bytes(question: Question, cell: Cell) -> float:
-    return state_bytes(question.model.shape, cell.settings) / cell.layout.shard_degree
+    return device_state_bytes(question.model.shape, cell.settings, device=question.device) / cell.layout.shard_degree
 
 
 def _tokens_per_gpu(cell: Cell, length_tokens: int) -> float:

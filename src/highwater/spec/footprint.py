@@ -15,12 +15,60 @@ FIXED_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000, "cpu": 512 * MIB}
 """Besides states and gathered weights, context included: fitted to the published A100 tables; on the CPU, Python with torch."""
 
 
-def state_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Parameters, gradients and optimizer states of every trained model, unsharded, on the GPUs; 0 where they are offloaded.
+def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:
+    """Parameters, gradients and both moments of every trained model at the peak, over all devices that share them.
 
-    A reward model and a critic have a number in the place of the vocabulary: less by a head where it is not the embedding.
+    Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends (parallel/fsdp1.py). On the CPU there
+    is nowhere else. A critic has a number in the place of the vocabulary: it is less by a head where that is not the embedding.
     """
-    return 0 if settings.offload else STATE_BYTES_PER_PARAMETER * shape.parameters * settings.trained_models
+    per_parameter = STATE_BYTES_PER_PARAMETER
+    if settings.offload and device == "cuda":
+        per_parameter = 4 if settings.strategy == "fsdp" else 0
+    return per_parameter * shape.parameters * settings.trained_models
+
+
+def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+    """Host memory that models take, over all ranks of the machine: offloaded states, and GRPO's reference.
+
+    FSDP2: parameters in pinned memory, one block for each tensor's shard; gradients and both moments in ordinary memory. FSDP1:
+    parameters and the latest gradient in pinned memory, one block for each layer's shard; besides the moments the sum of the
+    gradients, 20 bytes a parameter in all. The reference is a bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a
+    power of two (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
+    """
+    reference = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=2) if settings.objective == "grpo" else 0
+    if not settings.offload:
+        return reference
+    if settings.strategy == "fsdp2":
+        pinned = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=4)
+    else:
+        outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
+        layer = (shape.parameters - outside) // shape.layers
+        pinned = 2 * gpus * (shape.layers * _pinned_bytes(4 * -(-layer // gpus)) + _pinned_bytes(4 * -(-outside // gpus)))
+    return reference + settings.trained_models * (pinned + 12 * shape.parameters)
+
+
+def _pinned_matrices_bytes(shape: ModelShape, *, gpus: int, bytes_per_element: int) -> int:
+    shards = ((count, bytes_per_element * -(-rows // gpus) * columns) for count, rows, columns in matrices(shape))
+    return gpus * sum(count * _pinned_bytes(size) for count, size in shards)
+
+
+def matrices(shape: ModelShape) -> tuple[tuple[int, int, int], ...]:
+    """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2 cuts, and the size of a row."""
+    hidden, width, layers = shape.hidden_size, shape.intermediate_size, shape.layers
+    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = ((2 * layers, width, hidden), (layers, hidden, width))
+    if shape.experts > 1:  # fused: a row is an expert
+        mlp = (
+            (layers, shape.experts, 2 * width * hidden),
+            (layers, shape.experts, hidden * width),
+            (layers, shape.experts, hidden),
+        )
+    embeddings = (1 if shape.tied_embeddings else 2, shape.vocab_size, hidden)
+    return ((layers, query, hidden), (2 * layers, key, hidden), (layers, hidden, query), *mlp, embeddings)
+
+
+def _pinned_bytes(requested: int) -> int:
+    return 1 << (requested - 1).bit_length()
 
 
 def gathered_bytes(shape: ModelShape) -> int:

@@ -7,6 +7,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
+from highwater.spec.footprint import FIXED_BYTES, host_state_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
@@ -62,6 +63,8 @@ def plan(request: Request, machine: Machine) -> Plan:
     grid, capped = _grid(request, model, device)
     cells, skipped = _cells(request, model.shape, device, counts)
     cells, too_small = _within_token_budget(cells, grid, device)
+    if device == "cuda" and not request.dry_run:
+        _check_host_memory(machine, model, cells)
     question = Question(
         model=model,
         device=device,
@@ -79,7 +82,23 @@ def plan(request: Request, machine: Machine) -> Plan:
         simulated=request.dry_run,
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    return Plan(question=question, notes=(*((ON_THE_CPU_NOTE,) if is_fallback else ()), *skipped, *too_small, *capped))
+    fallback = (ON_THE_CPU_NOTE,) if is_fallback else ()
+    notes = (*fallback, *skipped, *too_small, *capped, *offload_notes(cells[0].settings, device))
+    return Plan(question=question, notes=notes)
+
+
+def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
+    """What offload does not do here, for who would expect it; nothing where it does all."""
+    if not settings.offload:
+        return ()
+    if device == "cpu":
+        return ("on the CPU offload changes nothing: states are in host memory in any case",)
+    if settings.strategy == "fsdp":
+        return (
+            "FSDP1 offloads parameters and optimizer states; a gradient, 4 bytes a parameter over all GPUs, stays on them until "
+            "each backward pass ends; `--strategy fsdp2` offloads that too",
+        )
+    return ()
 
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
@@ -182,6 +201,21 @@ def _check_memory(
             f"a margin of {format_bytes(request.margin_bytes)} leaves nothing of {format_bytes(limit)}",
             hint="use a smaller `--margin`, or leave it out",
         )
+
+
+def _check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -> None:
+    """Raise MachineError when what is kept in host memory does not fit into this machine's, beside the processes that train."""
+    for cell in cells:
+        gpus, settings = cell.layout.gpus, cell.settings
+        states = host_state_bytes(model.shape, settings, gpus=gpus)
+        processes = gpus * FIXED_BYTES["cpu"]
+        if states and states + processes > machine.host_memory_total_bytes:
+            what = "offloaded states" if settings.offload else "the reference"
+            raise MachineError(
+                f"{what} of {model.name} on {counted_ranks(gpus, 'cuda')} take {format_bytes(states)} of host memory, "
+                f"the processes {format_bytes(processes)}, and this machine has {format_bytes(machine.host_memory_total_bytes)}",
+                hint="leave `--offload` out" if settings.offload else "use `--objective ppo`, which has no reference",
+            )
 
 
 def _device_name(gpus: tuple[Gpu, ...]) -> str:

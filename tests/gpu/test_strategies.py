@@ -1,0 +1,67 @@
+"""FSDP1 and FSDP2 on GPUs, with and without offload: the same training, and what of the states leaves the GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from highwater.launch.probe import probe
+from highwater.launch.torchrun import TorchrunRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings, Strategy
+from highwater.spec.trial import Outcome, RankReport, TrialSpec
+from highwater.units import GIB
+
+GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]
+TOLERANCE = 1e-3
+"""Relative. The kernels and the weights are the same; sums over ranks, and over a norm's parts, have another order."""
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """320 million parameters with weights: without files, each placement of the shards draws random numbers of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("model")
+    shape = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 4096}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **sizes, tie_word_embeddings=True)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+def test_every_strategy_trains_the_same_and_offload_empties_the_gpu_as_far_as_it_says(
+    gpus: int, model: Path, tmp_path: Path
+) -> None:
+    plain = trained(model, tmp_path, gpus, "fsdp2", offload=False)
+    state_bytes = (plain.parameters or 0) / gpus
+    for strategy, offload, saved in (("fsdp", False, 0), ("fsdp2", True, 16), ("fsdp", True, 12)):
+        other = trained(model, tmp_path, gpus, strategy, offload=offload)
+        assert other.losses == pytest.approx(plain.losses, rel=TOLERANCE), (strategy, offload)
+        assert other.gradient_norms == pytest.approx(plain.gradient_norms, rel=TOLERANCE), (strategy, offload)
+        assert other.parameters == plain.parameters
+        if offload:
+            less = (plain.memory.peak_allocated_bytes or 0) - (other.memory.peak_allocated_bytes or 0)
+            # A unit's float32 shard passes through the GPU on its way to the narrow copy.
+            assert less > 0.8 * saved * state_bytes, (strategy, less / state_bytes)
+
+
+def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: bool) -> RankReport:
+    """The first rank's report of three steps of four micro-batches."""
+    known = load_model(str(model))
+    spec = TrialSpec(
+        model_name=known.name,
+        model_directory=known.directory,
+        config_digest=known.config_digest,
+        device="cuda",
+        layout=Layout(gpus=gpus),
+        settings=Settings(strategy=strategy, offload=offload, loss="chunked"),
+        length_tokens=LENGTH,
+        memory_budget_bytes=40 * GIB,
+        steps=3,
+        micro_batches=4,
+    )
+    result = TorchrunRunner(log_directory=logs, timeout_s=240).run(spec)
+    assert result.outcome is Outcome.FIT, result.reason
+    return result.ranks[0]
