@@ -10,7 +10,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/gpu" in str(item.path):
             item.add_marker(pytest.mark.gpu)
     # Trials first: they want a GPU that nobody uses, and this process uses it once it has run a kernel.
-    items.sort(key=lambda item: item.path.name != "test_trials.py")
+    items.sort(key=_uses_the_gpu_itself)
+
+
+def _uses_the_gpu_itself(item: pytest.Item) -> bool:
+    return item.path.name != "test_trials.py" and "trial" not in item.name
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,6 +20,8 @@ from highwater.units import GIB, MIB
 
 STEP = 1000
 GRID_SIZE = 64
+NAMED_BY_A_LAW = [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT]
+"""A law says FIT of whatever memory holds; which fit it is depends on the trial."""
 MODEL = load_model("Qwen3-0.6B")
 
 
@@ -280,7 +282,7 @@ def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
 
 
 @settings(max_examples=50)
-@given(st.lists(st.sampled_from(Outcome), min_size=GRID_SIZE, max_size=GRID_SIZE), st.integers(0, 3))
+@given(st.lists(st.sampled_from(NAMED_BY_A_LAW), min_size=GRID_SIZE, max_size=GRID_SIZE), st.integers(0, 3))
 def test_any_law_at_all_gets_an_answer_that_its_trials_bear_out(outcomes, confirm):
     law: Callable[[TrialSpec], Outcome] = lambda spec: outcomes[spec.length_tokens // STEP - 1]  # noqa: E731
     events = events_of(ask(confirm=confirm), law)

@@ -96,6 +96,17 @@ def test_steps_done_and_exit_status_0_are_a_fit() -> None:
     assert judge(spec_of(), ending(report())) == Verdict(Outcome.FIT, "2 steps done, loss 5.900")
 
 
+@pytest.mark.parametrize(("depth", "said"), [(1, "the last layer"), (2, "the last 2 layers")])
+def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth: int, said: str) -> None:
+    spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
+    verdict = judge(spec, ending(report()))
+    assert verdict == Verdict(Outcome.MEMORY_ONLY_FIT, f"2 steps done, with attention over whole documents in {said} only")
+    assert verdict.outcome.tells
+    assert not verdict.outcome.is_memory
+    assert judge(spec, ending(report(losses=(6.0,)))).outcome is Outcome.CRASHED
+    assert judge(spec, ending(report(kind="device_memory", text="no memory"), exit_code=1)).outcome is Outcome.OUT_OF_MEMORY
+
+
 @given(log=st.lists(st.sampled_from((*CUDA_SPELLINGS, *HOST_SPELLINGS, *OTHER_ERRORS, summary(rank_0=-9)))).map("\n".join))
 def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log: str) -> None:
     assert judge(spec_of(), ending(report(), log=log, host_kills=1)).outcome is Outcome.FIT

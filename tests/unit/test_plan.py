@@ -1,19 +1,24 @@
 """Plans: a request and a machine make a question, or an error before anything starts."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from places import H200, NO_GPU, machine_with, write_model
 
 from highwater.errors import MachineError, ModelError, UsageError
 from highwater.spec.footprint import host_state_bytes, matrices
 from highwater.spec.hardware import CPU_SEARCH, Machine
 from highwater.spec.model import catalog_names, load_model
+from highwater.spec.pieces import pieces
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
 from highwater.units import GIB
 
 
@@ -40,6 +45,75 @@ def test_more_gpus_than_present_are_refused_with_a_count_that_works() -> None:
         planned(machine_with(2), gpus=[1, 2, 4, 8])
     assert refusal.value.hint == "use `--gpus 1 2`"
     planned(machine_with(2), gpus=[1, 2])
+
+
+def test_a_memory_only_trial_is_one_of_its_own() -> None:
+    settings = {"model": "Qwen3-0.6B", "loss": "chunked"}
+    full, memory_only = (
+        plan_trial(request_from({**settings, **depth}), machine_with(1), 131_072) for depth in ({}, {"attention_depth": 1})
+    )
+    assert (full.attention_depth, memory_only.attention_depth) == (None, 1)
+    assert full.key != memory_only.key
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "said"),
+    [
+        ({"attention_depth": 28}, 131_072, "Qwen3-0.6B has 28 layers"),
+        ({"attention_depth": 0}, 131_072, "an attention depth of 0"),
+        ({"attention_depth": 1}, 131_071, "cannot be cut"),
+    ],
+)
+def test_a_memory_only_trial_that_would_be_none_is_refused(settings: dict[str, Any], length: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refusal:
+        plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine_with(1), length)
+    named = re.search(r"`--length (\d+)`", refusal.value.hint)
+    if named:
+        plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine_with(1), int(named[1]))
+
+
+def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial() -> None:
+    by_memory, in_full = (planned(machine_with(1), timeout="5m", proof=proof).question for proof in ("memory", "full"))
+    assert (by_memory.proof, by_memory.timeout_s) == ("memory", 300)
+    assert (in_full.proof, in_full.timeout_s) == ("full", None), "whose answer does not depend on it"
+    cell = by_memory.cells[0]
+    assert by_memory.trial(cell, 8192).key == in_full.trial(cell, 8192).key
+    assert by_memory.trial(cell, 8192, memory_only=True).attention_depth == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"proof": "memory", "dry_run": True, "memory": "80GiB"}, "exclude each other"),
+        ({"attention_depth": 1}, "a search chooses it"),
+    ],
+)
+def test_a_search_that_cannot_prove_in_that_way_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(machine_with(1), **settings)
+
+
+def test_a_model_of_one_layer_has_nothing_to_save(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "one", num_hidden_layers=1)
+    with pytest.raises(UsageError, match="one layer"):
+        planned(machine_with(1), model=str(directory), proof="memory")
+
+
+@given(st.integers(2, 3_000_000), st.sampled_from(["cuda", "cpu"]))
+def test_pieces_cut_a_run_evenly_into_lengths_that_kernels_treat_alike(tokens: int, device: Device) -> None:
+    count = pieces(tokens, device)
+    if count is None or count == 1:
+        assert count is None or tokens <= 16_384
+        return
+    assert tokens % count == 0
+    shortest, longest = (4096, 16_384) if device == "cuda" else (768, 1535)
+    assert shortest <= tokens // count <= longest
+
+
+@given(st.integers(1, 1024))
+def test_every_length_of_the_published_grid_can_be_cut(steps: int) -> None:
+    assert pieces(4096 * steps, "cuda") is not None
+    assert pieces(4096 * steps, "cpu") is not None
 
 
 def test_without_a_gpu_the_search_is_on_the_cpu_and_wants_a_memory_limit() -> None:

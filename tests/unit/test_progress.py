@@ -89,3 +89,20 @@ def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned(
     line = progress.line(finished(4096, Outcome.CRASHED, wall_s=2, reason="\x1b[31mboom " + "and so on " * 100))
     assert line.startswith("vanilla, 1 GPU: 4,096 tokens crashed in 2.00 s: \\x1b[31mboom and so on")
     assert len(line) < 160
+
+
+def test_a_memory_only_trial_is_named_in_every_line() -> None:
+    (cell, *_) = QUESTION.cells
+    progress = Progress(QUESTION)
+    spec = QUESTION.trial(cell, 8192, memory_only=True)
+    started = TrialStarted(cell=cell, spec=spec, attempt=1, repeat=0, trials_left=3)
+    progress.hear(started)
+    assert progress.line(started).endswith("trying 8,192 tokens, memory-only")
+    for outcome, said in (
+        (Outcome.MEMORY_ONLY_FIT, "8,192 tokens fit, memory-only"),
+        (Outcome.TIMEOUT, "8,192 tokens (memory-only) timed out"),
+    ):
+        finished = TrialFinished(cell=cell, spec=spec, attempt=1, repeat=0, result=TrialResult(outcome=outcome, reason="x"))
+        progress.hear(finished)
+        assert said in progress.line(finished)
+    assert progress.table().rows[0][4] == "-", "nothing was trained"

@@ -3,6 +3,8 @@
 Documents are known by their lengths on the host: runs of equal lengths become one batched kernel call, so that packed
 sequences never see each other, no mask is ever built, and nothing quadratic is ever stored.
 
+In a memory-only trial all layers but the last ones attend within short pieces: the same kernel, the same buffers, linear time.
+
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
 """
 
@@ -20,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from highwater.attention.ulysses import attend_sharded
-from highwater.errors import MachineError
+from highwater.errors import MachineError, ModelError
+from highwater.spec.pieces import pieces
 
 Kernel = Literal["cudnn", "flash"]
 
@@ -31,12 +34,21 @@ _HOPPER = (9, 0)
 
 
 def attend(
-    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, document_lengths: Sequence[int], scaling: float, kernel: Kernel
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
+    kernel: Kernel,
+    in_pieces: bool = False,
 ) -> Tensor:
     """Causal attention of each document over itself, shape BSHD.
 
     Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the quadratic path.
     (cuDNN refuses a single key: documents of one token go through flash.)
+    ``in_pieces`` is for memory alone: the kernel runs on the same tokens as a batch of short pieces. It allocates what it would
+    for the whole documents, and its output means nothing. Documents that cannot be cut stay whole.
     """
     assert query_BHSD.shape[0] == 1, "documents are packed into one row"
     assert sum(document_lengths) == query_BHSD.shape[2], "the documents' lengths add up to the packed tokens"
@@ -45,10 +57,11 @@ def attend(
     for length, run in groupby(document_lengths):
         documents = len(list(run))
         stop = start + documents * length
-        q, k, v = (_as_batch(t, start, stop, documents) for t in (query_BHSD, key_BKSD, value_BKSD))
+        parts = _cut(stop - start, documents, query_BHSD.device) if in_pieces else documents
+        q, k, v = (_as_batch(t, start, stop, parts) for t in (query_BHSD, key_BKSD, value_BKSD))
         with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-        outputs.append(out.transpose(1, 2).reshape(1, documents * length, *out.shape[1::2]))
+        outputs.append(out.transpose(1, 2).reshape(1, stop - start, *out.shape[1::2]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -84,10 +97,11 @@ class Attention:
     """The attention modules that came through here: one per layer, or the model mixes tokens in some other way too."""
 
 
-def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> Attention:
+def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: int | None = None) -> Attention:
     """Register ``attend`` with transformers for this process.
 
     With a ``group`` the ranks of it share each sequence, by Ulysses; ``document_lengths`` stay those of the whole.
+    With a ``depth`` only that many layers, the last ones, attend over whole documents, the others in pieces.
     """
     callers: set[nn.Module] = set()
 
@@ -109,22 +123,43 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None) -> Atten
             raise RuntimeError(f"{type(module).__name__} built an attention mask of shape {tuple(attention_mask.shape)}")
         _refuse_features(features, longest=max(document_lengths))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-        whole = partial(attend, document_lengths=document_lengths, scaling=scale, kernel=kernel)
+        in_pieces = depth is not None and _layers_from_the_end(module) > depth
+        ours = partial(attend, document_lengths=document_lengths, scaling=scale, kernel=kernel, in_pieces=in_pieces)
         if group is None:
-            return whole(query_BHSD, key_BKSD, value_BKSD), None
-        return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=whole), None
+            return ours(query_BHSD, key_BKSD, value_BKSD), None
+        return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=ours), None
 
     name = f"highwater_dense_{next(_numbers)}"
     AttentionInterface.register(name, interface)
     return Attention(name, callers)
 
 
+def _cut(tokens: int, documents: int, device: torch.device) -> int:
+    """Pieces that stand for a run of documents; the documents themselves where these are short, or cannot be cut."""
+    assert device.type in ("cuda", "cpu")
+    return max(documents, pieces(tokens, device.type) or 1)
+
+
 def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Tensor:
-    """A run of equal documents as a batch: a view, no copy, of shape (documents, heads, length, head size)."""
-    if (start, stop, documents) == (0, tensor_BHSD.shape[2], 1):
-        return tensor_BHSD
-    run_SHD = tensor_BHSD[0, :, start:stop].transpose(0, 1)
-    return run_SHD.unflatten(0, (documents, -1)).transpose(1, 2)
+    """A run of equal documents as a batch: a view, no copy, of shape (documents, heads, length, head size).
+
+    Nor does the gradient take a copy where the run is all there is: indexing would make it fill a tensor of zeros.
+    """
+    row_HSD = tensor_BHSD.squeeze(0)
+    if stop - start < tensor_BHSD.shape[2]:
+        row_HSD = row_HSD[:, start:stop]
+    return row_HSD.transpose(0, 1).unflatten(0, (documents, -1)).transpose(1, 2)
+
+
+def _layers_from_the_end(module: nn.Module) -> int:
+    """1 for the attention of the last layer; ModelError for a module that does not know where it is."""
+    index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+    if not isinstance(index, int) or config is None:
+        raise ModelError(
+            f"{type(module).__name__} does not know its layer, so that none can be the one with the whole attention",
+            hint="leave `--attention-depth` and `--proof` out",
+        )
+    return config.num_hidden_layers - index
 
 
 def _prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:

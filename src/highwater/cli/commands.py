@@ -130,9 +130,9 @@ def compare_search(arguments: argparse.Namespace) -> int:
 def exit_code(study: Study) -> int:
     """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no answer."""
     answers = study.answers
-    if not study.complete or any(answer.capacity_tokens is None or answer.limit in ("time", "inconclusive") for answer in answers):
+    if not study.complete or any(answer.reach_tokens is None or answer.limit in ("time", "inconclusive") for answer in answers):
         return EXIT_INCONCLUSIVE
-    return EXIT_ANSWERED if any(answer.capacity_tokens for answer in answers) else EXIT_ANSWERED_NO
+    return EXIT_ANSWERED if any(answer.reach_tokens for answer in answers) else EXIT_ANSWERED_NO
 
 
 def say_interrupted(path: Path | None) -> None:
@@ -173,13 +173,16 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the same flags, as they were typed."""
+    """The search with the same flags, as they were typed; a memory-only trial's is one with that proof."""
     words = iter(command)
     kept: list[str] = []
     for word in words:
-        if word == "--length":
-            next(words)
-        elif not word.startswith("--length=") and word != "--dry-run":
+        name, is_joined, _ = word.partition("=")
+        if name in ("--length", "--attention-depth"):
+            if not is_joined:
+                next(words)
+            kept += ["--proof", "memory"] if name == "--attention-depth" else []
+        elif word != "--dry-run":
             kept.append("find" if word == "try" and len(kept) == 1 else word)
     return shlex.join(kept)
 
@@ -198,6 +201,6 @@ def _newest(log_directory: Path) -> Study:
 
 
 def _trial_exit_code(result: TrialResult) -> int:
-    if result.outcome is Outcome.FIT:
+    if result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT):
         return EXIT_ANSWERED
     return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE

@@ -59,11 +59,15 @@ SEARCH_FLAGS = (
     Flag(name="resolution", metavar="TOKENS"),
     Flag(name="max-length", metavar="TOKENS"),
     Flag(name="method"),
+    Flag(name="proof"),
     Flag(name="confirm", metavar="K"),
     Flag(name="margin", metavar="SIZE"),
     Flag(name="study", metavar="FILE"),
 )
 """What only a search has."""
+
+SINGLE_FLAGS = (Flag(name="attention-depth", metavar="N"),)
+"""What only ``try`` has: a search chooses it."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str) -> None:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from highwater import __version__
-from highwater.cli.flags import SEARCH_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.cli.flags import SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
 from highwater.errors import UsageError
 
 _COMMANDS = {
@@ -104,7 +104,7 @@ def _find_flags(parser: Parser) -> None:
 def _try_flags(parser: Parser) -> None:
     _model_and_config(parser)
     parser.add_argument("--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k")
-    add_flags(parser, TRIAL_FLAGS, group="the trial")
+    add_flags(parser, (*TRIAL_FLAGS, *SINGLE_FLAGS), group="the trial")
 
 
 def _show_flags(parser: Parser) -> None:

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 from textwrap import shorten
 
-from highwater.report.table import TextTable, capacity_text, provenance
+from highwater.report.table import TextTable, capacity_text, memory_only_text, provenance
 from highwater.report.text import plain
 from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted
-from highwater.spec.study import RANK_WORDS, Cell, Question
+from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -58,7 +58,7 @@ class Progress:
                 recorded = ", recorded" if self._is_recorded else ""
                 self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}{recorded}"
             case CellAnswered():
-                self._states[event.answer.cell] = f"done: {capacity_text(self._question, event.answer)}"
+                self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
 
     @property
     def left_s(self) -> float | None:
@@ -84,13 +84,18 @@ class Progress:
             case TrialFinished():
                 result = event.result
                 peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
-                reason = "" if result.outcome is Outcome.FIT else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
+                reason = (
+                    ""
+                    if result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+                    else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
+                )
                 took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
                 length = format_tokens(event.spec.length_tokens)
                 recorded = "recorded: " if self._is_recorded else ""
-                return f"{name}: {recorded}{length} tokens {words(result.outcome)}{took}{peak}{reason}"
+                kind = " (memory-only)" if event.spec.is_memory_only and result.outcome is not Outcome.MEMORY_ONLY_FIT else ""
+                return f"{name}: {recorded}{length} tokens{kind} {words(result.outcome)}{took}{peak}{reason}"
             case CellAnswered():
-                return f"{name}: capacity {capacity_text(self._question, event.answer)} tokens"
+                return f"{name}: capacity {self._answered(event.answer, ' tokens')}"
 
     def table(self) -> TextTable:
         """Where every cell stands now."""
@@ -112,6 +117,11 @@ class Progress:
             footnotes=(left,) if left else (),
         )
 
+    def _answered(self, answer: CellAnswer, unit: str) -> str:
+        """The capacity, and what a memory-only proof adds to it."""
+        memory_only = memory_only_text(self._question, answer, none="")
+        return f"{capacity_text(self._question, answer)}{unit}" + (f", {memory_only}" if memory_only else "")
+
     def _left(self) -> str:
         left_s = self.left_s
         return "" if left_s is None else f"about {format_seconds(max(10, round(left_s, -1)))} left"
@@ -121,6 +131,7 @@ def words(outcome: Outcome) -> str:
     """An outcome in a sentence: ``fit``, ``ran out of memory``, ..."""
     return {
         Outcome.FIT: "fit",
+        Outcome.MEMORY_ONLY_FIT: "fit, memory-only",
         Outcome.OUT_OF_MEMORY: "ran out of memory",
         Outcome.HOST_OUT_OF_MEMORY: "ran out of host memory",
         Outcome.TIMEOUT: "timed out",
@@ -129,5 +140,6 @@ def words(outcome: Outcome) -> str:
 
 
 def _again(event: TrialStarted) -> str:
-    attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
+    attempt = ", memory-only" if event.spec.is_memory_only else ""
+    attempt += f", attempt {event.attempt}" if event.attempt > 1 else ""
     return f"{attempt}, to confirm" if event.repeat else attempt

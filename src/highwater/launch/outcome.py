@@ -92,6 +92,9 @@ def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
     for report in reports:
         if len(report.losses) < spec.steps:
             return Verdict(Outcome.CRASHED, f"rank {report.rank} did {len(report.losses)} of {spec.steps} steps")
+    if spec.attention_depth is not None:
+        layers = "the last layer" if spec.attention_depth == 1 else f"the last {spec.attention_depth} layers"
+        return Verdict(Outcome.MEMORY_ONLY_FIT, f"{spec.steps} steps done, with attention over whole documents in {layers} only")
     return Verdict(Outcome.FIT, f"{spec.steps} steps done, loss {reports[0].losses[-1]:.3f}")
 
 

@@ -1,12 +1,14 @@
 """SimulatedRunner: answers trials from a memory law, for tests, for ``--dry-run``, and for comparing search methods.
 
 A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The runner compares the bytes with the
-budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law, times unknown.
+budget and writes the result that a real trial would, labelled ``simulated``: peaks by the law, times by a second law, or unknown.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+
+import msgspec
 
 from highwater.spec.footprint import (
     ENGINE_LOGITS_BYTES,
@@ -19,7 +21,7 @@ from highwater.spec.footprint import (
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
-from highwater.units import MIB, format_bytes
+from highwater.units import MIB, format_bytes, format_seconds
 
 CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 1300 * MIB, "cpu": 0}
 """Outside the allocator: the driver's reserve and a context with cuBLAS and cuDNN (read on an H200, torch 2.11), no NCCL.
@@ -31,19 +33,57 @@ NATIVE_USABLE_SHARE = 0.86
 """What fragmentation leaves of the memory without expandable segments. Fitted to the published A100 tables."""
 
 Law = Callable[[TrialSpec], int | Outcome]
-"""Bytes that the allocator of one GPU must reserve for a trial, or how the trial ends."""
+"""Bytes that the allocator of one GPU must reserve for a trial, or how the trial ends: FIT, also if it is memory-only."""
+
+TimeLaw = Callable[[TrialSpec], float]
+"""Seconds of one optimizer step of a trial that fits."""
 
 
 class SimulatedRunner:
     """A ``Runner`` that trains nothing and takes no time."""
 
-    def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
-        """``device_total_bytes`` is the card's memory, for trials without a budget; None is a card without end."""
+    def __init__(
+        self,
+        law: Law,
+        *,
+        device_total_bytes: int | None = None,
+        step_time: TimeLaw | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """``device_total_bytes`` is the card's memory, for trials without a budget; None is a card without end.
+
+        With ``step_time`` a trial that fits is said to take so long, and one beyond ``timeout_s`` to have timed out.
+        """
         self._law = law
         self._device_total_bytes = device_total_bytes
+        self._step_time = step_time
+        self._timeout_s = timeout_s
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002 (a law knows no repeats)
-        """The result by the law. Raises what the law raises."""
+        """The result by the laws. Raises what they raise."""
+        result = self._by_memory(spec, attempt)
+        if result.outcome is not Outcome.FIT:
+            return result
+        if self._step_time is not None:
+            result = self._in_time(spec, result, self._step_time(spec))
+        if result.outcome is Outcome.FIT and spec.is_memory_only:
+            ranks = tuple(msgspec.structs.replace(rank, step_times_s=()) for rank in result.ranks)
+            return msgspec.structs.replace(result, outcome=Outcome.MEMORY_ONLY_FIT, ranks=ranks)
+        return result
+
+    def _in_time(self, spec: TrialSpec, result: TrialResult, step_s: float) -> TrialResult:
+        """The result of a trial that fits, with its times, or its timeout."""
+        wall_s = spec.steps * step_s
+        if self._timeout_s is not None and wall_s > self._timeout_s:
+            reason = f"simulated: not done after {format_seconds(self._timeout_s)}"
+            return TrialResult(
+                outcome=Outcome.TIMEOUT, reason=reason, attempt=result.attempt, wall_s=self._timeout_s, simulated=True
+            )
+        ranks = result.ranks or tuple(RankReport(rank=rank) for rank in range(spec.layout.gpus))
+        timed = tuple(msgspec.structs.replace(rank, step_times_s=(step_s,) * spec.steps) for rank in ranks)
+        return msgspec.structs.replace(result, ranks=timed, wall_s=wall_s)
+
+    def _by_memory(self, spec: TrialSpec, attempt: int) -> TrialResult:
         told = self._law(spec)
         if isinstance(told, Outcome):
             return TrialResult(outcome=told, reason=f"simulated: {told.value}", attempt=attempt, simulated=True)

@@ -103,7 +103,7 @@ class TorchrunRunner:
         result = TrialResult(
             outcome=outcome,
             reason=reason,
-            ranks=reports,
+            ranks=tuple(_without_training(report) for report in reports) if spec.is_memory_only else reports,
             launch_to_first_step_s=max(first_steps) - began_unix if first_steps else None,
             wall_s=time.monotonic() - began,
             attempt=attempt,
@@ -215,6 +215,11 @@ def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]
         except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
             damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
     return tuple(reports), tuple(damaged)
+
+
+def _without_training(report: RankReport) -> RankReport:
+    """The report of a memory-only trial, without the figures that would pass for those of a training."""
+    return msgspec.structs.replace(report, losses=(), gradient_norms=(), step_times_s=())
 
 
 def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from highwater.report.text import plain
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
-from highwater.spec.trial import MemoryBudget, RankReport, TrialResult, TrialSpec
+from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LIMITS: dict[Limit, str] = {
@@ -18,6 +18,8 @@ _LIMITS: dict[Limit, str] = {
     "time": "timed out",
     "inconclusive": "inconclusive",
 }
+OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, nothing was trained"}
+"""Outcomes in more than their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,11 @@ def answer_table(study: Study) -> TextTable:
     answers = {answer.cell: answer for answer in study.answers}
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
-        columns=("rung", RANK_WORDS[question.device][1], "SP", "capacity", "ended by", memory, "headroom", "tokens/s", "MFU"),
+        columns=(
+            *("rung", RANK_WORDS[question.device][1], "SP"),
+            *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
+            *("ended by", memory, "headroom", "tokens/s", "MFU"),
+        ),
         rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
         footnotes=tuple(_footnotes(study)),
     )
@@ -50,20 +56,18 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     """One trial: how it ended, and what was measured."""
     rank = result.ranks[0] if result.ranks else RankReport(rank=0)
     rows = (
-        ("outcome", str(result.outcome)),
+        ("outcome", OUTCOME_WORDS.get(result.outcome, str(result.outcome))),
         ("reason", result.reason),
         ("peak data segment" if spec.device == "cpu" else "peak reserved", format_bytes(result.peak_reserved_bytes)),
         ("headroom", format_bytes(result.headroom_bytes)),
         ("memory budget", "-" if rank.budget is None or spec.device == "cpu" else _division(rank.budget)),
         ("allocator", ", ".join(f"{name}={value}" for name, value in rank.allocator_settings.items()) or "-"),
         ("attention", rank.attention_kernel or "-"),
-        ("step time", format_seconds(result.step_time_s)),
-        ("tokens/s", _per_second(result.tokens_per_s)),
-        ("MFU", _percent(result.mfu)),
+        *(() if spec.is_memory_only else _speed(result)),
         ("launch to first step", format_seconds(result.launch_to_first_step_s)),
         ("log", result.log_path or "-"),
     )
-    label = "simulated" if result.simulated else "measured"
+    label = ("simulated" if result.simulated else "measured") + (", memory-only" if spec.is_memory_only else "")
     return TextTable(
         title=f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}: {label}",
         columns=(),
@@ -92,9 +96,10 @@ def published_lines(study: Study) -> str:
 def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
     """The line that users of the published search parse; ``?`` when no trial told the capacity."""
     capacity = "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
+    memory_only = "" if answer is None or answer.memory_only is None else f", memory_only_len = {answer.memory_only.length_tokens}"
     return (
         f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
-        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}"
+        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}{memory_only}"
     )
 
 
@@ -132,9 +137,14 @@ def capacity_text(
         return unknown
     if answer.capacity_tokens == 0:
         return none
-    past_native = answer.capacity_tokens > question.model.shape.native_length_tokens
-    figure = format_tokens(answer.capacity_tokens) if commas else str(answer.capacity_tokens)
-    return f"{figure}{'*' if past_native else ''}"
+    return _length_text(question, answer.capacity_tokens, commas=commas)
+
+
+def memory_only_text(question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True) -> str:
+    """A length by memory-only proof: ``643,072* memory-only``; ``none`` where the capacity itself is the longest that fit."""
+    if answer is None or answer.memory_only is None:
+        return none
+    return f"{_length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
 
 
 def place(question: Question) -> str:
@@ -150,16 +160,33 @@ def provenance(question: Question) -> str:
     return "simulated, nothing was trained" if question.simulated else "measured"
 
 
+def _length_text(question: Question, length_tokens: int, *, commas: bool) -> str:
+    figure = format_tokens(length_tokens) if commas else str(length_tokens)
+    return f"{figure}{'*' if length_tokens > question.model.shape.native_length_tokens else ''}"
+
+
+def _speed(result: TrialResult) -> tuple[tuple[str, str], ...]:
+    """What a training shows, and a memory-only trial has not."""
+    return (
+        ("step time", format_seconds(result.step_time_s)),
+        ("tokens/s", _per_second(result.tokens_per_s)),
+        ("MFU", _percent(result.mfu)),
+    )
+
+
 def _answer_row(cell: Cell, answer: CellAnswer | None, question: Question) -> tuple[str, ...]:
     names = (cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree))
+    proofs = (capacity_text(question, answer),)
+    if question.proof == "memory":
+        proofs += (memory_only_text(question, answer),)
     if answer is None:
-        return (*names, "?", "not searched yet", "-", "-", "-", "-")
+        return (*names, *proofs, "not searched yet", "-", "-", "-", "-")
     ended = _LIMITS[answer.limit]
     if answer.does_not_fit_tokens is not None:
         ended = f"{format_tokens(answer.does_not_fit_tokens)}: {ended}"
     return (
         *names,
-        capacity_text(question, answer),
+        *proofs,
         ended,
         format_bytes(answer.peak_reserved_bytes),
         format_bytes(answer.headroom_bytes),
@@ -180,7 +207,7 @@ def _footnotes(study: Study) -> list[str]:
     question = study.question
     native = question.model.shape.native_length_tokens
     notes: list[str] = []
-    if any((answer.capacity_tokens or 0) > native for answer in study.answers):
+    if any((answer.reach_tokens or 0) > native for answer in study.answers):
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
@@ -190,12 +217,29 @@ def _footnotes(study: Study) -> list[str]:
         name = answer.cell.label_on(question.device)
         notes.append(f"{name}: {plain(answer.reason)}")
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
+    notes.extend(_memory_only_notes(study))
     best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
     if best is not None and best.capacity_tokens:
         label = "simulated" if question.simulated else "measured"
         notes.append(
             f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label_on(question.device)}), {label}"
         )
+    return notes
+
+
+def _memory_only_notes(study: Study) -> list[str]:
+    """What each memory-only proof says, and which length was also trained in full; peak to MFU in the table are that one's."""
+    notes: list[str] = []
+    for answer in study.answers:
+        proof = answer.memory_only
+        if proof is not None:
+            trained = f"{format_tokens(answer.capacity_tokens)} tokens" if answer.capacity_tokens else "no length"
+            peak, headroom = format_bytes(proof.peak_reserved_bytes), format_bytes(proof.headroom_bytes)
+            notes.append(
+                f"{answer.cell.label_on(study.question.device)}: memory-only proof of {format_tokens(proof.length_tokens)} tokens, "
+                f"{peak} at the peak, {headroom} of headroom: attention over whole documents in the last layer only, "
+                f"nothing trained; trained in full: {trained}"
+            )
     return notes
 
 
@@ -227,13 +271,17 @@ def _division(budget: MemoryBudget) -> str:
     return f"{format_bytes(budget.budget_bytes)} = {context} context + {nccl} NCCL + {cap} for the allocator"
 
 
+def _published_figure(question: Question, answer: CellAnswer | None) -> str:
+    """``131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
+    memory_only = memory_only_text(question, answer, none="", commas=False)
+    return capacity_text(question, answer, none="-", commas=False) + (f" ({memory_only})" if memory_only else "")
+
+
 def _published_group(title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]) -> str:
     models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
     layouts = sorted({(cell.layout.gpus, cell.layout.ulysses_degree) for cell, _, _ in entries})
     figures = {
-        (cell.layout.gpus, cell.layout.ulysses_degree, plain(question.model.name)): capacity_text(
-            question, answer, none="-", commas=False
-        )
+        (cell.layout.gpus, cell.layout.ulysses_degree, plain(question.model.name)): _published_figure(question, answer)
         for cell, question, answer in entries
     }
     grid = [("#GPU", "SP", *models)]

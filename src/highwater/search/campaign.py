@@ -2,6 +2,10 @@
 
 An event is yielded before and after every trial and after every cell, so that whoever listens can show and record them.
 The order of trials depends only on the question and on the results: the same results, the same campaign.
+
+With the proof ``memory`` a cell begins with a full trial of the first length, by whose time the others are judged. A length
+whose full trial would exceed the time limit, or did, gets a memory-only trial. When the edge is known, full trials go up to
+the longest length that they can be expected to reach in time.
 """
 
 from collections.abc import Generator, Iterator
@@ -10,8 +14,9 @@ from dataclasses import dataclass
 from highwater.search.bracket import Bracket
 from highwater.search.guess import Guess, engine_guess
 from highwater.search.ordering import carried_start, first_index
+from highwater.search.proof import FullTrials
 from highwater.spec.protocols import Runner
-from highwater.spec.study import Cell, CellAnswer, Limit, Question
+from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_tokens
 
@@ -19,6 +24,8 @@ MAX_ATTEMPTS = 3
 """Launches of a trial that ends without telling anything about memory."""
 MAX_TIMEOUTS = 2
 """Of these, launches that may run out of time: each costs the whole limit."""
+_MOST_FULL_TRIALS = 4
+"""Full trials after the edge is known: each reaches further by the time of the one before."""
 _TRIALS_OF_A_CELL = 4
 """Guess for a cell while none is finished."""
 
@@ -71,6 +78,17 @@ def campaign(question: Question, runner: Runner, *, guess: Guess = engine_guess)
         yield CellAnswered(answer=finished[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A trial to run: where, for which time, and how."""
+
+    index: int
+    repeat: int = 0
+    memory_only: bool = False
+    after_edge: bool = False
+    """The edge is known: this full trial only says how much of it is trained."""
+
+
 class _CellSearch:
     """The search of one cell: its bracket, and what each trial said."""
 
@@ -84,6 +102,14 @@ class _CellSearch:
         self._bracket = Bracket(question.size_of(cell), first, question.method)
         self._results: dict[tuple[int, int], TrialResult] = {}
         """By index and repeat: the last attempt of each."""
+        self._trained: dict[int, TrialResult] = {}
+        """By index: the first full trial that counts as a fit."""
+        self._full_trials = FullTrials(question) if question.proof == "memory" else None
+        self._memory_only: set[int] = set()
+        """Indices whose results are of memory-only trials."""
+        self._after_edge = 0
+        self._untold: str | None = None
+        """Why full trials after the edge ended before time did."""
         self._launches = 0
         self._crashed: int | None = None
         """The index whose trials crashed, each of them."""
@@ -91,29 +117,49 @@ class _CellSearch:
     def run(self) -> Iterator[Event]:
         """Run trials until the cell has an answer, or a trial that only crashes."""
         while self._crashed is None and (asked := self._next()) is not None:
-            index, repeat = asked
-            result = yield from self._try(index, repeat)
-            self._results[asked] = result
-            if result.outcome is Outcome.CRASHED:
-                self._crashed = index
-            elif result.outcome is Outcome.TIMEOUT:
-                self._bracket.tell_undecided(index)
-            else:
-                self._bracket.tell(index, self._counts_as_fit(result))
+            result = yield from self._try(asked)
+            if not asked.memory_only and self._full_trials is not None:
+                self._full_trials.tell(self._question.grid.length(asked.index), result)
+            self._take_in(asked, result)
+
+    def _take_in(self, asked: _Asked, result: TrialResult) -> None:
+        """What a trial says, for the bracket and for the answer."""
+        index, fits = asked.index, self._counts_as_fit(result)
+        if result.outcome is Outcome.FIT and fits:
+            self._trained.setdefault(index, result)
+        if asked.after_edge:
+            self._after_edge += 1
+            if not fits:
+                self._untold = f"{self._tokens(index)} in full: {result.reason}"
+                if result.outcome.tells:
+                    self._bracket.tell(index, fits)  # against the memory-only fit: a contradiction, which is said
+            return
+        if result.outcome is Outcome.TIMEOUT and not asked.memory_only and self._full_trials is not None:
+            return  # a memory-only trial of the same length comes next
+        self._results[index, asked.repeat] = result
+        if asked.memory_only:
+            self._memory_only.add(index)
+        if result.outcome is Outcome.CRASHED:
+            self._crashed = index
+        elif result.outcome is Outcome.TIMEOUT:
+            self._bracket.tell_undecided(index)
+        else:
+            self._bracket.tell(index, fits)
 
     def answer(self) -> CellAnswer:
         """What the trials so far prove."""
         bracket, grid = self._bracket, self._question.grid
         limit, reason = self._limit()
         contradictions = self._contradictions()
-        fit = next((result for result in self._results_at(bracket.fits) if self._counts_as_fit(result)), None)
-        capacity_tokens = 0 if bracket.is_proven else None
+        longest = max(self._trained, default=0)
+        fit = self._trained.get(longest)
+        capacity_tokens = 0 if bracket.is_proven and not bracket.fits else None
         return CellAnswer(
             cell=self._cell,
-            capacity_tokens=grid.length(bracket.fits) if fit else capacity_tokens,
+            capacity_tokens=grid.length(longest) if fit else capacity_tokens,
             does_not_fit_tokens=grid.length(bracket.fits + 1) if limit in ("memory", "host_memory") else None,
             limit=limit,
-            reason=reason + self._unconfirmed(),
+            reason=reason + self._unconfirmed() + (f"; {self._untold}" if self._untold else ""),
             trials=self._launches,
             monotone=not contradictions,
             contradictions=contradictions,
@@ -121,14 +167,40 @@ class _CellSearch:
             headroom_bytes=fit.headroom_bytes if fit else None,
             tokens_per_s=fit.tokens_per_s if fit else None,
             mfu=fit.mfu if fit else None,
+            memory_only=self._memory_only_fit() if bracket.fits > longest else None,
         )
 
-    def _next(self) -> tuple[int, int] | None:
-        """Index and repeat of the next trial: what the bracket asks for, then what confirms its answer."""
+    def _memory_only_fit(self) -> MemoryOnlyFit:
+        """The longest fit, which is of a memory-only trial."""
+        index = self._bracket.fits
+        fit = next(result for result in self._results_at(index) if self._counts_as_fit(result))
+        return MemoryOnlyFit(
+            length_tokens=self._question.grid.length(index),
+            peak_reserved_bytes=fit.peak_reserved_bytes,
+            headroom_bytes=fit.headroom_bytes,
+        )
+
+    def _next(self) -> _Asked | None:
+        """The next trial: what the bracket asks for, then what confirms its answer, then what is trained of it."""
+        if self._full_trials is not None and not self._launches and self._question.method == "bisect":
+            return _Asked(1)
         index = self._bracket.ask()
         if index is not None:
-            return index, 0
-        return next(iter(self._confirmations_left()), None)
+            return _Asked(index, memory_only=self._is_too_long(index))
+        for index, repeat in self._confirmations_left():
+            return _Asked(index, repeat, memory_only=index in self._memory_only or self._is_too_long(index))
+        return self._next_in_full()
+
+    def _next_in_full(self) -> _Asked | None:
+        """A full trial of what memory-only trials have proven, as long as it may be expected to end in time."""
+        if self._full_trials is None or self._untold or self._after_edge == _MOST_FULL_TRIALS:
+            return None
+        index = self._full_trials.next_index(self._bracket.fits, self._question.grid.length)
+        return None if index is None else _Asked(index, after_edge=True)
+
+    def _is_too_long(self, index: int) -> bool:
+        """The time of full trials so far says that one of this length would not end in time."""
+        return self._full_trials is not None and self._full_trials.exceeds(self._question.grid.length(index))
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
         """Both sides of the edge again, then the lengths above it. An edge that moves is confirmed anew."""
@@ -141,9 +213,11 @@ class _CellSearch:
         wanted = [(index, repeat) for repeat in range(1, times + 1) for index in edge] + [(index, 0) for index in above]
         return [asked for asked in wanted if asked not in self._results]
 
-    def _try(self, index: int, repeat: int) -> Generator[Event, None, TrialResult]:
+    def _try(self, asked: _Asked) -> Generator[Event, None, TrialResult]:
         """Launch a trial until an attempt tells whether the length fits, as often as is allowed; its last result."""
-        cell, spec = self._cell, self._question.trial(self._cell, self._question.grid.length(index))
+        cell, repeat, length_tokens = self._cell, asked.repeat, self._question.grid.length(asked.index)
+        spec = self._question.trial(cell, length_tokens, memory_only=asked.memory_only)
+        has_substitute = self._full_trials is not None and not asked.memory_only
         timeouts, attempt = 0, 1
         while True:
             yield TrialStarted(cell=cell, spec=spec, attempt=attempt, repeat=repeat, trials_left=self._trials_left())
@@ -151,8 +225,8 @@ class _CellSearch:
             result = self._runner.run(spec, attempt=attempt, repeat=repeat)
             yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
             timeouts += result.outcome is Outcome.TIMEOUT
-            told = result.outcome is Outcome.FIT or result.outcome.is_memory
-            if told or attempt == MAX_ATTEMPTS or timeouts == MAX_TIMEOUTS:
+            allowed = 1 if has_substitute else MAX_TIMEOUTS
+            if result.outcome.tells or attempt == MAX_ATTEMPTS or timeouts == allowed:
                 return result
             attempt += 1
 
@@ -164,9 +238,10 @@ class _CellSearch:
         return max(0, here - 1) + round(cells * each)
 
     def _counts_as_fit(self, result: TrialResult) -> bool:
-        """The trial fit, and with the headroom that is asked for; headroom that nobody measured is none."""
+        """The trial fit, in full or memory-only, and with the headroom that is asked for; headroom that nobody measured is none."""
         margin_bytes = self._question.margin_bytes
-        return result.outcome is Outcome.FIT and (margin_bytes == 0 or (result.headroom_bytes or 0) >= margin_bytes)
+        fits = result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+        return fits and (margin_bytes == 0 or (result.headroom_bytes or 0) >= margin_bytes)
 
     def _limit(self) -> tuple[Limit, str]:
         """What ended the search above the capacity, and why, in a line."""
@@ -177,12 +252,12 @@ class _CellSearch:
             return "inconclusive", f"{tokens}: none of {MAX_ATTEMPTS} attempts told whether it fits; the last: {crash.reason}"
         if self._bracket.is_proven:
             no = next(r for r in self._results_at(end) if r.outcome.is_memory or self._lacks_headroom(r))
-            return self._why_not(no, self._tokens(end))
+            return self._why_not(no, self._named(end))
         if end > self._question.size_of(self._cell):
             bound = "was to be tried" if end > self._question.grid.size else "the token budget holds"
-            return "ceiling", f"{self._tokens(fits)} fit, the longest length that {bound}"
+            return "ceiling", f"{self._named(fits)} fit, the longest length that {bound}"
         timeout = next(r for r in self._results_at(end) if r.outcome is Outcome.TIMEOUT)
-        return "time", f"{self._tokens(end)} took too long to tell: {timeout.reason}"
+        return "time", f"{self._named(end)} took too long to tell: {timeout.reason}"
 
     def _unconfirmed(self) -> str:
         late = sum(result.outcome is Outcome.TIMEOUT for (_, repeat), result in self._results.items() if repeat)
@@ -200,7 +275,7 @@ class _CellSearch:
         return "memory", f"{tokens} fit with {format_bytes(no.headroom_bytes)} of headroom; {asked} is asked for"
 
     def _lacks_headroom(self, result: TrialResult) -> bool:
-        return result.outcome is Outcome.FIT and not self._counts_as_fit(result)
+        return result.outcome.tells and not result.outcome.is_memory and not self._counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
         """Each observation that is not monotone, in words."""
@@ -214,6 +289,9 @@ class _CellSearch:
 
     def _results_at(self, index: int) -> list[TrialResult]:
         return [result for (tried, _), result in self._results.items() if tried == index]
+
+    def _named(self, index: int) -> str:
+        return f"{self._tokens(index)}{' (memory-only)' if index in self._memory_only else ''}"
 
     def _tokens(self, index: int) -> str:
         return f"{format_tokens(self._question.grid.length(index))} tokens"

@@ -47,7 +47,7 @@ def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]
 
     None when there is none: the scan starts at the start length. Source: Trinity-RFT, search_context_length_capacity.py.
     """
-    starts = [answer.capacity_tokens for answer in finished if answer.capacity_tokens and _precedes(answer.cell, cell)]
+    starts = [answer.reach_tokens for answer in finished if answer.reach_tokens and _precedes(answer.cell, cell)]
     return question.grid.index_at_most(max(starts)) if starts else None
 
 
@@ -69,7 +69,7 @@ def _learned_line(question: Question, cell: Cell, finished: Sequence[CellAnswer]
 
 def _moved(line: Line, guess: Line, taken_bytes: float, usable_bytes: int, answer: CellAnswer) -> Line:
     """The line, moved to take ``taken_bytes`` in the middle between what fit and what did not; as it is if it does in between."""
-    fit_tokens = _tokens_per_gpu(answer.cell, answer.capacity_tokens or 0)
+    fit_tokens = _tokens_per_gpu(answer.cell, answer.reach_tokens or 0)
     failed_tokens = _tokens_per_gpu(answer.cell, answer.does_not_fit_tokens) if answer.does_not_fit_tokens else None
     too_steep = fit_tokens > 0 and line.at(fit_tokens) > taken_bytes
     too_flat = failed_tokens is not None and line.at(failed_tokens) < taken_bytes

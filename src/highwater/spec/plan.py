@@ -12,6 +12,7 @@ from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model
+from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
@@ -35,6 +36,7 @@ _NAMED_SETTINGS = (
 """Fields that a request and the settings share: the same on every rung."""
 _PROCESSES_PER_CORE = 4
 """More than this many processes for each core, and a trial on the CPU would spend its time waiting."""
+_NO_PROOF = "leave `--proof` out"
 _CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
 """Longest length to try unless the user names one. On the CPU, where attention's square is felt, a search has to end."""
 
@@ -53,6 +55,7 @@ def plan(request: Request, machine: Machine) -> Plan:
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    _check_proof(request, model)
     is_fallback = request.device is None and device == "cpu"
     if is_fallback:
         _refuse_what_needs_a_gpu(request, machine, model)
@@ -80,6 +83,8 @@ def plan(request: Request, machine: Machine) -> Plan:
         micro_batches=request.micro_batches,
         data=request.data,
         simulated=request.dry_run,
+        proof=request.proof,
+        timeout_s=request.timeout_s if request.proof == "memory" else None,
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     fallback = (ON_THE_CPU_NOTE,) if is_fallback else ()
@@ -111,6 +116,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     _refuse_past_native(load_model(request.model), request.rope, length_tokens, flag="--length")
     alone = msgspec.structs.replace(
         request,
+        proof="full",
+        attention_depth=None,
         start_length=length_tokens,
         max_length=length_tokens,
         gpus=request.gpus or (1,),
@@ -121,12 +128,43 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     cell, *others = question.cells
     if others:
         raise UsageError("one trial runs in one layout, several are named", hint="use `--gpus 1 --ulysses 1`")
-    return question.trial(cell, length_tokens)
+    spec = msgspec.structs.replace(question.trial(cell, length_tokens), attention_depth=request.attention_depth)
+    _check_depth(spec, question.model)
+    return spec
 
 
 def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:
     """The GPUs that trials on ``count`` GPUs run on: the first ones that are visible."""
     return machine.gpus[:count] if device == "cuda" else ()
+
+
+def _check_proof(request: Request, model: Model) -> None:
+    """Raise UsageError for what a search cannot prove in that way."""
+    if request.attention_depth is not None:
+        raise UsageError("an attention depth is for one trial: a search chooses it", hint="use `--proof memory`")
+    if request.proof == "memory" and request.dry_run:
+        raise UsageError("`--proof memory` and `--dry-run` exclude each other: no simulated trial takes time", hint=_NO_PROOF)
+    if request.proof == "memory" and model.shape.layers < 2:
+        raise UsageError(f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF)
+
+
+def _check_depth(spec: TrialSpec, model: Model) -> None:
+    """Raise UsageError for a memory-only trial that would be a full one."""
+    depth, layers = spec.attention_depth, model.shape.layers
+    if depth is None:
+        return
+    if depth >= layers:
+        raise UsageError(
+            f"an attention depth of {depth}: {model.name} has {layers} layers",
+            hint="leave `--attention-depth` out to train in full",
+        )
+    tokens = spec.length_tokens * spec.sequences
+    if spec.data is None and pieces(tokens, spec.device) is None:
+        near = -(-spec.length_tokens // PUBLISHED_STEP_TOKENS) * PUBLISHED_STEP_TOKENS
+        raise UsageError(
+            f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same memory",
+            hint=f"use `--length {near}`",
+        )
 
 
 def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta, inspect
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Strategy
-from highwater.spec.study import Method
+from highwater.spec.study import Method, Proof
 from highwater.spec.trial import Device
 from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
 
@@ -30,6 +30,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "timeout": ("a time", "40m"),
     "steps": ("a whole number", 2),
     "micro_batches": ("a whole number", 2),
+    "attention_depth": ("a whole number", 1),
     "data": ("module:function", "my_package.batches:packed"),
     "log_dir": ("a directory", "./logs"),
     "study": ("a file", "study.jsonl"),
@@ -98,12 +99,19 @@ class Request(Noun, frozen=True, kw_only=True):
     ] = None
     max_length: Annotated[Tokens | None, Meta(description="longest length to try; default: 1m tokens, on the CPU 8k")] = None
     method: Annotated[Method, Meta(description="bisect, or linear: the published upward scan")] = "bisect"
+    proof: Annotated[
+        Proof, Meta(description="memory: a memory-only trial proves what fits where a full one would exceed the timeout")
+    ] = "full"
     confirm: Annotated[int, Meta(description="times that both trials of the edge are repeated")] = 0
     margin: Annotated[Size, Meta(description="headroom that a length must leave to count, for example 2GiB")] = 0
     timeout: Annotated[Time, Meta(description="longest time for one trial")] = "40m"
     steps: Annotated[int, Meta(description="optimizer steps of a trial, 2 or more")] = 2
     micro_batches: Annotated[int, Meta(description="micro-batches of a step, 2 or more")] = 2
     data: Annotated[str | None, Meta(description="module:function that yields token batches; default: synthetic ones")] = None
+    attention_depth: Annotated[
+        int | None,
+        Meta(description="memory-only trial: attention over whole documents in the last N layers alone, on short pieces elsewhere"),
+    ] = None
     device: Annotated[Device | None, Meta(description="what to train on; default: cuda where there is a GPU")] = None
     log_dir: Annotated[str, Meta(description="directory of logs and studies")] = "./logs"
     study: Annotated[str | None, Meta(description="file of the study; default: one for each question, under the log directory")] = (

@@ -22,6 +22,7 @@ def counted_ranks(count: int, device: Device) -> str:
 
 
 Method = Literal["bisect", "linear"]
+Proof = Literal["full", "memory"]
 Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
 
@@ -123,6 +124,10 @@ class Question(Noun, frozen=True, kw_only=True):
     micro_batches: int = 2
     data: str | None = None
     simulated: bool = False
+    proof: Proof = "full"
+    """``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits."""
+    timeout_s: float | None = None
+    """Longest time for one trial, where the answer depends on it: with the proof ``memory``."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
@@ -130,6 +135,8 @@ class Question(Noun, frozen=True, kw_only=True):
             raise UsageError("there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`")
         if self.confirm < 0 or self.margin_bytes < 0:
             raise UsageError("confirm and margin cannot be negative", hint="for example `--confirm 2 --margin 2GiB`")
+        if (self.proof == "memory") != (self.timeout_s is not None):
+            raise UsageError("the proof `memory` and a time limit go together", hint="for example `--proof memory --timeout 5m`")
 
     @property
     def key(self) -> str:
@@ -143,8 +150,8 @@ class Question(Noun, frozen=True, kw_only=True):
         longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
         return self.grid.size if longest is None else min(self.grid.size, self.grid.index_at_most(longest))
 
-    def trial(self, cell: Cell, length_tokens: int) -> TrialSpec:
-        """The trial of one length in one cell."""
+    def trial(self, cell: Cell, length_tokens: int, *, memory_only: bool = False) -> TrialSpec:
+        """The trial of one length in one cell, in full or memory-only."""
         return TrialSpec(
             model_name=self.model.name,
             model_directory=self.model.directory,
@@ -157,7 +164,17 @@ class Question(Noun, frozen=True, kw_only=True):
             steps=self.steps,
             micro_batches=self.micro_batches,
             data=self.data,
+            attention_depth=1 if memory_only else None,
         )
+
+
+class MemoryOnlyFit(Noun, frozen=True, kw_only=True):
+    """A length that a memory-only trial proved: memory holds it, and nobody trained it."""
+
+    length_tokens: int
+    peak_reserved_bytes: int | None
+    """Measured; on the CPU the data segment's peak."""
+    headroom_bytes: int | None
 
 
 class CellAnswer(Noun, frozen=True, kw_only=True):
@@ -183,6 +200,14 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
     headroom_bytes: int | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
+    memory_only: MemoryOnlyFit | None = None
+    """Proof ``memory``: the longest length that fit in a memory-only trial, where that is longer than the capacity, which is
+    the longest that was trained in full. The next length, ``does_not_fit_tokens``, is this one's."""
+
+    @property
+    def reach_tokens(self) -> int | None:
+        """Longest length that memory was seen to hold, by either proof."""
+        return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
 
 
 class RecordedTrial(Noun, frozen=True, kw_only=True):

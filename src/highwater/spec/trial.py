@@ -21,6 +21,8 @@ class Outcome(StrEnum):
 
     FIT = "FIT"
     """All optimizer steps done, loss finite, every process exited 0, a result written."""
+    MEMORY_ONLY_FIT = "MEMORY_ONLY_FIT"
+    """The same of a trial with an attention depth: it says what memory holds, and nothing about training."""
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     """An allocation failed under the budget: on the device, or on the CPU under its limit."""
     HOST_OUT_OF_MEMORY = "HOST_OUT_OF_MEMORY"
@@ -34,6 +36,11 @@ class Outcome(StrEnum):
     def is_memory(self) -> bool:
         """The trial ended because memory ran out."""
         return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
+
+    @property
+    def tells(self) -> bool:
+        """The trial says whether memory holds its length; a timeout or a crash does not."""
+        return self in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT) or self.is_memory
 
 
 class TrialSpec(Noun, frozen=True, kw_only=True):
@@ -56,6 +63,9 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     seed: int = 0
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""
+    attention_depth: int | None = None
+    """Layers, the last ones, whose attention runs over whole documents; in the others it runs on short pieces, which take the
+    same memory. Such a trial is memory-only: its loss and its times mean nothing. None: all layers."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""
@@ -77,6 +87,8 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
                 f"{'pair' if self.settings.objective == 'rw' else 'sequence'} of {self.length_tokens}",
                 hint=f"use `--token-budget {least}` or more",
             )
+        if self.attention_depth is not None and self.attention_depth < 1:
+            raise UsageError(f"an attention depth of {self.attention_depth}", hint="use `--attention-depth 1`: the last layer's")
         if self.device == "cpu" and self.memory_budget_bytes is None:
             raise UsageError("a trial on the CPU without a memory limit would take the whole machine", hint="add `--memory 2GiB`")
         if self.data is not None and not _DATA_SOURCE.fullmatch(self.data):
@@ -88,6 +100,11 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     def sequences(self) -> int:
         """Sequences packed into one micro-batch."""
         return self.settings.sequences(self.length_tokens, context_degree=self.layout.context_degree)
+
+    @property
+    def is_memory_only(self) -> bool:
+        """A fit of it is no training."""
+        return self.attention_depth is not None
 
     @property
     def key(self) -> str:

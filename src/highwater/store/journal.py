@@ -18,7 +18,7 @@ from typing import Any, Self
 from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.spec.codec import to_builtins, to_json
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, Study
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.lines import (
     AnsweredLine,
     FinishedLine,
@@ -54,7 +54,7 @@ class Journal:
         A crash or a timeout that once left its cell without an answer is run again: whoever resumes has mended something.
         """
         result = self._record.result((spec.key, attempt, repeat))
-        if result is None or result.outcome is Outcome.FIT or result.outcome.is_memory:
+        if result is None or result.outcome.tells:
             return result
         return None if Cell(layout=spec.layout, settings=spec.settings) in self._undecided else result
 

@@ -1,0 +1,76 @@
+"""Proof: whether a length can be tried in full within the time limit, from what the full trials of its cell took.
+
+Nothing is foreseen from nothing: until a full trial has told, by its step time or by running out of time, any length can.
+"""
+
+from collections.abc import Callable
+
+from highwater.spec.flops import step_flops
+from highwater.spec.settings import Settings
+from highwater.spec.study import Question
+from highwater.spec.trial import Outcome, TrialResult
+
+FULL_SHARE = 0.9
+"""Share of the time limit that a full trial may be expected to take: a forecast is a few per cent off."""
+TOLD_WITHIN = 8
+"""Times its own length that a trial tells of, for a trial that is made to be long: a short step is mostly overhead."""
+WORTH = 1.1
+"""Times the longest length trained in full that another such trial has to reach to be worth its time."""
+
+
+class FullTrials:
+    """The full trials of one cell, and the time that others would take."""
+
+    def __init__(self, question: Question) -> None:
+        assert question.timeout_s is not None  # noqa: S101
+        self._shape = question.model.shape
+        self._steps = question.steps
+        self._limit_s = FULL_SHARE * question.timeout_s
+        self._longest: tuple[int, TrialResult] | None = None
+        self._late_tokens: int | None = None
+
+    def tell(self, length_tokens: int, result: TrialResult) -> None:
+        """Take in the end of a full trial."""
+        if result.outcome is Outcome.TIMEOUT:
+            self._late_tokens = min(length_tokens, self._late_tokens or length_tokens)
+        told = result.outcome is Outcome.FIT and result.step_time_s is not None
+        if told and (self._longest is None or length_tokens > self._longest[0]):
+            self._longest = length_tokens, result
+
+    def exceeds(self, length_tokens: int) -> bool:
+        """A full trial of this length has run out of time, or a shorter one says that it would."""
+        if self._late_tokens is not None and length_tokens >= self._late_tokens:
+            return True
+        expected_s = self.expected_s(length_tokens)
+        return expected_s is not None and expected_s > self._limit_s
+
+    def expected_s(self, length_tokens: int) -> float | None:
+        """What a full trial of this length would take: steps as their model FLOPs, the rest as it was. None: nobody knows."""
+        if self._longest is None:
+            return None
+        known_tokens, result = self._longest
+        if length_tokens <= known_tokens:
+            return 0.0  # shorter than one that was in time
+        steps_s = self._steps * (result.step_time_s or 0.0)
+        growth = self._flops(length_tokens) / self._flops(known_tokens)
+        return max(0.0, result.wall_s - steps_s) + steps_s * growth
+
+    def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
+        """The longest index up to ``fits`` that a full trial may be expected to reach in time; None when it is not worth it."""
+        if self._longest is None:
+            return None
+        known_tokens = self._longest[0]
+
+        def is_open(index: int) -> bool:
+            return length(index) <= TOLD_WITHIN * known_tokens and not self.exceeds(length(index))
+
+        low, high = 0, fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if is_open(middle) else (low, middle - 1)
+        if not low or length(low) <= known_tokens or (low < fits and length(low) < WORTH * known_tokens):
+            return None
+        return low
+
+    def _flops(self, length_tokens: int) -> int:
+        return step_flops(self._shape, length_tokens=length_tokens, sequences=1, settings=Settings())  # only their ratios count

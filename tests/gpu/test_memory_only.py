@@ -1,0 +1,109 @@
+"""Memory-only trials on a GPU: pieces make every allocation that whole documents make, and a trial has the peak of a full one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.attention.dense import Kernel, attend  # noqa: E402
+from highwater.launch.torchrun import TorchrunRunner  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
+from highwater.spec.model import load_model  # noqa: E402
+from highwater.spec.pieces import pieces  # noqa: E402
+from highwater.spec.settings import Allocator, Loss, Settings  # noqa: E402
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec  # noqa: E402
+
+TRIAL_TOLERANCE = 0.002
+"""Of the peak reserved: what a memory-only trial is trusted for."""
+SIZE = 128
+HEADS = [(16, 8), (32, 8), (16, 16), (4, 2), (2, 1), (1, 1)]
+"""Of whole models, and of one rank: 16 / 8 at Ulysses degrees 4, 8 and 16, where key/value heads are repeated."""
+PACKINGS = [(32_768,), (40_960,), (20_480, 20_480), (24_576, 1, 100), (131_000,)]
+
+
+def kernels() -> list[Kernel]:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return ["cudnn", "flash"] if hopper else ["flash"]
+
+
+def step(lengths: tuple[int, ...], heads: tuple[int, int], kernel: Kernel, *, in_pieces: bool) -> Callable[[], None]:
+    """Forward and backward of one attention in bf16, laid out as projections leave it."""
+    tokens = sum(lengths)
+    q, k, v = (
+        torch.randn(1, tokens, count, SIZE, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    )
+    upstream = torch.randn(1, tokens, heads[0], SIZE, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        out = attend(q, k, v, document_lengths=lengths, scaling=SIZE**-0.5, kernel=kernel, in_pieces=in_pieces)
+        assert out.isfinite().all()
+        out.backward(upstream)
+        q.grad = k.grad = v.grad = None
+
+    return run
+
+
+def memory_of(run: Callable[[], None]) -> tuple[list[int], int, int]:
+    """Sizes of all allocations in order, peak allocated above what was there, peak reserved; after a first run that is left out."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(max_entries=100_000, context=None)
+    try:
+        run()
+        torch.cuda.synchronize()
+        (trace, *_) = torch.cuda.memory._snapshot()["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    sizes = [event["size"] for event in trace if event["action"] == "alloc"]
+    stats = torch.cuda.memory_stats()
+    return sizes, stats["allocated_bytes.all.peak"] - before, stats["reserved_bytes.all.peak"]
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", PACKINGS)
+def test_pieces_allocate_what_whole_documents_do(kernel: Kernel, heads: tuple[int, int], lengths: tuple[int, ...]) -> None:
+    assert (pieces(lengths[0], "cuda") or 1) > 1
+    whole_sizes, whole_allocated, whole_reserved = memory_of(step(lengths, heads, kernel, in_pieces=False))
+    sizes, allocated, reserved = memory_of(step(lengths, heads, kernel, in_pieces=True))
+    if lengths == (131_000,):  # no multiple of a kernel's block: its rounded buffers may differ by the padding of the pieces
+        assert allocated == pytest.approx(whole_allocated, rel=0.005)
+        return
+    assert sizes == whole_sizes
+    assert allocated == whole_allocated
+    assert reserved == whole_reserved
+
+
+def trial(tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: int | None) -> TrialResult:
+    model = load_model("Qwen3-0.6B")
+    spec = TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(),
+        settings=Settings(loss=loss, allocator=allocator),
+        length_tokens=length,
+        attention_depth=depth,
+    )
+    return TorchrunRunner(log_directory=tmp_path, timeout_s=240).run(spec)
+
+
+@pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])
+def test_a_memory_only_trial_has_the_peak_of_a_full_one(tmp_path: Path, loss: Loss, allocator: Allocator) -> None:
+    full, memory_only = (trial(tmp_path, 32_768, loss, allocator, depth) for depth in (None, 1))
+    assert full.outcome is Outcome.FIT, full.reason
+    assert memory_only.outcome is Outcome.MEMORY_ONLY_FIT, memory_only.reason
+    assert memory_only.peak_reserved_bytes == pytest.approx(full.peak_reserved_bytes, rel=TRIAL_TOLERANCE)
+    assert memory_only.ranks[0].memory.peak_allocated_bytes == pytest.approx(
+        full.ranks[0].memory.peak_allocated_bytes, rel=TRIAL_TOLERANCE
+    )
+    assert memory_only.tokens_per_s is None
+    assert memory_only.mfu is None
+    assert memory_only.ranks[0].losses == ()

@@ -1,0 +1,149 @@
+"""Memory-only attention allocates what attention over whole documents does: every block, in the same order, scratch included.
+
+Every allocation and release of PyTorch's CPU allocator is compared, those inside kernels too; and the live bytes that a dispatch
+mode sees, whose peak is the trial's.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from highwater.attention import dense  # noqa: E402
+from highwater.attention.dense import attend, register  # noqa: E402
+from highwater.errors import ModelError  # noqa: E402
+from highwater.spec.pieces import pieces  # noqa: E402
+
+PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
+HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that tensors made under it still hold; ``history`` after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.history: list[int] = []
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage(), before)
+        self.history.append(self.live)
+        return result
+
+    def _count(self, storage: Any, before: set[int]) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self._known or key in before or not size:
+            return
+        self._known.add(key)
+        self.live += size
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def step(lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool) -> Callable[[], None]:
+    """Forward and backward of one attention; ``by_heads`` lays out q, k and v head by head, as some families do."""
+    tokens, size = sum(lengths), 16
+
+    def make(count: int) -> Any:
+        tensor = torch.randn(1, count, tokens, size) if by_heads else torch.randn(1, tokens, count, size).transpose(1, 2)
+        return tensor.requires_grad_()
+
+    q, k, v = make(heads[0]), make(heads[1]), make(heads[1])
+    upstream = torch.randn(1, tokens, heads[0], size)
+
+    def run() -> None:
+        attend(q, k, v, document_lengths=lengths, scaling=0.25, kernel="flash", in_pieces=in_pieces).backward(upstream)
+
+    return run
+
+
+def allocations(run: Callable[[], None]) -> list[int]:
+    """Bytes taken (positive) and given back (negative), in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    return [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+
+
+def live_bytes(run: Callable[[], None]) -> list[int]:
+    with LiveBytes() as mode:
+        run()
+    return mode.history
+
+
+@pytest.mark.parametrize("lengths", PACKINGS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_every_allocation_is_that_of_whole_documents(lengths: tuple[int, ...], heads: tuple[int, int], by_heads: bool) -> None:
+    whole, cut = (allocations(step(lengths, heads, in_pieces=flag, by_heads=by_heads)) for flag in (False, True))
+    assert sum(size > 0 for size in whole) >= 6, "output, log-sum-exp, scratch and three gradients at least"
+    assert cut == whole
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads: tuple[int, int]) -> None:
+    whole, cut = (live_bytes(step((4096, 4096), heads, in_pieces=flag, by_heads=False)) for flag in (False, True))
+    least = 8192 * 16 * 4 * (2 * heads[0] + 2 * heads[1])
+    assert max(whole) == max(cut) >= least, "output and the gradients of q, k and v are alive together"
+    assert whole[-1] == cut[-1]
+
+
+def test_pieces_are_really_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.append(q.shape[2])
+        return kernel(q, *args, **kwargs)
+
+    monkeypatch.setattr(dense.F, "scaled_dot_product_attention", spy)
+    step((8192,), (4, 2), in_pieces=True, by_heads=False)()
+    step((8192,), (4, 2), in_pieces=False, by_heads=False)()
+    assert lengths[0] < 1536
+    assert lengths[1] == 8192
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_the_last_layers_attend_over_whole_documents(depth: int) -> None:
+    from transformers import Qwen3Config
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    interface = ALL_ATTENTION_FUNCTIONS[register("flash", depth=depth).name]
+    layer = torch.nn.Identity()
+    layer.config = Qwen3Config(num_hidden_layers=3)
+    tokens = 4096
+    assert (pieces(tokens, "cpu") or 0) > 1
+    q = torch.randn(1, 2, tokens, 8)
+    arguments = {"attention_mask": None, "document_lengths": (tokens,), "scaling": 0.3}
+    whole = attend(q, q, q, document_lengths=(tokens,), scaling=0.3, kernel="flash")
+    for index in range(3):
+        layer.layer_idx = index
+        out, _ = interface(layer, q, q, q, **arguments)
+        assert torch.equal(out, whole) == (index >= 3 - depth)
+        assert out.isfinite().all()
+
+
+def test_a_module_that_does_not_know_its_layer_is_refused() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    interface = ALL_ATTENTION_FUNCTIONS[register("flash", depth=1).name]
+    q = torch.randn(1, 2, 4, 4)
+    with pytest.raises(ModelError, match="does not know its layer"):
+        interface(torch.nn.Identity(), q, q, q, attention_mask=None, document_lengths=(4,))

@@ -1,0 +1,265 @@
+"""Proof by memory-only trials: what a search says was trained was, what it says memory holds was shown, nothing is mixed."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from highwater.cli.commands import exit_code
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
+from highwater.launch.simulated import Law, SimulatedRunner, TimeLaw
+from highwater.report.table import answer_table, plain_table, published_lines, published_table
+from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
+from highwater.search.guess import Line
+from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
+from highwater.spec.flops import step_flops
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.protocols import Runner
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer, Grid, Question, Study
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.journal import open_journal, read_study
+from highwater.store.recording import RecordingRunner
+from highwater.units import GIB
+
+STEP = 4096
+GRID_SIZE = 128
+MODEL = load_model("Qwen3-0.6B")
+LIMIT_S = 300.0
+OVERHEAD_S = 0.2
+"""Of each step, whatever its length: what makes a short one a poor measure of a long one."""
+
+
+def ask(**changes) -> Question:
+    fields = {
+        "model": MODEL,
+        "device": "cuda",
+        "device_name": "simulated GPU",
+        "device_total_bytes": None,
+        "memory_budget_bytes": None,
+        "cells": (Cell(layout=Layout(), settings=Settings()),),
+        "grid": Grid(
+            start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=GRID_SIZE * STEP
+        ),
+        "proof": "memory",
+        "timeout_s": LIMIT_S,
+    }
+    return Question(**(fields | changes))
+
+
+def fits_up_to(index: int) -> Law:
+    return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
+
+
+def steps_at(flops_per_s: float) -> TimeLaw:
+    """Steps of a trainer of constant speed; a memory-only one skips the quadratic part in all layers but the last."""
+
+    def seconds(spec: TrialSpec) -> float:
+        whole = step_flops(MODEL.shape, length_tokens=spec.length_tokens, sequences=1, settings=Settings())
+        linear = 6 * MODEL.shape.matmul_parameters * spec.length_tokens
+        depth = MODEL.shape.layers if spec.attention_depth is None else spec.attention_depth
+        return OVERHEAD_S + (linear + (whole - linear) * depth / MODEL.shape.layers) / flops_per_s
+
+    return seconds
+
+
+def runner(capacity: int, flops_per_s: float) -> SimulatedRunner:
+    return SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S)
+
+
+def events_of(question: Question, by: Runner) -> list[Event]:
+    return list(campaign(question, by))
+
+
+def finished(events: list[Event]) -> list[tuple[TrialSpec, TrialResult]]:
+    return [(event.spec, event.result) for event in events if isinstance(event, TrialFinished)]
+
+
+def answer_of(events: list[Event]) -> CellAnswer:
+    assert isinstance(events[-1], CellAnswered)
+    return events[-1].answer
+
+
+CAPACITIES = st.integers(0, GRID_SIZE - 1)
+SPEEDS = st.floats(1e12, 1e16)
+
+
+@given(CAPACITIES, SPEEDS, st.sampled_from(["bisect", "linear"]))
+def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(capacity, flops_per_s, method):
+    events = events_of(ask(method=method), runner(capacity, flops_per_s))
+    answer, trials = answer_of(events), finished(events)
+    for spec, result in trials:
+        assert result.outcome is not (Outcome.FIT if spec.is_memory_only else Outcome.MEMORY_ONLY_FIT)
+    full = {spec.length_tokens for spec, result in trials if result.outcome is Outcome.FIT}
+    memory_only = {spec.length_tokens for spec, result in trials if result.outcome is Outcome.MEMORY_ONLY_FIT}
+    if answer.limit == "time":  # even one layer takes too long: the longest that told stands
+        assert answer.does_not_fit_tokens is None
+    else:
+        assert (answer.reach_tokens or 0) == capacity * STEP
+        assert answer.does_not_fit_tokens == (capacity + 1) * STEP
+        assert any(s.length_tokens == answer.does_not_fit_tokens and r.outcome is Outcome.OUT_OF_MEMORY for s, r in trials)
+    assert (answer.capacity_tokens or 0) == max(full, default=0)
+    if answer.memory_only is not None:
+        assert answer.memory_only.length_tokens == max(memory_only) > max(full, default=0)
+    assert answer.monotone
+
+
+@given(CAPACITIES, SPEEDS)
+def test_nothing_is_foreseen_from_nothing(capacity, flops_per_s):
+    """Before every memory-only trial a full one has told: by its time, or by running out of it."""
+    told = False
+    for spec, result in finished(events_of(ask(), runner(capacity, flops_per_s))):
+        assert told or not spec.is_memory_only
+        told |= not spec.is_memory_only and result.outcome in (Outcome.FIT, Outcome.TIMEOUT)
+
+
+@given(st.integers(1, GRID_SIZE - 1), SPEEDS)
+def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
+    """The longest full fit is a forecast's worth below what the limit allows, unless the trials are spent."""
+    answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
+    seconds = steps_at(flops_per_s)
+    question = ask()
+    in_time = [
+        index
+        for index in range(1, capacity + 1)
+        if 2 * seconds(question.trial(question.cells[0], index * STEP)) <= 0.8 * FULL_SHARE * LIMIT_S
+    ]
+    if in_time and answer.capacity_tokens is not None:
+        assert answer.capacity_tokens >= 0.75 * max(in_time) * STEP
+
+
+def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_again_in_full():
+    class Slow:
+        """Full trials past 20 steps of the grid hang, whatever their forecast says."""
+
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            hangs = spec.length_tokens > 20 * STEP and not spec.is_memory_only
+            return SimulatedRunner(fits_up_to(50), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S).run(spec)
+
+    events = events_of(ask(), Slow())
+    trials, answer = finished(events), answer_of(events)
+    late = [spec.length_tokens for spec, result in trials if result.outcome is Outcome.TIMEOUT]
+    assert late
+    assert len(late) == len(set(late))
+    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (50 * STEP, 51 * STEP, "memory")
+    assert answer.capacity_tokens <= 20 * STEP
+    assert "(memory-only)" in answer.reason
+
+
+def test_where_every_length_is_in_time_every_trial_is_full_and_finds_what_a_full_proof_finds():
+    for capacity in (0, 1, 7, 100):
+        fast = runner(capacity, 1e18)
+        by_memory, in_full = (answer_of(events_of(question, fast)) for question in (ask(), ask(proof="full", timeout_s=None)))
+        assert by_memory.memory_only is None
+        assert (by_memory.capacity_tokens, by_memory.does_not_fit_tokens) == (in_full.capacity_tokens, in_full.does_not_fit_tokens)
+
+
+@given(CAPACITIES, st.sampled_from(["bisect", "linear"]))
+def test_a_full_proof_never_makes_a_memory_only_trial(capacity, method):
+    events = events_of(ask(proof="full", timeout_s=None, method=method), runner(capacity, 1e14))
+    assert not any(spec.is_memory_only for spec, _ in finished(events))
+    assert answer_of(events).memory_only is None
+
+
+def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is_said():
+    class Leaky:
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            law = fits_up_to(100 if spec.is_memory_only else 4)
+            return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
+
+    def hint(question: Question, cell: Cell, usable_bytes: int) -> Line:
+        return Line(0, (usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters) / (100 * STEP))
+
+    answer = answer_of(list(campaign(ask(device_total_bytes=100 * GIB), Leaky(), guess=hint)))
+    assert answer.reach_tokens == 100 * STEP
+    assert not answer.monotone
+    assert "in full" in answer.reason
+
+
+@pytest.mark.parametrize("confirm", [1, 2])
+def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
+    events = events_of(ask(confirm=confirm), runner(100, 2e14))
+    answer = answer_of(events)
+    repeats = [event.spec for event in events if isinstance(event, TrialStarted) and event.repeat]
+    assert {spec.length_tokens for spec in repeats} == {100 * STEP, 101 * STEP}
+    assert all(spec.is_memory_only for spec in repeats)
+    assert answer.memory_only is not None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, GRID_SIZE - 1), st.floats(1e13, 1e15), st.integers(0, 12))
+def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_twice(tmp_path_factory, capacity, flops_per_s, kill):
+    folder: Path = tmp_path_factory.mktemp("study")
+    question = ask()
+
+    class Killed:
+        """Dies at its n-th trial; counts what it runs."""
+
+        def __init__(self, after: int | None) -> None:
+            self.after = after
+            self.ran: list[str] = []
+
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            if self.after is not None and len(self.ran) == self.after:
+                raise KeyboardInterrupt
+            self.ran.append(f"{spec.key} {attempt} {repeat}")
+            return runner(capacity, flops_per_s).run(spec, attempt=attempt, repeat=repeat)
+
+    first, second = Killed(kill), Killed(None)
+    try:
+        with open_journal(folder / "study.jsonl", question) as journal:
+            events_of(question, RecordingRunner(first, journal))
+    except KeyboardInterrupt:
+        pass
+    with open_journal(folder / "study.jsonl", question) as journal:
+        resumed = answer_of(events_of(question, RecordingRunner(second, journal)))
+        journal.cell_answered(resumed)
+    assert not set(first.ran) & set(second.ran)
+    assert resumed == answer_of(events_of(question, runner(capacity, flops_per_s)))
+    assert read_study(folder / "study.jsonl").answers == (resumed,)
+
+
+def test_a_forecast_scales_the_steps_and_leaves_the_rest():
+    trials = FullTrials(ask())
+    assert trials.expected_s(STEP) is None
+    result = SimulatedRunner(fits_up_to(9), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(ask().trial(ask().cells[0], STEP))
+    trials.tell(STEP, result)
+    longer, shorter = (
+        step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings()) for tokens in (4 * STEP, STEP)
+    )
+    growth = longer / shorter
+    assert trials.expected_s(4 * STEP) == pytest.approx(20 * growth)
+    assert trials.expected_s(STEP) == 0
+    index = trials.next_index(GRID_SIZE, lambda i: i * STEP)
+    assert index is not None
+    assert index <= TOLD_WITHIN
+    assert not trials.exceeds(index * STEP)
+
+
+def study_of(capacity: int, flops_per_s: float) -> Study:
+    question = ask()
+    return Study(question=question, answers=(answer_of(events_of(question, runner(capacity, flops_per_s))),))
+
+
+def test_tables_lines_and_json_keep_the_two_apart():
+    study = study_of(100, 2e14)
+    (answer,) = study.answers
+    assert answer.memory_only is not None
+    assert answer.capacity_tokens is not None
+    text = plain_table(answer_table(study))
+    header, row = text.splitlines()[2:4]
+    assert header.split()[3:7] == ["trained", "in", "full", "memory-only"]
+    assert f"{answer.capacity_tokens:,}* " in row
+    assert "409,600* memory-only" in row
+    assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
+    assert f"high-water mark: {answer.capacity_tokens:,} tokens" in text
+    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in published_lines(study)
+    assert f"{answer.capacity_tokens}* (409600* memory-only)" in published_table([study])
+
+
+def test_the_exit_code_of_a_memory_only_answer_is_that_of_an_answer():
+    assert exit_code(study_of(100, 2e14)) == EXIT_ANSWERED
+    assert exit_code(study_of(0, 2e14)) == EXIT_ANSWERED_NO
+    assert exit_code(study_of(100, 1e9)) == EXIT_INCONCLUSIVE
