@@ -29,14 +29,16 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare, read_capacity_table
+from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
 from highwater.spec.protocols import Runner
 from highwater.spec.request import Request, request_from
+from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
-from highwater.store.directory import check_log_directory, study_path
+from highwater.store.directory import check_checkpoint_directory, check_log_directory, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
 from highwater.units import format_seconds, parse_tokens
@@ -89,8 +91,9 @@ def prepare(request: Request) -> Plan:
     planned = plan(request, machine)
     question = planned.question
     for cell in question.cells:
-        refuse_unsupported(cell.settings, cell.layout)
+        refuse_unsupported(cell.layout)
     _check_machine(request, machine, question.device, gpus=max(cell.layout.gpus for cell in question.cells))
+    _check_room_for_checkpoints(request, question.cells[0].settings, question.device)
     return planned
 
 
@@ -99,8 +102,9 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     machine = probe()
     _check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
-    refuse_unsupported(spec.settings, spec.layout)
+    refuse_unsupported(spec.layout)
     _check_machine(request, machine, spec.device, gpus=spec.layout.gpus)
+    _check_room_for_checkpoints(request, spec.settings, spec.device)
     return spec
 
 
@@ -160,8 +164,19 @@ def _runner(request: Request, log_layout: LogLayout, device_total_bytes: int | N
     if request.dry_run:
         return SimulatedRunner(FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes)
     return TorchrunRunner(
-        log_directory=Path(request.log_dir), timeout_s=request.timeout_s, log_layout=log_layout, allow_busy=request.allow_busy
+        log_directory=Path(request.log_dir),
+        timeout_s=request.timeout_s,
+        log_layout=log_layout,
+        allow_busy=request.allow_busy,
+        checkpoint_directory=None if request.checkpoint_dir is None else Path(request.checkpoint_dir),
     )
+
+
+def _check_room_for_checkpoints(request: Request, settings: Settings, device: Device) -> None:
+    """Raise for a directory that cannot take what one trial saves: the same on every rung and layout, and one trial at a time."""
+    needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
+    if any(needed) and not request.dry_run:
+        check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)
 
 
 def _check_request(request: Request, machine: Machine) -> None:

@@ -6,7 +6,14 @@ import subprocess
 import pytest
 from conftest import Run, refusal
 
-from highwater.cli.search_context_length_capacity import PROGRAM, ignored_allocator_options, parse, request_of, settings_of
+from highwater.cli.search_context_length_capacity import (
+    PROGRAM,
+    ignored_allocator_options,
+    in_these_words,
+    parse,
+    request_of,
+    settings_of,
+)
 
 MODEL = ("--model_path", "Qwen3-0.6B")
 SUPPORTED = ("--save_hf_checkpoint", "never")
@@ -40,10 +47,11 @@ def test_the_flags_and_defaults_are_the_original_ones(monkeypatch: pytest.Monkey
 
 def test_a_trial_is_the_original_one() -> None:
     arguments = parse((*MODEL, *SUPPORTED, "--test_gpu_num", "2", "4", "--timeout", "600"))
-    request = request_of(arguments, settings_of(arguments, {}))
+    request = request_of(arguments, settings_of(arguments, {}), {"device": "cuda"})
     assert (request.gpus, request.ulysses, request.timeout_s, request.start_tokens) == ((2, 4), (1,), 600.0, 4096)
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
     assert (request.method, request.rope, request.device, request.loss) == ("bisect", "yarn", "cuda", "full")
+    assert (request.checkpoint, request.save_hf, request.checkpoint_dir) == ("sharded", "never", arguments.checkpoint_path)
 
 
 @pytest.mark.parametrize(
@@ -69,30 +77,10 @@ def test_allocator_options_that_no_trial_gets_are_named() -> None:
     assert ignored_allocator_options({}) == []
 
 
-def test_the_defaults_that_cannot_be_done_yet_are_refused_by_name(search: Run) -> None:
-    problem, hint = refusal(search(*MODEL), 2)
-    assert problem == "the engine cannot do this yet: --save_hf_checkpoint last"
-    assert shlex.split(hint.strip("`"))[1:] == [*MODEL, "--save_hf_checkpoint", "never"]
-    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--save_hf_checkpoint", "always"), "--save_hf_checkpoint always"),
-    ],
-)
-def test_each_flag_that_cannot_be_done_yet_is_refused_alone(search: Run, words: tuple[str, ...], named: str) -> None:
-    problem, hint = refusal(search(*MODEL, *SUPPORTED, *words), 2)
-    assert problem == f"the engine cannot do this yet: {named}"
-    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
-
-
-@pytest.mark.parametrize(
-    "words", [(), ("--offload",), ("--trainer_strategy", "fsdp2"), ("--trainer_strategy", "fsdp2", "--offload")]
-)
-def test_either_strategy_is_tried_with_and_without_offload(search: Run, words: tuple[str, ...]) -> None:
-    assert _is_past_the_refusal(search(*MODEL, *SUPPORTED, *words))
+def test_no_flag_is_refused_any_more(search: Run) -> None:
+    words = ("--offload", "--entropy_saving", "--save_hf_checkpoint", "always", "--trainer_strategy", "fsdp")
+    assert _is_past_the_refusal(search(*MODEL))
+    assert _is_past_the_refusal(search(*MODEL, *words))
 
 
 def test_an_sp_that_divides_no_gpu_count_is_never_tried(search: Run) -> None:
@@ -119,6 +107,18 @@ def test_errors_speak_the_words_of_this_command(search: Run, words: tuple[str, .
     told = refusal(search(*MODEL, *SUPPORTED, *words), 2)
     assert told[0] == said
     assert hint in (None, told[1])
+
+
+def test_hints_about_a_full_disk_name_the_flags_that_there_are_here() -> None:
+    """The original has no flag against shards: it always writes them."""
+    free = "free some space (`df -h x`)"
+    assert in_these_words(f"{free}, or use `--checkpoint none`") == free
+    assert in_these_words(f"{free}, or use `--checkpoint none --save-hf never`") == free
+    hint = in_these_words(f"{free}, or use `--checkpoint-dir /y`, or use `--save-hf never`, or use `--checkpoint none`")
+    assert hint == f"{free}, or use `--checkpoint_path /y`, or use `--save_hf_checkpoint never`"
+    named = hint.replace("`", "").split(", or use ")[1:]
+    arguments = parse((*MODEL, *" ".join(named).split()))
+    assert (arguments.checkpoint_path, arguments.save_hf_checkpoint) == ("/y", "never")
 
 
 def test_what_no_flag_can_mend_is_told_before_the_flags(search: Run) -> None:

@@ -58,6 +58,22 @@ def test_an_owner_killed_with_9_takes_everything_on_its_leash_with_it(mark: str,
     assert wait_until(lambda: marked(mark) == [], within_s=3)
 
 
+@pytest.mark.parametrize("script", ["exit 0", "kill -9 $$", f"{DAEMONS}; {DEAF}"], ids=["done", "killed", "told to end"])
+def test_a_directory_that_was_made_for_the_command_goes_with_it(mark: str, tmp_path: Path, script: str) -> None:
+    own = tmp_path / "mine" / "own"
+    own.mkdir(parents=True)
+    (tmp_path / "mine" / "kept").touch()
+    (own / "big").touch()
+    (own / "link").symlink_to(tmp_path / "mine")
+    leash = subprocess.Popen([*LEASH, str(os.getpid()), "--remove", str(own), "sh", "-c", script])
+    if "setsid" in script:
+        assert wait_until((tmp_path / "started").exists, within_s=10)
+        assert own.exists()
+        leash.send_signal(signal.SIGTERM)
+    leash.wait(10)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["kept"]
+
+
 def test_an_owner_that_died_before_the_leash_was_ready_is_noticed(mark: str, tmp_path: Path) -> None:
     long_gone = subprocess.Popen(["true"])
     long_gone.wait()

@@ -143,22 +143,20 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path: Path
 def test_what_the_engine_can_do_is_not_refused() -> None:
     for question in (EXPANDABLE, ON_CPU, question_of(gpus=[1, 2, 4, 8]), question_of(strategy="fsdp", offload=True)):
         for cell in question.cells:
-            refuse_unsupported(cell.settings, cell.layout)
+            refuse_unsupported(cell.layout)
 
 
 @pytest.mark.parametrize(
-    ("settings", "layout", "named"),
+    ("layout", "named"),
     [
-        (Settings(), Layout(gpus=2, ring_degree=2), "ring attention"),
-        (Settings(), Layout(gpus=2, replicate_degree=2), "HSDP copies"),
-        (Settings(save_hf="last"), Layout(gpus=1), "saving Hugging Face weights"),
-        (Settings(checkpoint="sharded"), Layout(gpus=1), "a sharded checkpoint"),
+        (Layout(gpus=2, ring_degree=2), "ring attention"),
+        (Layout(gpus=2, replicate_degree=2), "HSDP copies"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_is_refused_by_name_before_a_process_starts(
-    tmp_path: Path, settings: Settings, layout: Layout, named: str
+    tmp_path: Path, layout: Layout, named: str
 ) -> None:
     with pytest.raises(UsageError) as refusal:
-        TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(settings=settings, layout=layout))
+        TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(layout=layout))
     assert refusal.value.problem == f"{named} is not supported by the engine yet"
     assert list(tmp_path.iterdir()) == []

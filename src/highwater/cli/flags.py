@@ -49,6 +49,7 @@ TRIAL_FLAGS = (
     Flag(name="data", metavar="MODULE:FUNCTION"),
     Flag(name="device"),
     Flag(name="log-dir", metavar="DIR"),
+    Flag(name="checkpoint-dir", metavar="DIR"),
     Flag(name="allow-busy", switch=True),
     Flag(name="dry-run", switch=True),
 )

@@ -1,6 +1,7 @@
 """``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by this project's trials.
 
-The same flags, defaults, log tree and line per cell. What the engine cannot do yet is refused by name, never ignored.
+The same flags, defaults, log tree and line per cell. Only a foreign cluster (``--dlc``) is refused. Where no GPU is visible a
+small model is searched on the CPU, under a memory limit that stands in for a GPU's.
 Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
 """
 
@@ -12,8 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from highwater import api
 from highwater.cli import console
 from highwater.cli.app import guarded
@@ -21,21 +20,27 @@ from highwater.cli.commands import exit_code, say_interrupted
 from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
-from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.launch.torchrun import refuse_unsupported
+from highwater.errors import HighwaterError, MachineError
+from highwater.launch.probe import probe
 from highwater.report.table import published_line
 from highwater.search.campaign import CellAnswered, Event
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
+from highwater.spec.hardware import Machine
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Allocator, Settings
+from highwater.units import parse_bytes
 
 PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
-_SETTINGS = ("strategy", "allocator", "loss", "objective", "entropy", "offload", "sequences_per_micro_batch", "save_hf")
+_SETTINGS = (
+    *("strategy", "allocator", "loss", "objective", "entropy"),
+    *("offload", "sequences_per_micro_batch", "save_hf", "checkpoint"),
+)
 """What ``settings_of`` reads from the flags and the environment."""
+_CPU_MEMORY = "1GiB"
+"""What a process on the CPU may take, where there is no GPU."""
 _NO_CEILING = "16m"
 """The published scan has none."""
 _FLAG_NAMES = {
@@ -43,11 +48,15 @@ _FLAG_NAMES = {
     "--ulysses": "--test_sp_num",
     "--log-dir": "--log_dir",
     "--strategy": "--trainer_strategy",
+    "--save-hf": "--save_hf_checkpoint",
+    "--checkpoint-dir": "--checkpoint_path",
     "--start-length": "--start_length",
     "--timeout 10s": "--timeout 10",
     "--timeout 40m": "--timeout 2400",
 }
 """Flags of ``highwater find`` in hints, and what they are called here."""
+_NOT_HERE = re.compile(r", or use `--checkpoint none[^`]*`")
+"""What hints say of a flag that the original does not have: it always writes its shards."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -58,21 +67,23 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
     settings = settings_of(arguments, os.environ)
-    load_model(arguments.model_path)  # raises for one that is not there, before anything is said of flags
+    place = place_of(load_model(arguments.model_path), probe())
     try:
-        request = request_of(arguments, settings)
+        request = request_of(arguments, settings, place)
         if arguments.dlc:
-            raise _no_dlc(arguments, _unsupported(settings))
-        _refuse_unsupported(arguments, settings)
+            raise _no_dlc(arguments)
         planned = api.prepare(request)
     except HighwaterError as error:
-        error.hint = _in_these_words(error.hint)
+        error.hint = in_these_words(error.hint)
         raise
+    on_the_cpu = (f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one",)
     console.notes(
         (
-            f"no checkpoint is written, and {arguments.checkpoint_path} is left alone",
+            *(on_the_cpu if place["device"] == "cpu" else ()),
+            f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which goes with it: "
+            "nothing else there is touched",
             *ignored_allocator_options(os.environ),
-            *map(_in_these_words, planned.notes),
+            *map(in_these_words, planned.notes),
         )
     )
     progress = Progress(planned.question)
@@ -109,6 +120,7 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
         offload=arguments.offload,
         sequences_per_micro_batch=_SEQUENCES_PER_MICRO_BATCH,
         save_hf=arguments.save_hf_checkpoint,
+        checkpoint="sharded",
     )
 
 
@@ -124,8 +136,16 @@ def _allocator_options(environment: Mapping[str, str]) -> list[str]:
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 
-def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:
-    """The search that the flags ask for: by bisection, on GPUs, YaRN past the native length whatever the model brings."""
+def place_of(model: Model, machine: Machine) -> dict[str, str | None]:
+    """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine without one."""
+    small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
+    if machine.gpus or machine.unreadable_gpus or not small:
+        return {"device": "cuda", "max_length": _NO_CEILING}
+    return {"device": "cpu", "max_length": None, "memory": _CPU_MEMORY}
+
+
+def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | None]) -> Request:
+    """The search that the flags ask for: by bisection, YaRN past the native length whatever the model brings."""
     return request_from(
         {
             "model": arguments.model_path,
@@ -135,60 +155,24 @@ def request_of(arguments: argparse.Namespace, settings: Settings) -> Request:
             **{name: getattr(settings, name) for name in _SETTINGS},
             "micro_batches": _MICRO_BATCHES,
             "start_length": arguments.start_length,
-            "max_length": _NO_CEILING,
             "timeout": arguments.timeout,
-            "device": "cuda",
+            **place,
             "log_dir": arguments.log_dir,
+            "checkpoint_dir": arguments.checkpoint_path,
         }
     )
 
 
-def _refuse_unsupported(arguments: argparse.Namespace, settings: Settings) -> None:
-    """Raise UsageError that names every flag, defaults included, that asks for what the engine cannot do yet."""
-    refused = _unsupported(settings)
-    if refused:
-        raise UsageError(
-            f"the engine cannot do this yet: {', '.join(flag for flag, _ in refused)}", hint=f"`{_command(arguments, refused)}`"
-        )
-
-
-def _unsupported(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
-    """Each flag that the engine cannot do, as it was typed, and what to give in its place."""
-    plain = Settings()
-    asked = [
-        (
-            f"--save_hf_checkpoint {settings.save_hf}",
-            {"save_hf_checkpoint": "never"},
-            _with(plain, save_hf=settings.save_hf),
-        ),
-    ]
-    return [(flag, instead) for flag, instead, alike in asked if not _is_supported(alike)]
-
-
-def _is_supported(settings: Settings) -> bool:
-    try:
-        refuse_unsupported(settings, Layout())
-    except UsageError:
-        return False
-    return True
-
-
-def _with(settings: Settings, **changes: Any) -> Settings:
-    return msgspec.structs.replace(settings, **changes)
-
-
-def _no_dlc(arguments: argparse.Namespace, refused: list[tuple[str, dict[str, Any]]]) -> MachineError:
+def _no_dlc(arguments: argparse.Namespace) -> MachineError:
     return MachineError(
         "--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: the GPUs of the machine this is typed on",
-        hint=f"`{_command(arguments, [('--dlc', {'dlc': False}), *refused])}`, on one machine of the job",
+        hint=f"`{_command(arguments, dlc=False)}`, on one machine of the job",
     )
 
 
-def _command(arguments: argparse.Namespace, replaced: list[tuple[str, dict[str, Any]]]) -> str:
-    """The command line of these arguments with some flags replaced, defaults left out."""
-    values = vars(arguments)
-    for _, instead in replaced:
-        values = {**values, **instead}
+def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
+    """The command line of these arguments with some replaced, defaults left out."""
+    values = vars(arguments) | replaced
     defaults = vars(_parser().parse_args([f"--model_path={arguments.model_path}"]))
     words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
@@ -203,7 +187,9 @@ def _spelled(name: str, value: object) -> list[str]:
     return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
 
 
-def _in_these_words(text: str) -> str:
+def in_these_words(text: str) -> str:
+    """A hint or a note with the flags of this command in the place of those of ``highwater find``."""
+    text = _NOT_HERE.sub("", text)
     for theirs, here in _FLAG_NAMES.items():
         text = text.replace(f"`{theirs}", f"`{here}")
     return text
@@ -212,7 +198,7 @@ def _in_these_words(text: str) -> str:
 def _parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
-        example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2 --save_hf_checkpoint never",
+        example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
         description="The longest context that a model trains with, for each number of GPUs and each SP.",
     )
     checkpoint_path = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
@@ -220,7 +206,7 @@ def _parser() -> Parser:
     add("--model_path", required=True, help="directory of a Hugging Face model")
     add("--start_length", type=int, default=4096, help="shortest length to try, in tokens (default: 4096)")
     add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
-    add("--checkpoint_path", default=checkpoint_path, help="accepted; nothing is written to it, and it is never deleted")
+    add("--checkpoint_path", default=checkpoint_path, help="trials save below it; it is never deleted itself")
     add("--test_gpu_num", type=int, nargs="*", default=[1, 2, 4, 6], help="GPU counts (default: 1 2 4 6)")
     add("--test_sp_num", type=int, nargs="*", default=[1], help="SP values, tried where they divide GPUs and heads (default: 1)")
     add("--save_hf_checkpoint", choices=("always", "never", "last"), default="last", help="when to save HF weights (default: last)")

@@ -119,6 +119,7 @@ class ScalarModel(Decoder):
         name = next(name for name, module in causal_lm.named_modules() if module is vocabulary)
         causal_lm.set_submodule(name, nn.Identity())
         causal_lm.config.tie_word_embeddings = False
+        causal_lm.config.num_labels = 1  # what is saved loads as a sequence or token classifier
         super().__init__(causal_lm, attention=attention)
         self.score = nn.Linear(vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype)
         self.parameter_count += vocabulary.in_features

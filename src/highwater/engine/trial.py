@@ -3,19 +3,23 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
+from highwater.engine import checkpoint
 from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, Document, batches, pack, shard
 from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget
-from highwater.engine.place import Place, synchronize, take_place
+from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import Trainer, backward_of, clip, train_step
-from highwater.spec.trial import MemoryBudget, RankReport, TrialSpec
+from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.units import format_bytes
 from highwater.version import __version__
 
@@ -41,11 +45,12 @@ class Trial:
         self.report = self._with(parameters=trainer.policy.parameter_count)
         self._divide_budget(trainer, place)
         source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
-        for _ in range(self.spec.steps):
+        for step in range(1, self.spec.steps + 1):
             self.phase = "data"
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in whole]
             self._step(trainer, own)
+            self._save_what_is_due(trainer, last=step == self.spec.steps)
         self.phase = "report"
         self._stay_within_budget()
 
@@ -111,6 +116,30 @@ class Trial:
             step_times_s=(*self.report.step_times_s, time.perf_counter() - began),
             first_step_at_unix_s=first,
         )
+
+    def _save_what_is_due(self, trainer: Trainer, *, last: bool) -> None:
+        """After a step: the shards after the last one, Hugging Face weights after every one or the last. Its peak counts."""
+        settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), trainer.mesh
+        directory = Path(self.spec.checkpoint_directory or "")
+        if settings.checkpoint == "sharded" and last:
+            target = directory / "sharded"
+            self._save("sharded", lambda: checkpoint.save_sharded(trainer.policy, trainer.optimizer, target, mesh=mesh))
+        if settings.save_hf == "always" or (settings.save_hf == "last" and last):
+            dtype, target = compute_dtype(trainer.device), directory / "hf"
+            self._save("hf", lambda: checkpoint.save_pretrained(trainer.policy, target, mesh=mesh, dtype=dtype, source=source))
+
+    def _save(self, kind: Literal["sharded", "hf"], save: Callable[[], int]) -> None:
+        assert self.spec.checkpoint_directory is not None, "the launcher makes one for a trial that saves"
+        self._enter("save")
+        began = time.perf_counter()
+        try:
+            written_bytes = save()
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, self.spec.checkpoint_directory) from error  # says where
+        done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
+        self.report = self._with(saves=(*self.report.saves, done))
 
     def _stay_within_budget(self) -> None:
         """A trial that fit by taking more than its budget, outside the allocator, did not fit."""

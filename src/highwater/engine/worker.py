@@ -44,8 +44,8 @@ def main() -> None:
         _write(reports, trial.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
+            _write(reports, _failed(trial, error, spec))  # before the log, whose disk may be the one that is full
             traceback.print_exc()
-            _write(reports, _failed(trial, error, spec))
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

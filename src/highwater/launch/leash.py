@@ -4,13 +4,15 @@ torchrun starts its workers in process sessions of their own, so that ending its
 the reaper of all its descendants: when the command ends, when it is told to end, or when its parent dies (even by kill -9), it
 kills every one of them and waits until they are gone.
 
-Run as ``python -m highwater.launch.leash PARENT_PID COMMAND...``; exits with the command's status (128 + n for signal n).
+Run as ``python -m highwater.launch.leash PARENT_PID [--remove DIRECTORY] COMMAND...``; exits with the command's status (128 + n
+for signal n). The directory, made for the command alone, is removed once nobody is left who writes to it.
 Linux only: it stands on two prctl options, source: prctl(2).
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +29,9 @@ _AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 def main() -> NoReturn:
     """Run the command on the leash and exit with its status."""
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+    parent, command, own_directory = int(sys.argv[1]), sys.argv[2:], None
+    if command[0] == "--remove":
+        _, own_directory, *command = command
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -36,6 +40,8 @@ def main() -> NoReturn:
         child = subprocess.Popen(command, preexec_fn=_prepare_child)
         status = _wait_for(child.pid)
     _kill_descendants()
+    if own_directory is not None:
+        shutil.rmtree(own_directory, ignore_errors=True)
     os._exit(status)
 
 

@@ -1,11 +1,14 @@
 """TorchrunRunner: a trial as fresh processes, from a clean environment to a judged result with nothing left running."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
@@ -19,7 +22,7 @@ from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.spec.settings import Allocator, Settings
+from highwater.spec.settings import Allocator
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 
 LogLayout = Literal["rung", "published"]
@@ -56,16 +59,29 @@ _INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
 class TorchrunRunner:
     """Runs trials on this machine, one at a time, each in fresh processes."""
 
-    def __init__(self, *, log_directory: Path, timeout_s: float, log_layout: LogLayout = "rung", allow_busy: bool = False) -> None:
-        """``timeout_s`` bounds one trial from launch to exit; ``allow_busy`` runs on GPUs that others use too."""
+    def __init__(
+        self,
+        *,
+        log_directory: Path,
+        timeout_s: float,
+        log_layout: LogLayout = "rung",
+        allow_busy: bool = False,
+        checkpoint_directory: Path | None = None,
+    ) -> None:
+        """``timeout_s`` bounds one trial from launch to exit; ``allow_busy`` runs on GPUs that others use too.
+
+        Below ``checkpoint_directory`` (None: beside its log) each trial that saves gets a directory of its own, for as long as
+        it runs.
+        """
         self.log_directory = log_directory
+        self.checkpoint_directory = checkpoint_directory
         self.timeout_s = timeout_s
         self.log_layout: LogLayout = log_layout
         self.allow_busy = allow_busy
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002 -- every launch is fresh
         """See Runner. Raises UsageError, too, for what the engine cannot do yet."""
-        refuse_unsupported(spec.settings, spec.layout)
+        refuse_unsupported(spec.layout)
         if spec.device == "cuda" and not self.allow_busy:
             refuse_busy_gpus(probe(), count=spec.layout.gpus)
         try:
@@ -81,7 +97,11 @@ class TorchrunRunner:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         began, began_unix = time.monotonic(), time.time()
         kills_before = _host_kills()
-        with tempfile.TemporaryDirectory(prefix="highwater-") as folder, log_path.open("xb") as log:
+        with (
+            tempfile.TemporaryDirectory(prefix="highwater-") as folder,
+            log_path.open("xb") as log,
+            _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec,
+        ):
             spec_path, reports_path = Path(folder, "spec.json"), Path(folder, "reports")
             spec_path.write_text(to_json(spec), encoding="utf-8")
             reports_path.mkdir()
@@ -118,6 +138,8 @@ class TorchrunRunner:
         torchrun += ["--max-restarts=0", f"--log-dir={spec_path.parent}"]  # without a directory it leaves one for every trial
         worker = ["-m", "highwater.engine.worker", str(spec_path), str(reports_path)]
         leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
+        if spec.checkpoint_directory is not None:
+            leash += ["--remove", spec.checkpoint_directory]
         process = subprocess.Popen(
             [*leash, sys.executable, *torchrun, *worker],
             env=trial_environment(spec),
@@ -133,6 +155,24 @@ class TorchrunRunner:
             return None
         finally:
             _end(process)
+
+
+@contextmanager
+def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
+    """The trial with a new directory below ``parent`` to save in, if it saves; gone when this returns, with all that is in it.
+
+    The leash removes it too, should this process not live to do it. ``parent`` may be a user's: it is made, never removed.
+    """
+    if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
+        yield spec
+        return
+    parent.mkdir(parents=True, exist_ok=True)
+    own = tempfile.mkdtemp(prefix="highwater-checkpoint-", dir=parent.resolve())
+    try:
+        yield msgspec.structs.replace(spec, checkpoint_directory=own)
+    finally:
+        if Path(own).exists():
+            shutil.rmtree(own)
 
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
@@ -159,13 +199,11 @@ def trial_environment(spec: TrialSpec) -> dict[str, str]:
     return environment
 
 
-def refuse_unsupported(settings: Settings, layout: Layout) -> None:
+def refuse_unsupported(layout: Layout) -> None:
     """Raise UsageError that names what the engine cannot do yet, rather than ignore it."""
     refusals = [
         (layout.ring_degree > 1, "ring attention", "ring_degree=1"),
         (layout.replicate_degree > 1, "HSDP copies", "replicate_degree=1"),
-        (settings.save_hf != "never", "saving Hugging Face weights", "--save-hf never"),
-        (settings.checkpoint != "none", "a sharded checkpoint", "--checkpoint none"),
     ]
     for refused, what, instead in refusals:
         if refused:

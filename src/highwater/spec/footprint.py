@@ -1,6 +1,7 @@
 """Footprint: what one training step keeps in memory, in closed form. The first guess of a search and simulated trials share it."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
@@ -13,6 +14,25 @@ GATHERED_BYTES_PER_EMBEDDING = 4
 """Embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
 FIXED_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000, "cpu": 512 * MIB}
 """Besides states and gathered weights, context included: fitted to the published A100 tables; on the CPU, Python with torch."""
+SHARDED_BYTES_PER_PARAMETER = 12
+"""On disk: float32 weights and both moments of AdamW."""
+HF_BYTES_PER_PARAMETER: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
+"""On disk: Hugging Face weights in the dtype that the device computes in, bfloat16 or float32."""
+
+
+class CheckpointBytes(NamedTuple):
+    """What one trial has on disk at the most, over all ranks."""
+
+    sharded_bytes: int
+    hf_bytes: int
+
+
+def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
+    """What a trial writes. Hugging Face weights count once: those of a step overwrite those of the step before."""
+    return CheckpointBytes(
+        sharded_bytes=SHARDED_BYTES_PER_PARAMETER * shape.parameters if settings.checkpoint == "sharded" else 0,
+        hf_bytes=HF_BYTES_PER_PARAMETER[device] * shape.parameters if settings.save_hf != "never" else 0,
+    )
 
 
 def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:

@@ -33,6 +33,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "attention_depth": ("a whole number", 1),
     "data": ("module:function", "my_package.batches:packed"),
     "log_dir": ("a directory", "./logs"),
+    "checkpoint_dir": ("a directory", "./checkpoints"),
     "study": ("a file", "study.jsonl"),
     "allow_busy": ("true or false", True),
     "offload": ("true or false", True),
@@ -114,6 +115,9 @@ class Request(Noun, frozen=True, kw_only=True):
     ] = None
     device: Annotated[Device | None, Meta(description="what to train on; default: cuda where there is a GPU")] = None
     log_dir: Annotated[str, Meta(description="directory of logs and studies")] = "./logs"
+    checkpoint_dir: Annotated[
+        str | None, Meta(description="directory below which trials save what they save; default: under the log directory")
+    ] = None
     study: Annotated[str | None, Meta(description="file of the study; default: one for each question, under the log directory")] = (
         None
     )

@@ -66,6 +66,8 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     attention_depth: int | None = None
     """Layers, the last ones, whose attention runs over whole documents; in the others it runs on short pieces, which take the
     same memory. Such a trial is memory-only: its loss and its times mean nothing. None: all layers."""
+    checkpoint_directory: str | None = None
+    """Absolute; where this launch saves, made for it and removed after it. Not part of the trial's identity."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""
@@ -110,7 +112,7 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     def key(self) -> str:
         """Digest that names the trial: the same in every place where the model may lie."""
         fields = to_builtins(self)
-        del fields["model_directory"]
+        del fields["model_directory"], fields["checkpoint_directory"]
         return digest(fields)
 
 
@@ -147,13 +149,23 @@ class Failure(Noun, frozen=True, kw_only=True):
 
     kind: FailureKind
     phase: str
-    """Where it was: setup, build, rehearsal, data, forward, backward, optimizer, report."""
+    """Where it was: setup, build, rehearsal, data, forward, backward, optimizer, save, report."""
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
     """Clock time: the first rank that fails takes its peers with it."""
     hint: str | None = None
     """For ``refused``: something to type."""
+
+
+class Save(Noun, frozen=True, kw_only=True):
+    """One checkpoint that a rank had a part in."""
+
+    kind: Literal["sharded", "hf"]
+    time_s: float
+    """From the end of the step until it was on the disk."""
+    written_bytes: int
+    """Of this rank alone; of Hugging Face weights rank 0 writes everything."""
 
 
 class RankReport(Noun, frozen=True, kw_only=True):
@@ -169,6 +181,8 @@ class RankReport(Noun, frozen=True, kw_only=True):
     gradient_norms: tuple[float, ...] = ()
     """Norm of the whole gradient of each step, before clipping."""
     step_times_s: tuple[float, ...] = ()
+    saves: tuple[Save, ...] = ()
+    """In their order; not in the steps' times."""
     first_step_at_unix_s: float | None = None
     """Clock time at which the first step began, after the rehearsal."""
     parameters: int | None = None

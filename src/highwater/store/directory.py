@@ -1,4 +1,4 @@
-"""The log directory: where studies lie in it, and proof that it can be written before anything starts."""
+"""Directories that trials write to: where studies lie, and proof that there is room before anything starts."""
 
 import errno
 import os
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
+from highwater.spec.footprint import CheckpointBytes
 from highwater.spec.study import Question
 from highwater.units import MIB, format_bytes
 
@@ -22,16 +23,8 @@ def check_log_directory(directory: Path) -> None:
 
     Raises UsageError when it cannot be written, MachineError when there is no space.
     """
-    probe = directory / f".highwater-{os.getpid()}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            with probe.open("xb") as file:
-                file.write(b"\0" * _PROBE_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
+        _write_in(directory)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise _full(directory, f"no space left: {error.strerror}") from error
@@ -42,6 +35,31 @@ def check_log_directory(directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if free < FREE_BYTES:
         raise _full(directory, f"{format_bytes(free)} are free, a search needs {format_bytes(FREE_BYTES)}")
+
+
+def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
+    """Make the directory, write a file in it and remove it again, and compare what is free with what one trial saves.
+
+    Raises UsageError when it cannot be written, MachineError when there is no room.
+    """
+    try:
+        _write_in(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UsageError(
+                f"the checkpoint directory {directory} cannot be written: {error.strerror}",
+                hint=f"use `--checkpoint-dir {_another('checkpoints')}`",
+            ) from error
+    free = shutil.disk_usage(directory).free
+    if free >= _with_spare(needed):
+        return
+    parts = [(needed.sharded_bytes, "of shards"), (needed.hf_bytes, "of Hugging Face weights")]
+    said = " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
+    raise MachineError(
+        f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what has to stay free, "
+        f"{format_bytes(free)} are free",
+        hint=", or ".join([f"free some space (`df -h {shlex.quote(str(directory))}`)", *_ways_to_save_less(needed, free)]),
+    )
 
 
 def study_path(log_directory: Path, question: Question) -> Path:
@@ -57,10 +75,49 @@ def newest_studies(log_directory: Path) -> list[Path]:
     return studies
 
 
-def _another() -> str:
+def _write_in(directory: Path) -> None:
+    """Make the directory, and write a file in it, to the disk; raises OSError."""
+    probe = directory / f".highwater-{os.getpid()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with probe.open("xb") as file:
+            file.write(b"\0" * _PROBE_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
+    """Flags that would do, each alone: a place with room, or what fits here."""
+    ways = [
+        f"use `--checkpoint-dir {shlex.quote(str(place / 'highwater-checkpoints'))}`"
+        for place in _writable_places()
+        if shutil.disk_usage(place).free >= _with_spare(needed)
+    ][:1]
+    less = {
+        "--save-hf never": needed._replace(hf_bytes=0),
+        "--checkpoint none": needed._replace(sharded_bytes=0),
+        "--checkpoint none --save-hf never": CheckpointBytes(sharded_bytes=0, hf_bytes=0),
+    }
+    enough = [flags for flags, rest in less.items() if rest != needed and free >= _with_spare(rest)]
+    return ways + [f"use `{flags}`" for flags in enough if not (len(enough) > 1 and " none --" in flags)]
+
+
+def _with_spare(needed: CheckpointBytes) -> int:
+    """Bytes that have to be free: a parameter count by shape is true to 0.1 %, files have headers, and logs lie beside them."""
+    return sum(needed) + sum(needed) // 100 + FREE_BYTES
+
+
+def _another(what: str = "logs") -> str:
     """A directory that can be written, as one types it: at home, or else where temporary files go."""
-    home = Path.home()
-    return shlex.quote(str((home if os.access(home, os.W_OK) else Path(tempfile.gettempdir())) / "highwater-logs"))
+    return shlex.quote(str(_writable_places()[0] / f"highwater-{what}"))
+
+
+def _writable_places() -> list[Path]:
+    """Home, where it can be written, and where temporary files go."""
+    home, temporary = Path.home(), Path(tempfile.gettempdir())
+    return [home, temporary] if os.access(home, os.W_OK) else [temporary]
 
 
 def _full(directory: Path, problem: str) -> MachineError:

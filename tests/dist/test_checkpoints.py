@@ -1,0 +1,159 @@
+"""What a trial saves can be gone on from: shards by as many processes or others, weights by transformers 5 and 4.57."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoint_cases import LENGTH, MODELS, NARROW  # noqa: E402
+from logits import TOKENS  # noqa: E402
+from reference import save_models  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("checkpoints")]
+
+SUMMATION = 1e-12
+"""Norm-relative, float64: another number of processes sums gradients in another order."""
+FLOAT32 = 5e-6
+"""Norm-relative: attention and norms of the engine, or of another version, in another order."""
+TRANSFORMERS_4 = Path(__file__).parents[2] / ".venv-transformers4" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with and without weights, and what two processes save of them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_models(folder / "weights")
+    for name in MODELS:
+        source = folder / "weights" / name
+        (source / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+        (source / "notes.txt").write_text("not a tokenizer's")
+        (folder / "configs" / name).mkdir(parents=True)
+        shutil.copyfile(source / "config.json", folder / "configs" / name / "config.json")
+    torchrun(2, "save", folder)
+    torchrun(2, "hf", folder)
+    return folder
+
+
+def torchrun(processes: int, mode: str, folder: Path, *words: str) -> None:
+    script = str(Path(__file__).with_name("checkpoint_cases.py"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*launcher, script, mode, str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
+    return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [(2, 2), (2, 1), *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2)))],
+)
+def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(folder: Path, saved_by: int, resumed_by: int) -> None:
+    if not (folder / f"went-on-{MODELS[0]}-{saved_by}").exists():
+        torchrun(saved_by, "save", folder)
+    torchrun(resumed_by, "resume", folder, str(saved_by))
+    for name in MODELS:
+        went_on = load_file(folder / f"went-on-{name}-{saved_by}")
+        resumed = load_file(folder / f"resumed-{name}-{saved_by}-{resumed_by}")
+        assert set(resumed) == set(went_on)
+        for key, expected in went_on.items():
+            if resumed_by == saved_by:
+                assert torch.equal(resumed[key], expected), (name, key)
+            else:
+                assert deviation(resumed[key], expected) < SUMMATION, (name, key)
+
+
+def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder: Path) -> None:
+    """Float64 here: twice 12 bytes a parameter, a tied head counted once."""
+    for name in MODELS:
+        weights = load_file(folder / f"went-on-{name}-2")
+        parameters = sum(tensor.numel() for key, tensor in weights.items() if " " not in key)
+        written = sum(path.stat().st_size for path in (folder / f"sharded-{name}-2").iterdir())
+        headers = 4096 * len(weights)
+        assert 24 * parameters <= written < 24 * parameters + headers
+
+
+def test_a_saved_directory_has_the_logits_of_the_model_in_memory(folder: Path, tmp_path: Path) -> None:
+    loaded = logits(Path(sys.executable), folder, tmp_path / "logits.safetensors")
+    for name in MODELS:
+        expected = load_file(folder / f"expected-{name}.safetensors")
+        assert torch.equal(loaded[f"hf-{name}"], expected["logits"])
+        labels = torch.tensor(TOKENS[1:])[:, None]
+        logprobs = loaded[f"hf-{name}"][:-1].log_softmax(-1).gather(1, labels)[:, 0]
+        assert deviation(logprobs, expected["engine_logprobs"]) < FLOAT32
+
+
+@pytest.mark.slow
+def test_transformers_4_57_reads_the_same_logits_from_it(folder: Path, tmp_path: Path) -> None:
+    """Leaves what docs/results/checkpoints shows in ``transformers4.json``."""
+    if not TRANSFORMERS_4.exists():
+        assert "transformers4" not in os.environ.get("HIGHWATER_REQUIRE", ""), f"there is no {TRANSFORMERS_4}"
+        pytest.skip("`make .venv-transformers4/.ready` installs transformers 4.57")
+    loaded = logits(TRANSFORMERS_4, folder, tmp_path / "logits.safetensors")
+    with safe_open(tmp_path / "logits.safetensors", framework="pt") as file:
+        versions = file.metadata()
+    assert versions["transformers"].startswith("4.57.")
+    expected = {name: load_file(folder / f"expected-{name}.safetensors")["logits"] for name in MODELS}
+    found = {name: deviation(loaded[f"hf-{name}"], expected[name]) for name in MODELS}
+    written = {"written_by_transformers": transformers.__version__, "read_by": versions, "deviation_norm_relative": found}
+    (tmp_path / "transformers4.json").write_text(json.dumps(written, indent=1) + "\n")
+    assert max(found.values()) < FLOAT32
+
+
+def logits(python: Path, folder: Path, out: Path) -> dict[str, "torch.Tensor"]:
+    directories = [str(folder / f"hf-{name}") for name in MODELS]
+    words = [str(python), str(Path(__file__).with_name("logits.py")), str(out), *directories]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(out)
+
+
+def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: Path) -> None:
+    config = json.loads((folder / "hf-moe" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": LENGTH / 64, "original_max_position_embeddings": 64}
+    assert config["rope_scaling"] == yarn
+    assert config["rope_parameters"] == {**yarn, "rope_theta": config["rope_theta"]}
+    assert config["max_position_embeddings"] == LENGTH
+    assert config["num_experts"] == config["num_local_experts"] == 6
+    assert (config["dtype"], config["use_cache"]) == ("float32", True)
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(folder: Path, name: str) -> None:
+    directory = folder / f"hf-{name}"
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    found = {key: path.name for path in files for key in load_file(path)}
+    assert found == index["weight_map"]
+    sizes = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in files]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    owners = [{key.partition(".experts.")[0] for key in load_file(path)} for path in files]
+    assert all(size <= NARROW or len(owner) == 1 for size, owner in zip(sizes, owners, strict=True))
+    assert ("lm_head.weight" in found) == (name != "tied")
+    assert any(".experts.5.gate_proj.weight" in key for key in found) == (name == "moe")
+
+
+def test_the_tokenizers_files_go_along_and_nothing_else(folder: Path) -> None:
+    beside = {path.name for path in (folder / "hf-dense").iterdir() if path.suffix != ".safetensors"}
+    assert beside == {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json"}

@@ -1,0 +1,44 @@
+"""What saving adds to a trial on one GPU: the bytes on disk, and nothing at the peak."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from highwater.launch.torchrun import TorchrunRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Outcome, TrialSpec
+from highwater.units import GIB
+
+BYTES_TOLERANCE = 0.01
+"""Headers of files, relative: 311 parameters of 600 million numbers."""
+
+
+@pytest.mark.timeout(600)
+def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_path: Path) -> None:
+    model = load_model("Qwen3-0.6B")
+    plain = TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(),
+        settings=Settings(allocator="expandable"),
+        length_tokens=8192,
+        memory_budget_bytes=20 * GIB,
+    )
+    saving = msgspec.structs.replace(plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always"))
+    runner = TorchrunRunner(log_directory=tmp_path, timeout_s=280)
+    without, result = runner.run(plain), runner.run(saving)
+    assert (without.outcome, result.outcome) == (Outcome.FIT, Outcome.FIT), (without.reason, result.reason)
+    (rank,) = result.ranks
+    parameters = rank.parameters or 0
+    assert [save.kind for save in rank.saves] == ["hf", "sharded", "hf"]
+    for save in rank.saves:
+        expected = parameters * {"hf": 2, "sharded": 12}[save.kind]
+        assert save.written_bytes == pytest.approx(expected, rel=BYTES_TOLERANCE)
+    # Every step's logits are larger than any parameter, and gone when it saves.
+    assert rank.memory.peak_allocated_bytes == without.ranks[0].memory.peak_allocated_bytes
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".log", ".log"]
