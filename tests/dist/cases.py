@@ -47,6 +47,7 @@ class Case:
     recompute: str
     batch: str
     ulysses: int
+    mlp_tiles: int | None
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ VALUES = {
     "recompute": ("layer", "none"),
     "batch": ("packed", "untrained-rank", "three-steps"),
     "ulysses": (1, 2, 4),
+    "mlp_tiles": (None, 3),
 }
 
 
@@ -140,6 +142,7 @@ def run(case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessG
         offload=case.offload,
         loss=case.loss,
         recompute=case.recompute,
+        mlp_tiles=case.mlp_tiles,
         compute_dtype=getattr(torch, case.precision),
         master_dtype=master,
     )

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM
 from highwater.attention.dense import register
 from highwater.engine import pretrained
 from highwater.engine.checkpoint import save_pretrained, save_sharded
-from highwater.engine.data import Batch, pack
+from highwater.engine.data import Batch, Document, pack
 from highwater.engine.model import LanguageModel, build, read_config
-from highwater.engine.step import make_optimizer, train_step
+from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 
@@ -60,9 +60,9 @@ def main() -> None:
 def save(name: str, folder: Path, mesh: torch.distributed.DeviceMesh) -> None:
     model = built(folder / "weights" / name, mesh, torch.float64, length=64, recompute="layer")
     optimizer = make_optimizer(model)
-    train_step(model, optimizer, micro_batches(mesh), mesh=mesh)
+    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
     save_sharded(model, optimizer, folder / f"sharded-{name}-{mesh.size()}", mesh=mesh)
-    train_step(model, optimizer, micro_batches(mesh), mesh=mesh)
+    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
     write_state(model, optimizer, folder / f"went-on-{name}-{mesh.size()}")
 
 
@@ -77,7 +77,7 @@ def resume(name: str, folder: Path, mesh: torch.distributed.DeviceMesh, saved_by
     dcp.load(state, checkpoint_id=folder / f"sharded-{name}-{saved_by}", no_dist=mesh.size() == 1)
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=name != "tied"))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    train_step(model, optimizer, micro_batches(mesh), mesh=mesh)
+    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
     write_state(model, optimizer, folder / f"resumed-{name}-{saved_by}-{mesh.size()}")
 
 
@@ -85,7 +85,7 @@ def hf(name: str, folder: Path, mesh: torch.distributed.DeviceMesh) -> None:
     source, target = folder / "weights" / name, folder / f"hf-{name}"
     pretrained.FILE_BYTES = NARROW
     model = built(source, mesh, torch.float32, length=LENGTH, recompute="layer")
-    train_step(model, make_optimizer(model), micro_batches(mesh), mesh=mesh)
+    train_step(Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh), micro_batches(mesh))
     for _ in range(2):  # the second overwrites the first
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     ids = torch.arange(LENGTH) * 7 % VOCABULARY
@@ -109,6 +109,7 @@ def built(directory: Path, mesh: torch.distributed.DeviceMesh, dtype: torch.dtyp
         attention=register("flash"),
         loss="full",
         recompute=recompute,
+        mlp_tiles=1,  # by default recomputation changes the order of the MLP's sums
         compute_dtype=dtype,
         master_dtype=dtype,
         seed=1,
@@ -117,7 +118,7 @@ def built(directory: Path, mesh: torch.distributed.DeviceMesh, dtype: torch.dtyp
 
 def micro_batches(mesh: torch.distributed.DeviceMesh) -> list[Batch]:
     """This rank's part of the same micro-batches, whatever the number of ranks."""
-    every = [pack(documents("packed", 0, number)) for number in range(MICRO_BATCHES)]
+    every = [pack([Document(*pair) for pair in documents("packed", 0, number)]) for number in range(MICRO_BATCHES)]
     return every[mesh.get_local_rank() :: mesh.size()]
 
 

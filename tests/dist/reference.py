@@ -43,6 +43,7 @@ def save_models(folder: Path) -> None:
             moe_intermediate_size=24,
             num_experts=6,
             num_experts_per_tok=2,
+            router_aux_loss_coef=0.1,
             tie_word_embeddings=False,
         )
     )
@@ -106,12 +107,27 @@ class _TextbookNorm(nn.Module):
 def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]) -> tuple[Tensor, Tensor]:
     trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
     loss = torch.zeros((), dtype=dtype)
-    for ids, labels in (document for batch in micro_batches for document in batch):
-        if len(ids) > 1 and (labels[1:] != -100).any():
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+    experts = hasattr(model.config, "router_aux_loss_coef")
+    for batch in micro_batches:
+        routed = []
+        for ids, labels in batch:
+            out = model(input_ids=ids[None], use_cache=False, **({"output_router_logits": True} if experts else {}))
+            routed.append(out.router_logits if experts else None)
+            if (labels[1:] != -100).any():
+                logits = out.logits[0, :-1]
+                loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+        if experts:
+            loss = loss + _router_loss(routed, model.config) / len(micro_batches)
     loss.backward()
     return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+
+
+def _router_loss(routed: list[tuple[Tensor, ...]], config: Qwen3MoeConfig) -> Tensor:
+    """Switch Transformer's loss over all documents and layers of a micro-batch: experts x sum of load x probability."""
+    probabilities = torch.cat([layer for document in routed for layer in document]).softmax(dim=-1)
+    chosen = nn.functional.one_hot(probabilities.topk(config.num_experts_per_tok).indices, config.num_experts).sum(dim=1)
+    load = chosen.to(probabilities.dtype).mean(dim=0)
+    return config.router_aux_loss_coef * config.num_experts * (load * probabilities.mean(dim=0)).sum()
 
 
 def _textbook_attention(

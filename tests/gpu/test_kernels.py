@@ -6,10 +6,13 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.attention.dense import attend, select_kernel  # noqa: E402
 from highwater.attention.reference import reference_attention  # noqa: E402
+from highwater.bench.layer import measure as measure_layer  # noqa: E402
 from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure  # noqa: E402
+from highwater.engine import gate_kernels, row_kernels  # noqa: E402
 from highwater.engine import loss as loss_module  # noqa: E402
-from highwater.engine import row_kernels  # noqa: E402
 
+LAYER_BYTES = 50_000
+"""Per token, Qwen3-0.6B: 35,500 in tensors (docs/results/layer/README.md) and what the attention kernel takes for itself."""
 ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 """Norm-relative against float64 on the same logits; the gradient is stored in the logits' own dtype."""
 
@@ -35,6 +38,28 @@ def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(dtype: "t
     assert wide[0].isnan().all()
     assert wide[-1].isnan().all()
     assert wide[:, vocabulary:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
+@pytest.mark.parametrize("shape", [(1, 1), (3, 683), (129, 3072), (700_000, 3072)])
+def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype") -> None:
+    torch.manual_seed(0)
+    gate, up, gradient = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+    rows = slice(max(0, shape[0] - 999), None)  # the last ones, whose offsets pass 2**31 in the largest
+    exact = [t[rows].double() for t in (gate, up, gradient)]
+    product, wanted = gate.clone(), exact[0].clone()
+    gate_kernels.product_(product, up)
+    gate_kernels.product_(wanted, exact[1])
+    assert deviation(product[rows], wanted) < ROW_TOLERANCE[dtype]
+    del product
+    gate_kernels.backward_(gate, up, gradient)
+    gate_kernels.backward_(*exact)
+    for ours, expected in zip((gate, up, gradient), exact, strict=True):
+        assert deviation(ours[rows], expected) < ROW_TOLERANCE[dtype]
+
+
+def test_one_layers_backward_pass_costs_what_it_is_said_to_cost() -> None:
+    assert measure_layer("Qwen3-0.6B", device="cuda")["layer_bytes_per_token"] < LAYER_BYTES
 
 
 def test_logits_of_minus_infinity_have_probability_zero_and_make_no_nan() -> None:

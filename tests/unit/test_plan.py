@@ -148,11 +148,26 @@ def test_gpus_can_be_simulated_where_there_are_none() -> None:
         ({"data": "not a function"}, "not module:function"),
         ({"ulysses": [3]}, "SP=3 on 1 GPU: 3 does not divide 1 GPU"),
         ({"sequences_per_micro_batch": 0}, "0 sequences"),
+        ({"mlp_tiles": 0}, "0 MLP tiles"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(machine_with(1), **settings)
+
+
+def test_experts_without_weights_are_said_to_route_evenly(tmp_path: Path) -> None:
+    moe = write_model(tmp_path / "moe", model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    (note,) = planned(machine_with(1), model=str(moe), gpus=[1]).notes
+    assert "random ones send the tokens to its 8 experts nearly evenly" in note
+    (moe / "model.safetensors").touch()
+    assert planned(machine_with(1), model=str(moe), gpus=[1]).notes == ()
+
+
+def test_tiles_are_part_of_every_rung_and_its_name() -> None:
+    rungs = {cell.settings for cell in planned(machine_with(1), mlp_tiles=4).question.cells}
+    assert {rung.mlp_tiles for rung in rungs} == {4}
+    assert all(rung.label.endswith("mlp-tiles-4") for rung in rungs)
 
 
 def test_more_memory_than_the_host_has_is_refused_on_the_cpu() -> None:

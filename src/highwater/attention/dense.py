@@ -95,6 +95,8 @@ class Attention:
     """What to build the model with, as ``attn_implementation``."""
     callers: set[nn.Module]
     """The attention modules that came through here: one per layer, or the model mixes tokens in some other way too."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence; None where a rank has its own."""
 
 
 def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: int | None = None) -> Attention:
@@ -131,7 +133,7 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: i
 
     name = f"highwater_dense_{next(_numbers)}"
     AttentionInterface.register(name, interface)
-    return Attention(name, callers)
+    return Attention(name, callers, group)
 
 
 def _cut(tokens: int, documents: int, device: torch.device) -> int:

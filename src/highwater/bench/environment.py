@@ -5,16 +5,21 @@ import sys
 from importlib.metadata import version
 
 import torch
-from torch.cuda.nccl import version as nccl_version
 
 
 def environment() -> dict[str, object]:
     """Command, versions and GPU of this process."""
-    return {
+    found: dict[str, object] = {
         "command": ["python", "-m", *sys.argv] if not sys.argv[0].endswith(".py") else ["python", *_module(sys.argv)],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
+    }
+    if not torch.cuda.is_available():
+        return found
+    from torch.cuda.nccl import version as nccl_version
+
+    return found | {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(str(part) for part in nccl_version()),

@@ -33,6 +33,7 @@ TRIAL_FLAGS = (
     Flag(name="loss"),
     Flag(name="allocator"),
     Flag(name="recompute"),
+    Flag(name="mlp-tiles", metavar="N"),
     Flag(name="strategy"),
     Flag(name="offload", switch=True),
     Flag(name="objective"),

@@ -38,6 +38,7 @@ def _model(spec: TrialSpec, place: Place, *, loss: Loss | None, seed: int = 0) -
         attention=register(place.kernel, group=place.sequence, depth=spec.attention_depth),
         loss=loss,
         recompute=spec.settings.recompute,
+        mlp_tiles=spec.settings.mlp_tiles,
         compute_dtype=compute_dtype(place.device),
         strategy=spec.settings.strategy,
         offload=spec.settings.offload,

@@ -58,6 +58,8 @@ class Batch:
     """Of each document."""
     groups: tuple[int, ...]
     """Of each document."""
+    padding_tokens: int = 0
+    """Tokens at the end of this rank's share that make all shares one length; no part of the micro-batch."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""
@@ -85,6 +87,7 @@ def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
         documents_N=batch.documents_N[mine_N],
         old_logprobs_N=None if batch.old_logprobs_N is None else batch.old_logprobs_N[mine_N],
         last_positions_D=torch.where(here_D, batch.last_positions_D - start, -1),
+        padding_tokens=min(stop - start, max(0, stop - len(batch.input_ids_T))),
     )
 
 

@@ -42,7 +42,7 @@ def forward_batch(model: Decoder, micro_batches: Sequence[Batch], *, device: tor
         if model.gives_scalars:
             results.append(model(*inputs, on_device.document_lengths))
         else:
-            results.append(model(*inputs, on_device.labels_N, on_device.document_lengths).logprobs_N)
+            results.append(model(*inputs, on_device.labels_N, on_device.document_lengths, on_device.padding_tokens).logprobs_N)
     release(model)
     return results
 

@@ -1,14 +1,19 @@
 """Fused modules in the place of a family's own, where a trial on random numbers shows that they compute the same.
 
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is one kernel each way that keeps
-the input and one number per row.
+the input and one number per row. A gated MLP is one that keeps its input alone (engine/gated_mlp.py).
 """
 
+import copy
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from highwater.engine.gated_mlp import GatedMlp
+
+BLOCK_BYTES = 1024**2
+"""Float32 temporaries of a norm on the CPU, at the most a few times this."""
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
 """Relative, in float32: another order of the same operations. A norm that adds 1 to its weight is off by far more."""
@@ -59,6 +64,110 @@ def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
 
 def _fused(norm: nn.Module, eps: float) -> nn.RMSNorm:
     weight = cast(nn.Parameter, norm.weight)
-    fused = nn.RMSNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
+    fused = RmsNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
     fused.weight = weight
     return fused
+
+
+class RmsNorm(nn.RMSNorm):
+    """PyTorch's own on a GPU; on the CPU, where that is a dozen operators with copies in float32, one that works in blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        if x.is_cuda:
+            return super().forward(x)
+        return cast(torch.Tensor, _RmsNorm.apply(x, self.weight, self.eps))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """``x / rms(x) * weight`` in float32 (float64 for float64); keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scales: list[torch.Tensor] = []
+        for rows, target in _blocks(x, out):
+            inputs = rows.to(wide)
+            scales.append(inputs.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+            target.copy_(inputs.mul(scales[-1]).mul_(weight))
+        ctx.save_for_backward(x, weight, torch.cat(scales) if scales else x.new_empty(0, 1, dtype=wide))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scales = ctx.saved_tensors
+        x_gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+        weight_gradient = torch.zeros_like(weight, dtype=scales.dtype)
+        for rows, gradient, scale, target in _blocks(x, gradients[0], scales, x_gradient):
+            unit, wide = rows * scale, gradient.to(scales.dtype)
+            weight_gradient += (wide * unit).sum(dim=0)
+            wide = wide * weight
+            target.copy_((wide - unit * (wide * unit).mean(-1, keepdim=True)).mul_(scale))
+        return x_gradient, weight_gradient.to(weight.dtype), None
+
+
+def _blocks(*tensors: torch.Tensor) -> Any:
+    """Blocks of rows, with float32 temporaries of ``BLOCK_BYTES`` each."""
+    rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
+    return zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in tensors), strict=True)
+
+
+def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
+    """Replace every MLP that GatedMlp equals, in place, under the same parameter names; returns how many."""
+    proven: dict[tuple[object, ...], bool] = {}
+    count = 0
+    for parent in list(model.modules()):
+        for name, mlp in list(parent.named_children()):
+            projections = _projections(mlp)
+            if projections is None:
+                continue
+            kind = (
+                type(mlp),
+                type(getattr(mlp, "act_fn", None)),
+                *((n, *(p for p, _ in child.named_parameters())) for n, child in projections.items()),
+            )
+            if kind not in proven:
+                proven[kind] = _computes_gated_mlp(mlp, projections)
+            if proven[kind]:
+                setattr(parent, name, GatedMlp(projections, tiles=tiles))
+                count += 1
+    return count
+
+
+def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
+    """The linear children of what has just those of a gated MLP, and no other parameters; None for anything else."""
+    linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    if isinstance(module, GatedMlp) or set(linear) not in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}):
+        return None
+    owned = {id(parameter) for child in linear.values() for parameter in child.parameters()}
+    if {id(parameter) for parameter in module.parameters()} != owned or list(module.buffers()):
+        return None
+    width = linear["down_proj"].out_features
+    return linear if all(p.in_features == width for name, p in linear.items() if name != "down_proj") else None
+
+
+def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) -> bool:
+    """Whether a small one of this kind equals ours on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    small = {name: _small(name, linear, generator) for name, linear in projections.items()}
+    theirs = copy.copy(module)
+    theirs._modules = {**module._modules, **small}  # pyright: ignore[reportPrivateUsage] -- the same module, other sizes
+    inputs = torch.randn(1, 64, PROOF_SIZE, generator=generator, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            expected = theirs(inputs)
+            ours = GatedMlp(small, tiles=None)(inputs)
+    except Exception:  # noqa: BLE001 -- whatever it needs besides its projections, ours does not give it: left alone
+        return False
+    return expected.shape == ours.shape and bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))
+
+
+def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linear:
+    inner = 2 * PROOF_SIZE + 3
+    sizes = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}.get(name, (PROOF_SIZE, inner))
+    small = nn.Linear(*sizes, bias="bias" in dict(linear.named_parameters()), device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return small

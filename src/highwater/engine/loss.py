@@ -14,6 +14,7 @@ from torch import Tensor
 
 from highwater.engine import row_kernels
 from highwater.engine.row_kernels import RowStatistics
+from highwater.engine.weight_gradient import WeightGradient
 from highwater.spec.settings import Loss
 
 CHUNK_BYTES = {"cuda": 512 * 1024**2, "cpu": 32 * 1024**2}
@@ -78,7 +79,7 @@ class _TokenStatistics(torch.autograd.Function):
             row_kernels.backward_(logits_NV, labels_N, whole, for_logprob_N, for_entropy_N)
             return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None
         hidden_gradient_NE = torch.empty_like(hidden_NE)
-        weight_gradient_VE = _WeightGradient(weight_VE)
+        weight_gradient_VE = WeightGradient(weight_VE)
         per_token = (hidden_gradient_NE, hidden_NE, labels_N, for_logprob_N, for_entropy_N, *whole)
         for hidden_gradient, hidden, labels, for_logprob, for_entropy, *of in zip(
             *(t.split(ctx.rows) for t in per_token), strict=True
@@ -88,25 +89,3 @@ class _TokenStatistics(torch.autograd.Function):
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
         return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None
-
-
-class _WeightGradient:
-    """Sum over chunks of ``logits.T @ hidden``, accumulated in float32 when the weight is narrower."""
-
-    def __init__(self, weight_VE: Tensor) -> None:
-        self.dtype = weight_VE.dtype
-        self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.sum_VE = torch.zeros_like(weight_VE, dtype=self.wide)
-
-    def add(self, logits_NV: Tensor, hidden_NE: Tensor) -> None:
-        """Add one chunk's share."""
-        if self.dtype == self.wide:
-            self.sum_VE.addmm_(logits_NV.T, hidden_NE)
-        elif logits_NV.is_cuda:
-            torch.addmm(self.sum_VE, logits_NV.T, hidden_NE, out_dtype=self.wide, out=self.sum_VE)
-        else:
-            self.sum_VE += logits_NV.T @ hidden_NE
-
-    def total(self) -> Tensor:
-        """The gradient in the weight's own dtype."""
-        return self.sum_VE.to(self.dtype)

@@ -6,7 +6,7 @@ Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
 import copy
 import hashlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
-from highwater.engine.fused import fuse_norms
-from highwater.engine.loss import TokenStatistics, token_statistics
+from highwater.engine.fused import fuse_mlps, fuse_norms
+from highwater.engine.loss import token_statistics
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.recompute import recompute_layers
 from highwater.engine.rope import scale_rope
+from highwater.engine.router import follow_routers
 from highwater.errors import ModelError
 from highwater.parallel.fsdp import local_shard, shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
@@ -35,6 +36,16 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 SCORE = "score.weight"
 """The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
+
+
+class MicroBatchStatistics(NamedTuple):
+    """What a forward pass tells: TokenStatistics of the trained tokens, and what the whole micro-batch adds to the loss."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    router_loss: Tensor | None
+    """The routers' auxiliary loss times its coefficient: its mean over all ranks and micro-batches is part of the step's loss.
+    None for a model without."""
 
 
 class Decoder(nn.Module):
@@ -95,6 +106,7 @@ class LanguageModel(Decoder):
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention, loss: Loss) -> None:
         super().__init__(causal_lm, attention=attention)
         self.loss: Loss = loss
+        self.routers = follow_routers(causal_lm)
 
     def forward(
         self,
@@ -103,10 +115,18 @@ class LanguageModel(Decoder):
         trained_positions_N: Tensor,
         labels_N: Tensor,
         document_lengths: Sequence[int],
-    ) -> TokenStatistics:
-        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
+        padding_tokens: int = 0,
+    ) -> MicroBatchStatistics:
+        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider.
+
+        ``padding_tokens`` are the last of this rank's tokens: no expert of theirs is counted.
+        """
+        if self.routers is not None:
+            self.routers.begin(padding_tokens=padding_tokens)
         hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(0, trained_positions_N)
-        return token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+        statistics = token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+        router_loss = None if self.routers is None else self.routers.loss(self.attention.group)
+        return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
 
 
 class ScalarModel(Decoder):
@@ -156,6 +176,7 @@ def build(
     compute_dtype: torch.dtype,
     strategy: Strategy = "fsdp2",
     offload: bool = False,
+    mlp_tiles: int | None = None,
     master_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Decoder:
@@ -165,9 +186,12 @@ def build(
     A LanguageModel with this loss; without one a ScalarModel, whose head is random unless the files have ``score.weight``.
     What is sharded is a model without storage. With FSDP2 a rank never holds more than its own shards; FSDP1 cuts one layer
     after the other (parallel/fsdp1.py), and its model is a wrapper in which every attribute of the model is found.
-    ``attention`` is what dense.register returned.
+    ``attention`` is what dense.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
+    # Without recomputation the products that tiles compute twice would cost time: only on demand.
+    if recompute == "layer" or mlp_tiles is not None:
+        tile_mlps(model, mlp_tiles)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
     if recompute == "layer":
         recompute_layers(model.layers)
@@ -189,7 +213,8 @@ def build(
 
 def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype) -> Decoder:
     """The model without storage, its parameters of the master dtype whatever the config says."""
-    # The grouped product of experts, transformers' default, takes no float64.
+    # None is one grouped product over all experts wherever PyTorch has it, in the dtype of the gathered weights; it takes no
+    # float64.
     experts = "eager" if master_dtype == torch.float64 else None
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
@@ -207,6 +232,15 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss 
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")
     return model
+
+
+def tile_mlps(model: Decoder, tiles: int | None) -> None:
+    """Put every gated MLP into tiles. Raises ModelError where tiles are asked for and no MLP of the family is known."""
+    if not fuse_mlps(model.causal_lm, tiles=tiles) and tiles is not None:
+        raise ModelError(
+            f"{model.causal_lm.config.model_type} has no MLP of the form down(silu(gate) * up), which is what goes in tiles",
+            hint="leave `--mlp-tiles` out",
+        )
 
 
 def _refuse_other_mixing(causal_lm: PreTrainedModel) -> None:

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from highwater.engine import objective
 from highwater.engine.data import Batch
 from highwater.engine.experience import Experience, group_experience, token_experience
-from highwater.engine.loss import TokenStatistics
-from highwater.engine.model import Decoder
+from highwater.engine.model import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
 from highwater.parallel.fsdp import local_shard
 from highwater.parallel.fsdp1 import after_backward
@@ -111,7 +110,7 @@ def backward_of(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Ente
     loss = torch.zeros((), device=trainer.device)
     for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
-        share = _policy_loss(trainer, batch.to(trainer.device), experience, counted)
+        share = _policy_loss(trainer, batch.to(trainer.device), experience, counted, micro_batches=len(micro_batches))
         loss = loss + _backward(share, trainer.policy, enter)
     return loss
 
@@ -155,13 +154,28 @@ def _experiences(trainer: Trainer, micro_batches: Sequence[Batch]) -> Sequence[E
             return [None] * len(micro_batches)
 
 
-def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, counted: int) -> Tensor:
-    """This micro-batch's share."""
+def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, counted: int, *, micro_batches: int) -> Tensor:
+    """This micro-batch's share, that of the routers included."""
     if trainer.policy.gives_scalars:
         return _reward_loss(trainer.policy, batch, trainer.sequence, pairs=counted)
-    statistics: TokenStatistics = trainer.policy(
-        batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.labels_N, batch.document_lengths
+    statistics: MicroBatchStatistics = trainer.policy(
+        batch.input_ids_T,
+        batch.position_ids_T,
+        batch.trained_positions_N,
+        batch.labels_N,
+        batch.document_lengths,
+        batch.padding_tokens,
     )
+    loss = _objective_loss(trainer, statistics, batch, experience, counted)
+    if statistics.router_loss is not None:
+        loss = loss + statistics.router_loss / (micro_batches * trainer.mesh.size())
+    return loss
+
+
+def _objective_loss(
+    trainer: Trainer, statistics: MicroBatchStatistics, batch: Batch, experience: Experience | None, counted: int
+) -> Tensor:
+    """What the settings' objective makes of the statistics."""
     logprobs_N = statistics.logprobs_N
     if experience is None:
         return objective.sft(logprobs_N, trained_tokens=counted)

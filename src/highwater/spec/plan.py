@@ -2,6 +2,7 @@
 
 import shlex
 from itertools import product
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +30,7 @@ _NAMED_SETTINGS = (
     "checkpoint",
     "save_hf",
     "recompute",
+    "mlp_tiles",
     "rope",
     "sequences_per_micro_batch",
     "token_budget_tokens",
@@ -88,7 +90,7 @@ def plan(request: Request, machine: Machine) -> Plan:
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     fallback = (ON_THE_CPU_NOTE,) if is_fallback else ()
-    notes = (*fallback, *skipped, *too_small, *capped, *offload_notes(cells[0].settings, device))
+    notes = (*fallback, *skipped, *too_small, *capped, *offload_notes(cells[0].settings, device), *routing_notes(model))
     return Plan(question=question, notes=notes)
 
 
@@ -131,6 +133,16 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     spec = msgspec.structs.replace(question.trial(cell, length_tokens), attention_depth=request.attention_depth)
     _check_depth(spec, question.model)
     return spec
+
+
+def routing_notes(model: Model) -> tuple[str, ...]:
+    """What random weights of a mixture of experts do not show; nothing for other models, and for weights that are there."""
+    if model.shape.experts == 1 or any(Path(model.directory).glob("*.safetensors")):
+        return ()
+    return (
+        f"{model.name} has no weights here, and random ones send the tokens to its {model.shape.experts} experts nearly evenly: "
+        "time may differ with trained ones, memory does not (every token goes to as many experts, whichever they are)",
+    )
 
 
 def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:

@@ -21,6 +21,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "ulysses": ("a whole number, or a list of them", [1]),
     "memory": ("a size", "80GiB"),
     "sequences_per_micro_batch": ("a whole number", 1),
+    "mlp_tiles": ("a whole number", 8),
     "start_length": ("a length in tokens", "4k"),
     "token_budget": ("a number of tokens", "16k"),
     "resolution": ("a length in tokens", "4k"),
@@ -78,6 +79,10 @@ class Request(Noun, frozen=True, kw_only=True):
         None
     )
     recompute: Annotated[Recompute, Meta(description="activations recomputed in the backward pass")] = "layer"
+    mlp_tiles: Annotated[
+        int | None,
+        Meta(description="tiles over the tokens that an MLP goes in; default: as recompute has them for free"),
+    ] = None
     strategy: Annotated[Strategy, Meta(description="how parameters, gradients and optimizer states are sharded")] = "fsdp2"
     offload: Annotated[bool, Meta(description="keep parameters, gradients and optimizer states in host memory")] = False
     objective: Annotated[Objective, Meta(description="what is minimised")] = "sft"

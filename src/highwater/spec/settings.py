@@ -40,6 +40,9 @@ class Settings(Noun, frozen=True, kw_only=True):
     """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds. None: the number above."""
     recompute: Recompute = "layer"
     """Activations recomputed in the backward pass: none, or each decoder layer's."""
+    mlp_tiles: int | None = None
+    """Tiles over the tokens in which a gated MLP is computed; 1 is all at once. None: with recomputation, where they cost no
+    time, tiles of a fixed size; without it no tiles."""
     rope: Rope = "auto"
     """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN all the same."""
     save_hf: SaveHf = "never"
@@ -48,13 +51,15 @@ class Settings(Noun, frozen=True, kw_only=True):
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number of sequences below 1, and for settings that exclude each other."""
+        """Raise UsageError for a number of sequences or of tiles below 1, and for settings that exclude each other."""
         if self.sequences_per_micro_batch < 1:
             raise UsageError(
                 f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
             )
         if self.token_budget_tokens is not None and self.token_budget_tokens < 1:
             raise UsageError(f"a token budget of {self.token_budget_tokens}", hint="for example `--token-budget 16k`")
+        if self.mlp_tiles is not None and self.mlp_tiles < 1:
+            raise UsageError(f"{self.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out")
         if self.critic and self.objective != "ppo":
             raise UsageError(f"the objective {self.objective} has no critic", hint="use `--objective ppo`, or leave `--critic` out")
         if self.entropy != "none" and self.objective not in ("grpo", "ppo"):
@@ -102,6 +107,8 @@ class Settings(Noun, frozen=True, kw_only=True):
             parts.append("entropy-saving")
         if self.recompute == "none":
             parts.append("no-recompute")
+        if self.mlp_tiles is not None:
+            parts.append(f"mlp-tiles-{self.mlp_tiles}")
         return "+".join(parts) or "vanilla"
 
     @property
