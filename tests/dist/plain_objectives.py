@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from reference import SHAPE, load_textbook, unsharded
+from reference import SHAPE, load_textbook, router_loss, unsharded
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
@@ -50,27 +50,41 @@ def plain(objective: str, folder: Path, model: str, ranks: Ranks, *, critic: boo
     else:
         advantages = [a for of_rank in ranks for a in _group_advantages([d for documents in of_rank for d in documents])]
     reference = load_textbook(folder / "reference", torch.float64) if objective == "grpo" else None
-    loss = torch.zeros((), dtype=torch.float64)
-    for index, document in enumerate(d for documents in micro_batches for d in documents):
-        log_p = torch.log_softmax(policy(input_ids=document.ids_L[None], use_cache=False).logits[0], -1)
-        for t, position in enumerate(_trained(document)):
-            now = log_p[position - 1, document.ids_L[position]]
-            advantage = advantages[index] if objective == "grpo" else advantages[index][t]
-            ratio = (now - document.old_logprobs_L[position].double()).exp()
-            clipped = ratio.clamp(1 - coefficients.CLIP_RATIO, 1 + coefficients.CLIP_RATIO)
-            loss = loss - torch.min(ratio * advantage, clipped * advantage) / trained
-            if entropy:
-                p = log_p[position - 1]
-                loss = loss + coefficients.ENTROPY_COEFFICIENT * (p.exp() * p).sum() / trained
-            if reference is not None:
-                with torch.no_grad():
-                    then = torch.log_softmax(reference(input_ids=document.ids_L[None], use_cache=False).logits[0], -1)
-                difference = now - then[position - 1, document.ids_L[position]]
-                loss = loss + coefficients.KL_COEFFICIENT * difference**2 / 2 / trained
+    loss, index = torch.zeros((), dtype=torch.float64), 0
+    for documents in micro_batches:
+        routed = []
+        for document in documents:
+            logits, router_logits = _forward(policy, document)
+            routed.append(router_logits)
+            log_p = torch.log_softmax(logits, -1)
+            for t, position in enumerate(_trained(document)):
+                now = log_p[position - 1, document.ids_L[position]]
+                advantage = advantages[index] if objective == "grpo" else advantages[index][t]
+                ratio = (now - document.old_logprobs_L[position].double()).exp()
+                clipped = ratio.clamp(1 - coefficients.CLIP_RATIO, 1 + coefficients.CLIP_RATIO)
+                loss = loss - torch.min(ratio * advantage, clipped * advantage) / trained
+                if entropy:
+                    p = log_p[position - 1]
+                    loss = loss + coefficients.ENTROPY_COEFFICIENT * (p.exp() * p).sum() / trained
+                if reference is not None:
+                    with torch.no_grad():
+                        then = torch.log_softmax(_forward(reference, document)[0], -1)
+                    difference = now - then[position - 1, document.ids_L[position]]
+                    loss = loss + coefficients.KL_COEFFICIENT * difference**2 / 2 / trained
+            index += 1
+        if None not in routed:
+            loss = loss + router_loss(routed, policy.config) / len(micro_batches)
     loss.backward()
     if judge is not None:
         _value_loss(judge, [d for documents in micro_batches for d in documents], values, returns, trained).backward()
     return Plain(loss=loss.detach(), policy=_gradients(policy), critic=_gradients(judge) if judge is not None else {})
+
+
+def _forward(model: nn.Module, document: Document) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Logits, and those of the routers of a mixture of experts."""
+    experts = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    out = model(input_ids=document.ids_L[None], use_cache=False, **experts)
+    return out.logits[0], out.router_logits if experts else None
 
 
 def _trained(document: Document) -> list[int]:

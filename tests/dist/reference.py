@@ -117,12 +117,12 @@ def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Document
                 logits = out.logits[0, :-1]
                 loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
         if experts:
-            loss = loss + _router_loss(routed, model.config) / len(micro_batches)
+            loss = loss + router_loss(routed, model.config) / len(micro_batches)
     loss.backward()
     return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
 
 
-def _router_loss(routed: list[tuple[Tensor, ...]], config: Qwen3MoeConfig) -> Tensor:
+def router_loss(routed: list[tuple[Tensor, ...]], config: Qwen3MoeConfig) -> Tensor:
     """Switch Transformer's loss over all documents and layers of a micro-batch: experts x sum of load x probability."""
     probabilities = torch.cat([layer for document in routed for layer in document]).softmax(dim=-1)
     chosen = nn.functional.one_hot(probabilities.topk(config.num_experts_per_tok).indices, config.num_experts).sum(dim=1)
