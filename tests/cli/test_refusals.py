@@ -143,12 +143,6 @@ def test_settings_that_exclude_each_other_are_refused(highwater: Run) -> None:
     assert hint == "leave `--allocator` out"
 
 
-def test_what_the_engine_cannot_do_yet_is_refused_by_name(highwater: Run) -> None:
-    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--save-hf", "last"), 2)
-    assert "Hugging Face weights" in problem
-    assert highwater("find", "Qwen3-0.6B", *SIMULATED, *hint.split("`")[1].split()).returncode == 0
-
-
 def test_one_trial_past_a_models_own_rope_scaling_is_refused(highwater: Run) -> None:
     words = ("try", "Llama-3.1-8B", "--length", "256k", *SIMULATED)
     problem, hint = refusal(highwater(*words), 2)

@@ -1,7 +1,10 @@
 """The drop-in command: the flags and defaults that Trinity-RFT users know; what cannot be done yet is refused by name."""
 
+import json
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import Run, refusal
@@ -127,15 +130,41 @@ def test_what_no_flag_can_mend_is_told_before_the_flags(search: Run) -> None:
 
 
 def test_a_value_that_begins_with_a_dash_can_be_typed_as_the_hint_has_it(search: Run) -> None:
-    _, hint = refusal(search(*MODEL, "--log_dir=-logs"), 2)
+    _, hint = refusal(search(*MODEL, "--log_dir=-logs", "--dlc"), 3)
     assert "--log_dir=-logs" in hint
-    assert _is_past_the_refusal(search(*shlex.split(hint.strip("`"))[1:]))
+    assert _is_past_the_refusal(search(*shlex.split(hint.split("`")[1])[1:]))
 
 
 def test_it_runs_as_a_module_too(run: Run) -> None:
     done = run("python", "-m", "highwater.cli.search_context_length_capacity", "--help")
     assert done.returncode == 0
     assert "--test_sp_num" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_path: Path) -> None:
+    shape = {"model_type": "qwen3", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 2048}
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(shape | {"tie_word_embeddings": True}))
+    logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "mine").write_text("not the search's")
+    words = ["--model_path", str(small), "--log_dir", str(logs), "--checkpoint_path", str(checkpoints), "--start_length", "512"]
+    words += ["--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp2"]
+    words += ["--offload", "--entropy_saving", "--save_hf_checkpoint", "last"]
+    search = [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words]
+    done = subprocess.run(search, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 8192"
+        for gpus, sp in ((1, 1), (2, 1), (2, 2))
+    ]
+    written = {str(path.relative_to(logs / "small")) for path in logs.rglob("model_len-*.log")}
+    assert written == {f"gpu-{gpus}/sp-{sp}/model_len-8192.log" for gpus, sp in ((1, 1), (2, 1), (2, 2))}
+    assert [path.name for path in checkpoints.iterdir()] == ["mine"]
 
 
 def _is_past_the_refusal(done: subprocess.CompletedProcess[str]) -> bool:

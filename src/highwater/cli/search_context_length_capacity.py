@@ -28,7 +28,7 @@ from highwater.spec.hardware import Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Allocator, Settings
-from highwater.units import parse_bytes
+from highwater.units import format_tokens, parse_bytes
 
 PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
@@ -41,6 +41,8 @@ _SETTINGS = (
 """What ``settings_of`` reads from the flags and the environment."""
 _CPU_MEMORY = "1GiB"
 """What a process on the CPU may take, where there is no GPU."""
+_CPU_CEILING_TOKENS = 8192
+"""Where a search on the CPU ends: attention's square is felt there."""
 _NO_CEILING = "16m"
 """The published scan has none."""
 _FLAG_NAMES = {
@@ -67,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
     settings = settings_of(arguments, os.environ)
-    place = place_of(load_model(arguments.model_path), probe())
+    place = place_of(load_model(arguments.model_path), probe(), start_tokens=arguments.start_length)
     try:
         request = request_of(arguments, settings, place)
         if arguments.dlc:
@@ -76,7 +78,10 @@ def _run(words: Sequence[str]) -> int:
     except HighwaterError as error:
         error.hint = in_these_words(error.hint)
         raise
-    on_the_cpu = (f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one",)
+    on_the_cpu = (
+        f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one, and lengths end at "
+        f"{format_tokens(planned.question.grid.max_tokens)}",
+    )
     console.notes(
         (
             *(on_the_cpu if place["device"] == "cpu" else ()),
@@ -136,15 +141,15 @@ def _allocator_options(environment: Mapping[str, str]) -> list[str]:
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 
-def place_of(model: Model, machine: Machine) -> dict[str, str | None]:
+def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
     """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine without one."""
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
     if machine.gpus or machine.unreadable_gpus or not small:
         return {"device": "cuda", "max_length": _NO_CEILING}
-    return {"device": "cpu", "max_length": None, "memory": _CPU_MEMORY}
+    return {"device": "cpu", "max_length": max(_CPU_CEILING_TOKENS, start_tokens), "memory": _CPU_MEMORY}
 
 
-def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | None]) -> Request:
+def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | int]) -> Request:
     """The search that the flags ask for: by bisection, YaRN past the native length whatever the model brings."""
     return request_from(
         {
