@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         """Of the whole model, tied ones once, however it is sharded afterwards."""
 
     def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
-        """The last hidden state of every token, normalised; shape TE."""
+        """The last hidden state of every token, normalised; of shape (T, E)."""
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
