@@ -1,5 +1,7 @@
 """Assemble: the models and optimizers that a trial's settings ask for, as one Trainer."""
 
+from typing import Any
+
 from highwater.attention.dense import register
 from highwater.engine.model import Decoder, build, read_config
 from highwater.engine.place import Place, compute_dtype
@@ -31,34 +33,24 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
 
 
 def _model(spec: TrialSpec, place: Place, *, loss: Loss | None, seed: int = 0) -> Decoder:
+    """A model to train, as the settings say."""
+    settings = spec.settings
+    trained = {"recompute": settings.recompute, "mlp_tiles": settings.mlp_tiles, "strategy": settings.strategy}
+    return _built(spec, place, loss=loss, seed=spec.seed + seed, offload=settings.offload, **trained)
+
+
+def _reference(spec: TrialSpec, place: Place) -> Decoder:
+    """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a time comes to the device."""
+    frozen = {"master_dtype": compute_dtype(place.device), "recompute": "none", "offload": True}
+    return _built(spec, place, loss="chunked", seed=spec.seed, **frozen).requires_grad_(False)
+
+
+def _built(spec: TrialSpec, place: Place, **how: Any) -> Decoder:
     return build(
         read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope),
         directory=spec.model_directory,
         mesh=place.mesh,
         attention=register(place.kernel, group=place.sequence, depth=spec.attention_depth),
-        loss=loss,
-        recompute=spec.settings.recompute,
-        mlp_tiles=spec.settings.mlp_tiles,
         compute_dtype=compute_dtype(place.device),
-        strategy=spec.settings.strategy,
-        offload=spec.settings.offload,
-        seed=spec.seed + seed,
+        **how,
     )
-
-
-def _reference(spec: TrialSpec, place: Place) -> Decoder:
-    """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a time comes to the device."""
-    dtype = compute_dtype(place.device)
-    model = build(
-        read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope),
-        directory=spec.model_directory,
-        mesh=place.mesh,
-        attention=register(place.kernel, group=place.sequence, depth=spec.attention_depth),
-        loss="chunked",
-        recompute="none",
-        compute_dtype=dtype,
-        master_dtype=dtype,
-        offload=True,
-        seed=spec.seed,
-    )
-    return model.requires_grad_(False)

@@ -17,12 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from highwater.engine.model import Decoder
+from highwater.engine.model import Decoder, name_in_files
 from highwater.engine.pretrained import PretrainedDirectory, write_beside
-from highwater.engine.recompute import PREFIX
-
-_OF_THE_MODEL = "causal_lm."
-"""What Decoder adds to the names of the Hugging Face model in it."""
 
 
 def save_sharded(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh) -> int:
@@ -33,7 +29,7 @@ def save_sharded(model: Decoder, optimizer: torch.optim.Optimizer, directory: Pa
     """
     options = _options(model)
     weights = get_model_state_dict(model, options=options)
-    for name in _tied_names(model):
+    for name in [name for name in weights if name_in_files(name) in _tied_names(model)]:
         del weights[name]
     state: dict[str, Any] = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     writer = _CountingWriter(directory)
@@ -53,7 +49,7 @@ def save_pretrained(model: Decoder, directory: Path, *, mesh: DeviceMesh, dtype:
     Raises OSError when the disk does not take it.
     """
     shards = _named_shards(model)
-    parameters = {_plain(name) for name, _ in model.named_parameters()}
+    parameters = {name_in_files(name) for name, _ in model.named_parameters()}
     dtypes = {name: dtype if name in parameters else tensor.dtype for name, tensor in shards.items()}
     written_bytes = 0
     if dist.get_rank() > 0:
@@ -81,18 +77,14 @@ def _named_shards(model: Decoder) -> dict[str, Tensor]:
     """This rank's shards of the Hugging Face model by its own names, in its own order; a tied head is its embedding."""
     shards: dict[str, Any] = get_model_state_dict(model, options=_options(model))
     tied = _tied_names(model)
-    return {name.removeprefix(_OF_THE_MODEL): shard for name, shard in shards.items() if name not in tied}
+    return {name_in_files(name): shard for name, shard in shards.items() if name_in_files(name) not in tied}
 
 
 def _tied_names(model: Decoder) -> set[str]:
-    """Names under which a parameter is known besides its first."""
+    """Names, as files have them, under which a parameter is known besides its first."""
     first = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name.replace(PREFIX, "").replace("_fsdp_wrapped_module.", "") for name in every - first}
-
-
-def _plain(name: str) -> str:
-    return name.replace(PREFIX, "").replace("_fsdp_wrapped_module.", "").removeprefix(_OF_THE_MODEL)
+    return {name_in_files(name) for name in every - first}
 
 
 def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:

@@ -51,7 +51,7 @@ class Trainer:
     """``grpo``: frozen, what the policy is held to."""
 
     @property
-    def trained(self) -> Sequence[tuple[nn.Module, torch.optim.Optimizer]]:
+    def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
         """Every model that a step updates, the policy first."""
         policy = (self.policy, self.optimizer)
         if self.critic is None:

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -122,8 +123,9 @@ class Trial:
         settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), trainer.mesh
         directory = Path(self.spec.checkpoint_directory or "")
         if settings.checkpoint == "sharded" and last:
-            target = directory / "sharded"
-            self._save("sharded", lambda: checkpoint.save_sharded(trainer.policy, trainer.optimizer, target, mesh=mesh))
+            targets = (directory / "sharded", directory / "sharded-critic")
+            for target, (model, optimizer) in zip(targets, trainer.trained, strict=False):  # not every objective has a critic
+                self._save("sharded", partial(checkpoint.save_sharded, model, optimizer, target, mesh=mesh))
         if settings.save_hf == "always" or (settings.save_hf == "last" and last):
             dtype, target = compute_dtype(trainer.device), directory / "hf"
             self._save("hf", lambda: checkpoint.save_pretrained(trainer.policy, target, mesh=mesh, dtype=dtype, source=source))

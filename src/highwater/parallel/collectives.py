@@ -1,10 +1,13 @@
 """Collectives that autograd can pass through."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -12,7 +15,7 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Differentiable: the gradient of a part goes back the way that the part came.
     """
-    return _Exchange.apply(tensor, group)
+    return _SelfAdjoint.apply(tensor, group, _all_to_all)
 
 
 def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -30,20 +33,7 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     Differentiable: what each rank makes of the sum counts for every rank's part.
     """
-    return tensor if group is None else _Sum.apply(tensor, group)
-
-
-class _Sum(torch.autograd.Function):
-    """Its own adjoint, and so its own backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradients[0], ctx.group), None
+    return tensor if group is None else _SelfAdjoint.apply(tensor, group, _all_reduce)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,17 +42,17 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-class _Exchange(torch.autograd.Function):
-    """Its own inverse, and so its own backward pass."""
+class _SelfAdjoint(torch.autograd.Function):
+    """A collective that is its own adjoint, and so its own backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective) -> Tensor:
+        ctx.group, ctx.collective = group, collective
+        return collective(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.collective(gradients[0], ctx.group), None, None
 
 
 def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -30,7 +30,7 @@ class CheckpointBytes(NamedTuple):
 def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
     """What a trial writes. Hugging Face weights count once: those of a step overwrite those of the step before."""
     return CheckpointBytes(
-        sharded_bytes=SHARDED_BYTES_PER_PARAMETER * shape.parameters if settings.checkpoint == "sharded" else 0,
+        sharded_bytes=SHARDED_BYTES_PER_PARAMETER * shape.parameters * settings.trained_models * (settings.checkpoint == "sharded"),
         hf_bytes=HF_BYTES_PER_PARAMETER[device] * shape.parameters if settings.save_hf != "never" else 0,
     )
 

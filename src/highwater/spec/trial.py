@@ -149,7 +149,7 @@ class Failure(Noun, frozen=True, kw_only=True):
 
     kind: FailureKind
     phase: str
-    """Where it was: setup, build, rehearsal, data, forward, backward, optimizer, save, report."""
+    """Where it was: setup, build, rehearsal, data, experience, forward, backward, optimizer, save, report."""
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
