@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py")
+"""All their tests launch trials."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -14,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _uses_the_gpu_itself(item: pytest.Item) -> bool:
-    return item.path.name != "test_trials.py" and "trial" not in item.name
+    return item.path.name not in TRIALS and "trial" not in item.name
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,8 +11,8 @@ from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure  # noqa
 from highwater.engine import gate_kernels, row_kernels  # noqa: E402
 from highwater.engine import loss as loss_module  # noqa: E402
 
-LAYER_BYTES = 50_000
-"""Per token, Qwen3-0.6B: 35,500 in tensors (docs/results/layer/README.md) and what the attention kernel takes for itself."""
+LAYER_BYTES = 52_500
+"""Per token, Qwen3-0.6B: 35,500 in tensors and 16,400 that cuDNN takes for itself (docs/results/layer/README.md)."""
 ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 """Norm-relative against float64 on the same logits; the gradient is stored in the logits' own dtype."""
 

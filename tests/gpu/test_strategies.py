@@ -1,4 +1,4 @@
-"""FSDP1 and FSDP2 on GPUs, with and without offload: the same training, and what of the states leaves the GPU."""
+"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training, and what of the states leaves the GPU."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from highwater.launch.probe import probe
 from highwater.launch.torchrun import TorchrunRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.spec.settings import Settings, Strategy
+from highwater.spec.settings import Objective, Settings, Strategy
 from highwater.spec.trial import Outcome, RankReport, TrialSpec
 from highwater.units import GIB
 
@@ -47,7 +47,24 @@ def test_every_strategy_trains_the_same_and_offload_empties_the_gpu_as_far_as_it
             assert less > 0.8 * saved * state_bytes, (strategy, less / state_bytes)
 
 
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("degree", GPUS[1:])
+def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(
+    degree: int, objective: Objective, model: Path, tmp_path: Path
+) -> None:
+    settings = Settings(objective=objective, loss="chunked", sequences_per_micro_batch=2)
+    alone = report(model, tmp_path, Layout(), settings)
+    together = report(model, tmp_path, Layout(gpus=degree, ulysses_degree=degree), settings)
+    assert together.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert together.gradient_norms == pytest.approx(alone.gradient_norms, rel=TOLERANCE)
+
+
 def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: bool) -> RankReport:
+    """Data parallel over ``gpus``."""
+    return report(model, logs, Layout(gpus=gpus), Settings(strategy=strategy, offload=offload, loss="chunked"))
+
+
+def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankReport:
     """The first rank's report of three steps of four micro-batches."""
     known = load_model(str(model))
     spec = TrialSpec(
@@ -55,8 +72,8 @@ def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: 
         model_directory=known.directory,
         config_digest=known.config_digest,
         device="cuda",
-        layout=Layout(gpus=gpus),
-        settings=Settings(strategy=strategy, offload=offload, loss="chunked"),
+        layout=layout,
+        settings=settings,
         length_tokens=LENGTH,
         memory_budget_bytes=40 * GIB,
         steps=3,

@@ -32,8 +32,6 @@ SEARCHES = {
     "qwen3-1.7b-79gib-chunked": "Qwen3-1.7B --memory 79.15GiB --loss chunked",
     "qwen3-4b-79gib": "Qwen3-4B --memory 79.15GiB",
     "qwen3-0.6b-79gib-chunked": "Qwen3-0.6B --memory 79.15GiB --loss chunked",
-    "qwen3-1.7b-card-chunked": "Qwen3-1.7B --loss chunked",
-    "qwen3-0.6b-card-chunked": "Qwen3-0.6B --loss chunked",
 }
 
 

@@ -133,7 +133,7 @@ def main() -> None:
 
 def measure(name: str, *, device: str, mlp_tiles: int | None = None) -> dict[str, Any]:
     """What a token costs at the peak; ``layer_bytes_per_token`` of it is one layer's recomputation and backward pass."""
-    model, mesh = _model(name, torch.device(device), mlp_tiles)
+    model, mesh = _model(name, torch.device(device, 0), mlp_tiles)
     peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
     inputs = 2 * model.causal_lm.config.hidden_size * LAYERS
     return {

@@ -1,4 +1,4 @@
-"""A training step of ours against plain Hugging Face: time interleaved in one process, memory in a process each.
+"""A training step of ours against Hugging Face's, plain or with Liger's kernels: time interleaved in one process, memory apart.
 
 ``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Both train on the same synthetic sequences,
 one sequence per micro-batch, two micro-batches per step. The losses of both are printed side by side: they start from the same
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
-from highwater.bench.peers import HuggingFacePeer
+from highwater.bench.peers import HuggingFacePeer, LigerPeer
 from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Document, pack
 from highwater.engine.model import build, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
@@ -76,7 +76,7 @@ def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: l
     """Median step time of every contender at every length, the contenders taking turns."""
     with tempfile.TemporaryDirectory() as folder:
         directory = _same_weights(model, Path(folder))
-        steps = {name: make(directory, max(lengths)) for name, make in CONTENDERS.items() if name in contenders}
+        steps = {name: CONTENDERS[name](directory, max(lengths)) for name in contenders}
         rows: dict[int, dict[str, object]] = {}
         for length in lengths:
             sequences = _sequences(model, length)
@@ -134,8 +134,14 @@ def hugging_face(directory: str, _longest: int) -> Step:
     return HuggingFacePeer(directory).step
 
 
+def liger(directory: str, _longest: int) -> Step:
+    """Hugging Face with Liger's kernels."""
+    return LigerPeer(directory).step
+
+
 CONTENDERS: dict[str, Callable[[str, int], Step]] = {
     "hugging face": hugging_face,
+    "liger": liger,
     "full": lambda directory, longest: ours(directory, longest, loss="full"),
     "chunked": lambda directory, longest: ours(directory, longest, loss="chunked"),
 }
@@ -149,7 +155,13 @@ def _parse() -> argparse.Namespace:
         "--alone", type=int, nargs="+", default=[], help="tokens of one sequence, each contender in its own process"
     )
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each contender, taking turns")
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="who takes part")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=list(CONTENDERS),
+        default=["hugging face", "full", "chunked"],
+        help="who takes part; speeds are ratios over the first",
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -189,7 +201,7 @@ def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def _row(length: int, losses: dict[str, float], times: dict[str, list[float]]) -> dict[str, object]:
-    base = losses["hugging face"]
+    base = next(iter(losses.values()))
     same_work = all(abs(loss - base) <= LOSS_TOLERANCE * abs(base) for loss in losses.values())
     proof: dict[str, object] = {"loss": losses, "same_work": same_work}
     return {"length_tokens": length, "timed": "taking turns"} | proof | _speeds(length, times, same_work)
@@ -197,15 +209,17 @@ def _row(length: int, losses: dict[str, float], times: dict[str, list[float]]) -
 
 def _row_alone(length: int, alone: dict[str, dict[int, Alone]]) -> dict[str, object]:
     times = {name: found[length].times for name, found in alone.items() if length in found}
-    return {"length_tokens": length, "timed": "a process each", **_speeds(length, times, "hugging face" in times)}
+    return {"length_tokens": length, "timed": "a process each", **_speeds(length, times, next(iter(alone)) in times)}
 
 
 def _speeds(length: int, times: dict[str, list[float]], comparable: bool) -> dict[str, object]:
     median = {name: statistics.median(values) for name, values in times.items()}
+    first = next(iter(median), None)
     return {
         "step_times_s": times,
         "tokens_per_s": {name: MICRO_BATCHES * length / value for name, value in median.items()},
-        "speed_over_hugging_face": {name: median["hugging face"] / value for name, value in median.items()} if comparable else None,
+        "speed_over": first,
+        "speed_ratio": {name: median[first] / value for name, value in median.items()} if first and comparable else None,
     }
 
 

@@ -6,15 +6,24 @@ It orders trials and decides nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from highwater.spec.footprint import ENGINE_LOGITS_BYTES, FIXED_BYTES, gathered_bytes, layer_bytes, layer_input_bytes
+from highwater.spec.footprint import (
+    ENGINE_LOGITS_BYTES,
+    FIXED_BYTES,
+    gathered_bytes,
+    layer_backward_bytes,
+    layer_bytes,
+    layer_input_bytes,
+)
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 
 _HEAD_INPUT_BYTES = 10
 """Per token x hidden in either loss: the last layer's output, normalised and not, and their gradients."""
-_LAYER_PEAK = 1.4
-"""Working set of one layer in its backward pass, in units of what its forward pass makes."""
-_LOGITS_LOST = 0.1
-"""Share of the logits' bytes that the native allocator holds a second time, in blocks that nothing else fits: 0 to 0.4."""
+_UNTILED_LAYER_PEAK = 1.4
+"""Working set of one layer in its backward pass, in units of what its forward pass makes, where its MLP goes in one piece."""
+_LOGITS_LOST = 0.04
+"""Share of the logits' bytes that the native allocator holds a second time, in blocks that nothing else fits: 0 to 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:  # 
     if question.device == "cuda" and settings.allocator == "native":
         logits *= 1 + _LOGITS_LOST
     kept = layer_input_bytes(shape) if settings.recompute == "layer" else layer_bytes(shape) * shape.layers
-    bytes_per_token = kept + _HEAD_INPUT_BYTES * shape.hidden_size + max(logits, _LAYER_PEAK * layer_bytes(shape))
+    bytes_per_token = kept + _HEAD_INPUT_BYTES * shape.hidden_size + max(logits, _working_set_bytes(shape, settings))
     return Line(FIXED_BYTES[question.device] + gathered_bytes(shape), bytes_per_token)
 
 
@@ -54,3 +63,9 @@ def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> 
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
     least, most = (inputs * layer_input_bytes(shape) + logits * vocabulary for inputs, logits in ((1, 2.0), (4, 12.4)))
     return Line(0.1 * usable_bytes, (least * most) ** 0.5)
+
+
+def _working_set_bytes(shape: ModelShape, settings: Settings) -> float:
+    """Per token: one layer's recomputation and backward pass. Experts go in no tiles."""
+    in_tiles = settings.recompute == "layer" and settings.mlp_tiles != 1 and shape.experts == 1
+    return layer_backward_bytes(shape) if in_tiles else _UNTILED_LAYER_PEAK * layer_bytes(shape)

@@ -110,3 +110,15 @@ def layer_bytes(shape: ModelShape) -> int:
     attention = 2 * shape.head_dim * (shape.query_heads + shape.kv_heads)
     mlp = 4 * shape.intermediate_size * shape.experts_per_token
     return 2 * (4 * shape.hidden_size + attention + mlp)
+
+
+def layer_backward_bytes(shape: ModelShape) -> int:
+    """Per token: what is alive at the peak of one layer's recomputation and backward pass, its MLP in tiles.
+
+    The normed input and the residual's gradient; q and k before their norm; q, k, v as the attention takes them; its output; the
+    gradients of these four; inside cuDNN's kernel, q's gradient in float32, and k's and v's for every query head. Source:
+    docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
+    """
+    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * ((query + key) + 2 * (query + 2 * key) + 2 * query)
+    return 4 * shape.hidden_size + attention + 8 * query
