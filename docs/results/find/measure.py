@@ -1,12 +1,12 @@
-"""Measure the capacities on the page beside this file: every search on a GPU of its own, several at once; then print the table.
+"""Measure the capacities on the pages beside this file: each search on GPUs of its own, several at once; print the tables.
 
-``python docs/results/find/measure.py --gpus 8 --minutes 20`` goes on with the studies beside it; ``--table`` only prints.
-A search that time cuts off keeps its finished trials: the next call answers the rest.
+``python docs/results/find/measure.py --page sft --gpus 4 --minutes 20`` goes on with the studies of that page beside it;
+``--table`` only prints. A search that time cuts off keeps its finished trials: the next call answers the rest.
 """
 
 import argparse
+import csv
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -16,94 +16,135 @@ from pathlib import Path
 
 import highwater
 from highwater.spec.study import Cell, Study
-from highwater.spec.trial import Outcome
+from highwater.spec.trial import Outcome, TrialResult
 from highwater.units import GIB, format_tokens
 
 HERE = Path(__file__).parent
-GRID = "--gpus 1 --start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m"
-SEARCHES = {
-    # The longest searches first, so that no GPU is left with one at the end.
-    "qwen3-4b-card-chunked": "Qwen3-4B --loss chunked",
-    "qwen3-4b-card-full": "Qwen3-4B --loss full",
-    "qwen3-1.7b-card-full": "Qwen3-1.7B --loss full",
-    "qwen3-0.6b-card-full": "Qwen3-0.6B --loss full",
-    "qwen3-0.6b-79gib-full": "Qwen3-0.6B --memory 79.15GiB --loss full",
-    "qwen3-1.7b-79gib-full": "Qwen3-1.7B --memory 79.15GiB --loss full",
-    "qwen3-1.7b-79gib-chunked": "Qwen3-1.7B --memory 79.15GiB --loss chunked",
-    "qwen3-4b-79gib": "Qwen3-4B --memory 79.15GiB",
-    "qwen3-0.6b-79gib-chunked": "Qwen3-0.6B --memory 79.15GiB --loss chunked",
+PUBLISHED = HERE.parents[2] / "tests" / "data" / "published_capacity_a100_80gb.csv"
+PUBLISHED_SETTINGS = {
+    "vanilla": "vanilla",
+    "Env": "env",
+    "Env+entropy-saving": "env",
+    "Env+Offload": "env+offload+never",
+}
+"""By rung, what the published table calls it; entropy saving is not in that table, its cells stand beside those without."""
+
+_SFT = "--start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m --gpus 1"
+_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --proof memory --timeout 100s"
+_LONG = "--loss chunked --allocator expandable --start-length 32768 --resolution 32768 --proof memory --timeout 5m"
+PAGES: dict[str, dict[str, str]] = {
+    "sft": {
+        # The longest searches first, so that no GPU is left with one at the end.
+        "qwen3-4b-card-chunked": f"Qwen3-4B --loss chunked {_SFT}",
+        "qwen3-4b-card-full": f"Qwen3-4B --loss full {_SFT}",
+        "qwen3-1.7b-card-full": f"Qwen3-1.7B --loss full {_SFT}",
+        "qwen3-0.6b-card-full": f"Qwen3-0.6B --loss full {_SFT}",
+        "qwen3-0.6b-79gib-full": f"Qwen3-0.6B --memory 79.15GiB --loss full {_SFT}",
+        "qwen3-1.7b-79gib-full": f"Qwen3-1.7B --memory 79.15GiB --loss full {_SFT}",
+        "qwen3-1.7b-79gib-chunked": f"Qwen3-1.7B --memory 79.15GiB --loss chunked {_SFT}",
+        "qwen3-4b-79gib": f"Qwen3-4B --memory 79.15GiB {_SFT}",
+        "qwen3-0.6b-79gib-chunked": f"Qwen3-0.6B --memory 79.15GiB --loss chunked {_SFT}",
+    },
+    "published": {
+        # Whole machines first: what needs fewer GPUs then fills what is left.
+        "grpo-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --entropy full --allocator expandable {_GRPO}",
+        "grpo-4b-4": f"Qwen3-4B --gpus 4 --ulysses 1 2 4 --loss full --entropy full --allocator expandable {_GRPO}",
+        "grpo-0.6b-4": f"Qwen3-0.6B --gpus 4 --ulysses 1 2 4 --loss full --entropy full --allocator expandable {_GRPO}",
+        "grpo-4b-2": f"Qwen3-4B --gpus 2 --ulysses 1 2 --loss full --entropy full --allocator expandable {_GRPO}",
+        "grpo-0.6b-2": f"Qwen3-0.6B --gpus 2 --ulysses 1 2 --loss full --entropy full --allocator expandable {_GRPO}",
+        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full {_GRPO}",
+        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full {_GRPO}",
+        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 --loss full --allocator expandable --entropy chunked {_GRPO}",
+        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 --loss full --allocator expandable --entropy chunked {_GRPO}",
+        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --loss full --allocator expandable --entropy full --offload {_GRPO}",
+        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --loss full --allocator expandable --entropy full --offload {_GRPO}",
+    },
+    "long": {
+        "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_LONG}",
+        "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_LONG}",
+        "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_LONG}",
+        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_LONG}",
+        "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_LONG}",
+        "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_LONG}",
+        "long-4b-1": f"Qwen3-4B --gpus 1 {_LONG}",
+        # For machines of eight.
+        "long-8b-8": f"Qwen3-8B --gpus 8 --ulysses 8 {_LONG}",
+        "long-8b-8-offload": f"Qwen3-8B --gpus 8 --ulysses 8 --offload {_LONG}",
+        "long-30b-a3b-8": f"Qwen3-30B-A3B --gpus 8 --ulysses 4 {_LONG}",
+    },
 }
 
 
 def main() -> None:
     """Search on every GPU until all is answered or time is up, then print what is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use at once")
+    parser.add_argument("--page", nargs="+", choices=list(PAGES), default=list(PAGES), help="pages to measure or print")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use at once; what needs more is left out")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; finished trials are kept")
-    parser.add_argument("--only", nargs="+", choices=list(SEARCHES), default=list(SEARCHES), help="searches to run")
-    parser.add_argument("--table", action="store_true", help="print the table, measure nothing")
+    parser.add_argument("--only", nargs="+", help="names of searches to run")
+    parser.add_argument("--table", action="store_true", help="print the tables, measure nothing")
     arguments = parser.parse_args()
     if not arguments.table:
-        measure(arguments.only, gpus=arguments.gpus, deadline=time.monotonic() + 60 * arguments.minutes)
-    print(table())
+        searches = {
+            name: flags for page in arguments.page for name, flags in PAGES[page].items() if name in (arguments.only or PAGES[page])
+        }
+        measure(searches, gpus=arguments.gpus, deadline=time.monotonic() + 60 * arguments.minutes)
+    for page in arguments.page:
+        print(f"{table(page)}\n")
 
 
-def measure(names: list[str], *, gpus: int, deadline: float) -> None:
-    """Run the searches, one per GPU at a time."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names:
-        waiting.put(name)
-    threads = [threading.Thread(target=_work, args=(gpu, waiting, deadline)) for gpu in range(gpus)]
-    for thread in threads:
-        thread.start()
+def measure(searches: dict[str, str], *, gpus: int, deadline: float) -> None:
+    """Run the searches in their order, each as soon as its GPUs are free."""
+    cards = _Cards(gpus)
+    threads: list[threading.Thread] = []
+    for name, flags in searches.items():
+        count = _gpus(flags)
+        if count > gpus:
+            continue
+        own = cards.take(count)
+        if time.monotonic() > deadline:
+            break
+        threads.append(threading.Thread(target=_search, args=(name, flags, own, cards, deadline)))
+        threads[-1].start()
     for thread in threads:
         thread.join()
 
 
-def table() -> str:
-    """One row per search and rung: capacity or longest fit, what ended it, the peak, tokens/s."""
-    rows = [
-        "| search | rung | longest that trained | next, ran out | peak reserved GiB | tokens/s | MFU |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in SEARCHES:
-        path = HERE / f"{name}.jsonl"
-        if path.is_file():
-            study = highwater.open_study(path)
-            rows += [f"| {name} | {_figures(study, cell)} |" for cell in study.question.cells]
-    return "\n".join(rows)
+class _Cards:
+    """The GPUs that nobody uses."""
+
+    def __init__(self, count: int) -> None:
+        self._free = set(range(count))
+        self._changed = threading.Condition()
+
+    def take(self, count: int) -> list[int]:
+        """Wait until this many are free, and take them."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            own = sorted(self._free)[:count]
+            self._free -= set(own)
+            return own
+
+    def give_back(self, own: list[int]) -> None:
+        """Others may have them."""
+        with self._changed:
+            self._free |= set(own)
+            self._changed.notify_all()
 
 
-def _figures(study: Study, cell: Cell) -> str:
-    """What the trials of one cell tell, also before its edge is known."""
-    results = {
-        t.spec.length_tokens: t.result
-        for t in study.trials
-        if t.result and t.spec == study.question.trial(cell, t.spec.length_tokens)
-    }
-    fits = max((length for length, result in results.items() if result.outcome is Outcome.FIT), default=0)
-    longer = min((length for length, result in results.items() if result.outcome.is_memory and length > fits), default=None)
-    ran_out = format_tokens(longer)
-    if not fits:
-        return f"{cell.settings.label} | - | {ran_out} | - | - | -"
-    best = results[fits]
-    over = " (over its budget)" if (best.headroom_bytes or 0) < 0 else ""
-    reserved_gib = (best.peak_reserved_bytes or 0) / GIB
-    speed = f"{best.tokens_per_s or 0:,.0f} | {best.mfu or 0:.1%}"
-    return f"{cell.settings.label} | {format_tokens(fits)}{over} | {ran_out} | {reserved_gib:.2f} | {speed}"
+def _gpus(flags: str) -> int:
+    words = flags.split()
+    return int(words[words.index("--gpus") + 1])
 
 
-def _work(gpu: int, waiting: "queue.SimpleQueue[str]", deadline: float) -> None:
-    while time.monotonic() < deadline:
-        try:
-            name = waiting.get_nowait()
-        except queue.Empty:
-            return
-        words = [*SEARCHES[name].split(), *GRID.split(), "--study", str(HERE / f"{name}.jsonl"), "--log-dir", f"logs/{name}"]
+def _search(name: str, flags: str, own: list[int], cards: _Cards, deadline: float) -> None:
+    """One search on its GPUs; when time is up it is interrupted as a person would."""
+    words = [*flags.split(), "--study", str(HERE / f"{name}.jsonl"), "--log-dir", f"logs/{name}"]
+    try:
         with Path(f"{name}.log").open("w") as log:
             search = subprocess.Popen(
                 [sys.executable, "-m", "highwater.cli.app", "find", *words],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -112,6 +153,82 @@ def _work(gpu: int, waiting: "queue.SimpleQueue[str]", deadline: float) -> None:
             except subprocess.TimeoutExpired:
                 search.send_signal(signal.SIGINT)
                 search.wait()
+    finally:
+        cards.give_back(own)
+
+
+def table(page: str) -> str:
+    """One row per search and cell: what trained in full and what by memory alone, what ended it, the peak, tokens/s."""
+    published = _published() if page == "published" else None
+    head = [
+        "search",
+        "GPUs",
+        "SP",
+        "rung",
+        "trained in full",
+        "memory-only fit",
+        "next, ran out",
+        "peak reserved GiB",
+        "tokens/s",
+        "MFU",
+    ]
+    if published is not None:
+        head.append("published, A100")
+    rows = [_row(head), _row(["---"] * len(head))]
+    for name in PAGES[page]:
+        path = HERE / f"{name}.jsonl"
+        if not path.is_file():
+            continue
+        study = highwater.open_study(path)
+        for cell in study.question.cells:
+            row = [name, str(cell.layout.gpus), str(cell.layout.ulysses_degree), cell.settings.label, *_figures(study, cell)]
+            if published is not None:
+                key = (
+                    PUBLISHED_SETTINGS[cell.settings.label],
+                    cell.layout.gpus,
+                    cell.layout.ulysses_degree,
+                    study.question.model.name,
+                )
+                row.append(format_tokens(published.get(key)))
+            rows.append(_row(row))
+    return "\n".join(rows)
+
+
+def _row(fields: list[str]) -> str:
+    return f"| {' | '.join(fields)} |"
+
+
+def _published() -> dict[tuple[str, int, int, str], int]:
+    with PUBLISHED.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["max_model_len"]]
+    return {(r["settings"], int(r["gpus"]), int(r["sp"]), r["model"]): int(r["max_model_len"]) for r in rows}
+
+
+def _figures(study: Study, cell: Cell) -> list[str]:
+    """What the trials of one cell tell, also before its edge is known."""
+    full, memory_only = (_results(study, cell, memory_only=kind) for kind in (False, True))
+    trained = max((n for n, r in full.items() if r.outcome is Outcome.FIT), default=0)
+    proven = max((n for n, r in memory_only.items() if r.outcome is Outcome.MEMORY_ONLY_FIT), default=0)
+    ran_out = [n for results in (full, memory_only) for n, r in results.items() if r.outcome.is_memory and n > max(trained, proven)]
+    best = full[trained] if trained > proven else memory_only.get(proven)
+    over = " (over its budget)" if best is not None and (best.headroom_bytes or 0) < 0 else ""
+    return [
+        format_tokens(trained or None),
+        format_tokens(proven if proven > trained else None) + over,
+        format_tokens(min(ran_out, default=None)),
+        "-" if best is None else f"{(best.peak_reserved_bytes or 0) / GIB:.2f}",
+        f"{full[trained].tokens_per_s or 0:,.0f}" if trained else "-",
+        f"{full[trained].mfu or 0:.1%}" if trained else "-",
+    ]
+
+
+def _results(study: Study, cell: Cell, *, memory_only: bool) -> dict[int, TrialResult]:
+    """By length: the last finished trial of this kind."""
+    return {
+        trial.spec.length_tokens: trial.result
+        for trial in study.trials
+        if trial.result and trial.spec == study.question.trial(cell, trial.spec.length_tokens, memory_only=memory_only)
+    }
 
 
 if __name__ == "__main__":
