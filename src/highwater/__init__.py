@@ -8,16 +8,18 @@ from highwater.version import __version__ as __version__
 if TYPE_CHECKING:
     from highwater.api import find as find
     from highwater.api import open_study as open_study
+    from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
     from highwater.errors import HighwaterError as HighwaterError
 
 _PUBLIC = {
     "find": "highwater.api",
+    "predict": "highwater.api",
     "run_trial": "highwater.api",
     "open_study": "highwater.api",
     "HighwaterError": "highwater.errors",
 }
-__all__ = ["HighwaterError", "__version__", "find", "open_study", "run_trial"]
+__all__ = ["HighwaterError", "__version__", "find", "open_study", "predict", "run_trial"]
 
 
 def __getattr__(name: str) -> Any:

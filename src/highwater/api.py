@@ -27,13 +27,17 @@ from highwater.launch.probe import (
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
+from highwater.prediction.capacity import ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
+from highwater.prediction.formula import refuse_unknown_family
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
-from highwater.search.compare import MethodCount, compare, read_capacity_table
+from highwater.search.compare import MethodCount, compare
+from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
-from highwater.spec.model import load_model
-from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.plan import Plan, plan, plan_trial, ulysses_obstacle, used_gpus
 from highwater.spec.protocols import Runner
+from highwater.spec.published import PUBLISHED_SETTINGS, read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
@@ -41,7 +45,7 @@ from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import check_checkpoint_directory, check_log_directory, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import format_seconds, parse_tokens
+from highwater.units import format_bytes, format_seconds, parse_bytes, parse_tokens
 
 Listener = Callable[[Event], None]
 
@@ -68,6 +72,55 @@ def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
     """
     request = request_from({"model": model, **settings}, keywords=True)
     return answer_trial(request, prepare_trial(request, length))
+
+
+def predict(
+    model: str,
+    *,
+    gpus: str | None = None,
+    length: int | str | None = None,
+    trainer: Trainer = "highwater",
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
+    **settings: Any,
+) -> Prediction:
+    """The longest context that ``model`` is predicted to train with on each rung; with ``length`` the rungs that it fits.
+
+    ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are meant. ``gpu_memory`` is the memory
+    of one, for a kind that no catalog has; ``host_memory`` the machine's, unknown unless it is said; ``reserved`` what others take
+    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths. Nothing is run; no torch.
+    Raises HighwaterError for what cannot be asked.
+    """
+    refuse_unknown_family(load_model(model))
+    named = None if gpu_memory is None else parse_bytes(str(gpu_memory))
+    where = cluster(gpus, gpu_memory_bytes=named, machine=None if gpus is not None and not gpus.strip().isdecimal() else probe())
+    room = _room(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
+    length_tokens = None if length is None else parse_tokens(str(length))
+    if length_tokens is not None:
+        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
+    plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
+    question = msgspec.structs.replace(plans[0].question, cells=tuple(cell for each in plans for cell in each.question.cells))
+    cells = predict_cells(question, room, trainer)
+    return Prediction(
+        model_name=question.model.name,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=trainer,
+        gpus=where.gpus,
+        device_name=where.device_name,
+        device_bytes=where.device_bytes,
+        room=room,
+        length_tokens=length_tokens,
+        cells=cells,
+        accuracy=ACCURACY[trainer],
+        notes=plans[0].notes,
+    )
+
+
+def predict_against(table_path: str | Path, *, trainer: Trainer = "highwater") -> Score:
+    """Predictions for every cell of a table of known capacities (CSV), compared with it."""
+    return score(read_capacity_table(Path(table_path)), trainer)
 
 
 def open_study(path: str | Path) -> Study:
@@ -141,6 +194,36 @@ def study_file(request: Request, question: Question) -> Path | None:
     if request.study is not None:
         return Path(request.study)
     return None if request.dry_run else study_path(Path(request.log_dir), question)
+
+
+def _room(where: Cluster, *, host_memory: str | int | None, reserved: str | int, state_bytes_per_param: int) -> Room:
+    reserved_bytes = parse_bytes(str(reserved))
+    if reserved_bytes >= where.device_bytes:
+        raise UsageError(
+            f"{format_bytes(reserved_bytes)} are reserved of a GPU of {format_bytes(where.device_bytes)}",
+            hint="use a smaller `--reserved`, or leave it out",
+        )
+    if state_bytes_per_param < 1:
+        raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint="for example `--state-bytes-per-param 8`")
+    return Room(
+        device_bytes=where.device_bytes - reserved_bytes,
+        host_bytes=None if host_memory is None else parse_bytes(str(host_memory)),
+        state_bytes_per_parameter=state_bytes_per_param,
+    )
+
+
+def _predicted_requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]) -> list[Request]:
+    """What is asked of each ladder: without offload and, unless the settings say, with it; every Ulysses degree that works."""
+    shape = load_model(model).shape
+    degrees = [degree for degree in range(1, gpus + 1) if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None]
+    common: dict[str, Any] = {"model": model, "gpus": [gpus], "ulysses": degrees, "device": "cuda", "dry_run": True}
+    if trainer == "trinity":
+        same = ("objective", "entropy", "sequences_per_micro_batch")
+        common |= {name: getattr(PUBLISHED_SETTINGS["vanilla"], name) for name in same} | {"loss": "full", "strategy": "fsdp"}
+    ladders = [{**common, **settings}]
+    if "offload" not in settings and settings.get("allocator") != "native":
+        ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})
+    return [request_from(asked, keywords=True) for asked in ladders]
 
 
 def _search(planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str]) -> Study:

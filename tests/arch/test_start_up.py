@@ -60,7 +60,7 @@ def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("words", [("--help",), ("find", "Qwen3-0.6B", *DRY)])
+@pytest.mark.parametrize("words", [("--help",), ("find", "Qwen3-0.6B", *DRY), ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB")])
 def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], tmp_path: Path) -> None:
     took_s: list[float] = []
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], t
 
 
 def test_the_public_names_are_these() -> None:
-    assert highwater.__all__ == ["HighwaterError", "__version__", "find", "open_study", "run_trial"]
+    assert highwater.__all__ == ["HighwaterError", "__version__", "find", "open_study", "predict", "run_trial"]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):
         _ = highwater.Journal

@@ -26,7 +26,9 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background were told to ignore Ctrl-C
     yield mark
+    signal.signal(signal.SIGINT, before)
     left = marked(mark)
     for pid in left:
         with suppress(ProcessLookupError):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.search.campaign import CellAnswered, campaign
-from highwater.search.guess import engine_guess, unknown_trainer_guess
+from highwater.search.guess import unknown_trainer_guess
 from highwater.search.ordering import carried_start, first_index
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -66,10 +66,10 @@ def test_without_a_known_memory_there_is_no_hint():
     assert first_index(ask(device_total_bytes=None), cell(), [answered(cell(), 5)]) is None
 
 
-@pytest.mark.parametrize(("loss", "guess"), [("chunked", engine_guess), ("full", unknown_trainer_guess)])
-def test_a_rung_where_a_token_costs_the_same_is_expected_to_end_where_the_other_did(loss, guess):
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_a_rung_where_a_token_costs_the_same_is_expected_to_end_where_the_other_did(loss):
     found = answered(cell(4, loss=loss), 9)
-    assert first_index(ask(), cell(4, loss=loss, allocator="expandable"), [found], guess) in (9, 10)
+    assert first_index(ask(), cell(4, loss=loss, allocator="expandable"), [found], unknown_trainer_guess) in (9, 10)
 
 
 def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segments():
@@ -112,8 +112,7 @@ def test_the_first_guess_on_the_whole_card_is_not_far_below_what_fits_there(mode
 def test_offloaded_states_leave_the_same_room_on_any_number_of_gpus(index):
     found = answered(cell(1, offload=True), index)
     hints = {first_index(ask(), cell(gpus, offload=True), [found]) for gpus in (1, 2, 4, 8)}
-    assert len(hints) == 1
-    assert hints <= {index, index + 1}
+    assert hints <= {index, index + 1}, "but for NCCL and a layer's shards on their way"
 
 
 @given(st.integers(1, 12))

@@ -39,7 +39,10 @@ def test_no_length_needs_less_memory_than_a_shorter_one(model, layout, rung, one
 @given(st.sampled_from(catalog_names()), LAYOUTS, RUNGS, LENGTHS)
 def test_each_saving_setting_needs_no_more_memory_than_its_opposite(model, layout, rung, length):
     spec = trial(length, model=model, layout=layout, settings=rung)
-    for saving in ({"allocator": "expandable"}, {"loss": "chunked"}, {"recompute": "layer"}, {"offload": True}):
+    savings = [{"allocator": "expandable"}, {"recompute": "layer"}, {"offload": True}]
+    if length >= 2**18:  # below that its sum of the head's gradient, in float32, may weigh more than the logits it saves
+        savings.append({"loss": "chunked"})
+    for saving in savings:
         saved = msgspec.structs.replace(spec, settings=msgspec.structs.replace(rung, **saving))
         assert FormulaLaw()(saved) <= FormulaLaw()(spec)
 

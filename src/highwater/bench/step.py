@@ -24,13 +24,14 @@ from torch import Tensor
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer, LigerPeer
-from highwater.engine.data import PROMPT_TOKENS, UNTRAINED, Document, pack
+from highwater.engine.data import UNTRAINED, Document, pack
 from highwater.engine.model import build, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss
+from highwater.spec.trial import PROMPT_TOKENS
 
 MICRO_BATCHES = 2
 LOSS_TOLERANCE = 5e-4

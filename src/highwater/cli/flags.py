@@ -72,6 +72,14 @@ SINGLE_FLAGS = (Flag(name="attention-depth", metavar="N"),)
 """What only ``try`` has: a search chooses it."""
 
 
+_OF_A_RUN = (
+    *("gpus", "memory", "checkpoint", "save-hf", "timeout", "steps", "micro-batches", "data", "device", "log-dir"),
+    *("checkpoint-dir", "allow-busy", "dry-run", "method", "proof", "confirm", "study"),
+)
+PREDICT_FLAGS = tuple(flag for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS) if flag.name not in _OF_A_RUN)
+"""What a prediction depends on, besides the GPUs."""
+
+
 def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str) -> None:
     """Give the parser these flags; one that is not typed leaves no trace in the namespace."""
     section = parser.add_argument_group(group)

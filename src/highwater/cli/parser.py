@@ -7,12 +7,15 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from highwater import __version__
-from highwater.cli.flags import SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.cli.flags import PREDICT_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
 from highwater.errors import UsageError
+from highwater.spec.hardware import gpu_catalog
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 
 _COMMANDS = {
     "find": "the longest context that a model trains with here, by real trials",
     "try": "one trial of one length",
+    "predict": "the longest context of every rung on GPUs that need not be here, in a second; nothing is run",
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
@@ -79,6 +82,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     examples = {
         "find": "highwater find Qwen3-0.6B",
         "try": "highwater try Qwen3-0.6B --length 32k",
+        "predict": "highwater predict Qwen3-8B --gpus 4xA100-80GB",
         "compare-search": "highwater compare-search capacities.csv",
     }
     commands = {
@@ -87,6 +91,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     }
     _find_flags(commands["find"])
     _try_flags(commands["try"])
+    _predict_flags(commands["predict"])
     _show_flags(commands["show"])
     commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
     for name in ("doctor", "compare-search"):
@@ -105,6 +110,32 @@ def _try_flags(parser: Parser) -> None:
     _model_and_config(parser)
     parser.add_argument("--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k")
     add_flags(parser, (*TRIAL_FLAGS, *SINGLE_FLAGS), group="the trial")
+
+
+def _predict_flags(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
+    parser.add_argument(
+        "--gpus", dest="cluster", metavar="[N x]KIND", help=f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
+    )
+    parser.add_argument("--length", metavar="TOKENS", help="turn it round: which rungs fit this length")
+    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step (default: highwater)")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
+    parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
+    parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
+    parser.add_argument(
+        "--state-bytes-per-param",
+        metavar="N",
+        type=int,
+        default=STATE_BYTES_PER_PARAMETER,
+        help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
+    )
+    parser.add_argument("--explain", action="store_true", help="bytes by term at the peak")
+    parser.add_argument(
+        "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"
+    )
+    add_flags(parser, PREDICT_FLAGS, group="settings and lengths")
 
 
 def _show_flags(parser: Parser) -> None:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from highwater.errors import UsageError
 from highwater.parallel.sequence import slice_of
-from highwater.spec.trial import TrialSpec
+from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 
-PROMPT_TOKENS = 2048
-"""Prompt of a synthetic sequence; half the sequence when that is shorter. Source: the published system's trials."""
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
 

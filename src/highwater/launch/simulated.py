@@ -10,27 +10,12 @@ from functools import cache
 
 import msgspec
 
-from highwater.spec.footprint import (
-    ENGINE_LOGITS_BYTES,
-    FIXED_BYTES,
-    device_state_bytes,
-    gathered_bytes,
-    layer_bytes,
-    layer_input_bytes,
-)
+from highwater.prediction.constants import CONTEXT_BYTES
+from highwater.prediction.formula import Formula, footprint
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
-from highwater.spec.trial import Device, Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
-from highwater.units import MIB, format_bytes, format_seconds
-
-CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 1300 * MIB, "cpu": 0}
-"""Outside the allocator: the driver's reserve and a context with cuBLAS and cuDNN (read on an H200, torch 2.11), no NCCL.
-On the CPU the limit bounds the whole data segment."""
-
-VERL_LOGITS_BYTES = 8.0
-"""Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place. Measured, torch 2.11."""
-NATIVE_USABLE_SHARE = 0.86
-"""What fragmentation leaves of the memory without expandable segments. Fitted to the published A100 tables."""
+from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
+from highwater.units import format_bytes, format_seconds
 
 Law = Callable[[TrialSpec], int | Outcome]
 """Bytes that the allocator of one GPU must reserve for a trial, or how the trial ends: FIT, also if it is memory-only."""
@@ -134,34 +119,18 @@ def _budget(spec: TrialSpec) -> MemoryBudget | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaLaw:
-    """What a model needs, in closed form: states, gathered weights, and a cost per token of the longest-lived tensors.
-
-    The form that was fitted to the published A100 tables, of which it explains 69 of 80 cells with expandable segments exactly
-    and the others within a grid step; with terms of the loss and of one layer for settings that those tables lack. Rough.
-    """
+    """What a trainer's closed form says of a trial."""
 
     shape: ModelShape | None = None
     """None: each trial's model is read from its directory."""
-    logits_bytes: float = ENGINE_LOGITS_BYTES
-    """Per token x vocabulary, of the loss ``full``; ``chunked`` has none."""
+    formula: Formula = footprint
+    """Our engine's, unless another is named."""
 
     def __call__(self, spec: TrialSpec) -> int:
-        """Bytes that each GPU's allocator must reserve."""
-        settings, layout = spec.settings, spec.layout
+        """Bytes that each GPU's allocator must reserve; what NCCL takes beside it counts as if it were the allocator's."""
         shape = self.shape or _shape(spec.model_directory)
-        tokens = -(-spec.sequences * spec.length_tokens // layout.context_degree)
-        states = device_state_bytes(shape, settings, device=spec.device) // layout.shard_degree
-        fixed = states + gathered_bytes(shape) + FIXED_BYTES[spec.device] - CONTEXT_BYTES[spec.device]
-        peak = fixed + tokens * self._bytes_per_token(spec, shape)
-        usable_share = NATIVE_USABLE_SHARE if spec.device == "cuda" and settings.allocator == "native" else 1
-        return int(peak / usable_share)
-
-    def _bytes_per_token(self, spec: TrialSpec, shape: ModelShape) -> float:
-        """What is saved in the forward pass, and the larger of the loss's logits and one layer being recomputed."""
-        layer = layer_bytes(shape)
-        kept = layer_input_bytes(shape) if spec.settings.recompute == "layer" else layer * shape.layers
-        logits = self.logits_bytes * shape.vocab_size if spec.settings.holds_logits else 0
-        return kept + max(logits, layer)
+        needed = self.formula(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
+        return needed.device_used_bytes - CONTEXT_BYTES[spec.device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,25 +5,18 @@ It orders trials and decides nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from highwater.spec.footprint import (
-    ENGINE_LOGITS_BYTES,
-    FIXED_BYTES,
-    gathered_bytes,
-    layer_backward_bytes,
-    layer_bytes,
-    layer_input_bytes,
-)
+import msgspec
+
+from highwater.prediction.capacity import Room, predict_cell
+from highwater.prediction.constants import LIKELY_FILLED_SHARE
+from highwater.prediction.formula import Footprint, footprint
+from highwater.spec.footprint import device_state_bytes, layer_input_bytes
+from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
-
-_HEAD_INPUT_BYTES = 10
-"""Per token x hidden in either loss: the last layer's output, normalised and not, and their gradients."""
-_UNTILED_LAYER_PEAK = 1.4
-"""Working set of one layer in its backward pass, in units of what its forward pass makes, where its MLP goes in one piece."""
-_LOGITS_LOST = 0.04
-"""Share of the logits' bytes that the native allocator holds a second time, in blocks that nothing else fits: 0 to 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +35,20 @@ Guess = Callable[[Question, Cell, int], Line]
 """What a trainer takes in a cell, before any trial has told: question, cell, usable bytes of a GPU -> line."""
 
 
-def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:  # noqa: ARG001 (a Guess is told)
-    """Our engine. Source: the trials on an H200 in docs/results/find: two steps of 8,192 tokens off at most."""
-    shape, settings = question.model.shape, cell.settings
-    logits = ENGINE_LOGITS_BYTES * shape.vocab_size if settings.holds_logits else 0.0
-    if question.device == "cuda" and settings.allocator == "native":
-        logits *= 1 + _LOGITS_LOST
-    kept = layer_input_bytes(shape) if settings.recompute == "layer" else layer_bytes(shape) * shape.layers
-    bytes_per_token = kept + _HEAD_INPUT_BYTES * shape.hidden_size + max(logits, _working_set_bytes(shape, settings))
-    return Line(FIXED_BYTES[question.device] + gathered_bytes(shape), bytes_per_token)
+def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
+    """Our engine: the line through what is predicted at the predicted capacity and at twice that length."""
+    room = Room(device_bytes=usable_bytes + question.margin_bytes)
+    predicted = predict_cell(question, cell, room, _likely)
+    length_tokens = predicted.capacity_tokens or question.grid.length(1)
+    shape, settings, layout = question.model.shape, cell.settings, cell.layout
+    at, beyond = (
+        _likely(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).device_used_bytes
+        for factor in (1, 2)
+    )
+    tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
+    bytes_per_token = (beyond - at) / tokens
+    states = device_state_bytes(shape, settings, device=question.device) / layout.shard_degree
+    return Line(at - states - bytes_per_token * tokens, bytes_per_token)
 
 
 def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
@@ -65,7 +63,9 @@ def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> 
     return Line(0.1 * usable_bytes, (least * most) ** 0.5)
 
 
-def _working_set_bytes(shape: ModelShape, settings: Settings) -> float:
-    """Per token: one layer's recomputation and backward pass. Experts go in no tiles."""
-    in_tiles = settings.recompute == "layer" and settings.mlp_tiles != 1 and shape.experts == 1
-    return layer_backward_bytes(shape) if in_tiles else _UNTILED_LAYER_PEAK * layer_bytes(shape)
+def _likely(shape: ModelShape, settings: Settings, layout: Layout, **of_a_trial: Any) -> Footprint:
+    """What is as often too much as too little, where a prediction has to be enough."""
+    enough = footprint(shape, settings, layout, **of_a_trial)
+    if enough.filled_share == 1:
+        return enough
+    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])

@@ -1,4 +1,4 @@
-"""Footprint: what one training step keeps in memory, in closed form. The first guess of a search and simulated trials share it."""
+"""Footprint: what a trial keeps while it runs, on devices, on the host and on disk. Its peak is prediction/formula.py's."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,12 +8,8 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.units import MIB
 
-ENGINE_LOGITS_BYTES = 2.0
-"""Per token x vocabulary, ``full``: bf16 logits, overwritten by their own gradient. Source: engine/loss.py."""
-GATHERED_BYTES_PER_EMBEDDING = 4
-"""Embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
-FIXED_BYTES: Mapping[Device, int] = {"cuda": 2_500_000_000, "cpu": 512 * MIB}
-"""Besides states and gathered weights, context included: fitted to the published A100 tables; on the CPU, Python with torch."""
+PROCESS_BYTES = 512 * MIB
+"""Host memory of one process, Python with torch."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """On disk: float32 weights and both moments of AdamW."""
 HF_BYTES_PER_PARAMETER: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
@@ -91,34 +87,6 @@ def _pinned_bytes(requested: int) -> int:
     return 1 << (requested - 1).bit_length()
 
 
-def gathered_bytes(shape: ModelShape) -> int:
-    """Embedding and head while they are gathered."""
-    return GATHERED_BYTES_PER_EMBEDDING * shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-
-
 def layer_input_bytes(shape: ModelShape) -> int:
     """Per token: the inputs of all layers in bf16, what recomputation keeps."""
     return 2 * shape.hidden_size * shape.layers
-
-
-def layer_bytes(shape: ModelShape) -> int:
-    """Per token: one decoder layer's activations in bf16: norms and residuals, q, k, v and the output, the MLP's three products.
-
-    q to output twice: before and after rotation or transposition. For Qwen3-0.6B with layer inputs 101 KiB a token,
-    where Hugging Face with a fused loss was measured at 107.
-    """
-    attention = 2 * shape.head_dim * (shape.query_heads + shape.kv_heads)
-    mlp = 4 * shape.intermediate_size * shape.experts_per_token
-    return 2 * (4 * shape.hidden_size + attention + mlp)
-
-
-def layer_backward_bytes(shape: ModelShape) -> int:
-    """Per token: what is alive at the peak of one layer's recomputation and backward pass, its MLP in tiles.
-
-    The normed input and the residual's gradient; q and k before their norm; q, k, v as the attention takes them; its output; the
-    gradients of these four; inside cuDNN's kernel, q's gradient in float32, and k's and v's for every query head. Source:
-    docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
-    """
-    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * ((query + key) + 2 * (query + 2 * key) + 2 * query)
-    return 4 * shape.hidden_size + attention + 8 * query

@@ -8,7 +8,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.footprint import FIXED_BYTES, host_state_bytes
+from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
@@ -258,7 +258,7 @@ def _check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) 
     for cell in cells:
         gpus, settings = cell.layout.gpus, cell.settings
         states = host_state_bytes(model.shape, settings, gpus=gpus)
-        processes = gpus * FIXED_BYTES["cpu"]
+        processes = gpus * PROCESS_BYTES
         if states and states + processes > machine.host_memory_total_bytes:
             what = "offloaded states" if settings.offload else "the reference"
             raise MachineError(

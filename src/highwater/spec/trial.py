@@ -13,6 +13,9 @@ from highwater.spec.settings import Settings
 
 Device = Literal["cuda", "cpu"]
 
+PROMPT_TOKENS = 2048
+"""Prompt of a synthetic sequence; half the sequence when that is shorter. Source: the published system's trials."""
+
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -1,0 +1,70 @@
+"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or how a prediction scores."""
+
+import argparse
+import shlex
+
+from highwater import api
+from highwater.cli import console
+from highwater.cli.flags import typed_values
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
+from highwater.prediction.capacity import Prediction, Score
+from highwater.report.prediction import prediction_table, score_table, term_table
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Print the prediction, or the score against a table."""
+    if arguments.against is not None:
+        return _against(arguments)
+    settings = typed_values(arguments)
+    model = settings.pop("model", None)
+    if model is None:
+        example = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
+        raise UsageError("no model is named", hint=f"name a directory or a catalog model: `{example}`")
+    prediction = api.predict(
+        str(model),
+        gpus=arguments.cluster,
+        length=arguments.length,
+        trainer=arguments.trainer,
+        gpu_memory=arguments.gpu_memory,
+        host_memory=arguments.host_memory,
+        reserved=arguments.reserved,
+        state_bytes_per_param=arguments.state_bytes_per_param,
+        **settings,
+    )
+    console.notes(prediction.notes)
+    if arguments.json:
+        console.answer_json(prediction)
+    else:
+        console.answer_table(prediction_table(prediction))
+        _explain(arguments, prediction)
+        console.next_command(_after_predict(arguments, prediction))
+    return EXIT_ANSWERED if any(cell.capacity_tokens for cell in prediction.cells) else EXIT_ANSWERED_NO
+
+
+def _against(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        raise UsageError("a model and `--against` exclude each other: the table names its models", hint="leave the model out")
+    result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)
+    if arguments.json:
+        console.answer_json(result)
+    else:
+        console.answer_table(score_table(result, name=f"{arguments.against}, trainer {arguments.trainer}"))
+        console.next_command(f"highwater predict --trainer {arguments.trainer} --against {shlex.quote(arguments.against)} --json")
+    return EXIT_ANSWERED
+
+
+def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
+    """Bytes by term: of the first rung that fits a length, or of the longest capacity."""
+    if not arguments.explain:
+        return
+    fitting = [cell for cell in prediction.cells if cell.capacity_tokens] or list(prediction.cells[:1])
+    chosen = fitting[0] if prediction.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
+    console.answer("")
+    console.answer_table(term_table(chosen))
+
+
+def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
+    """What explains it, and then what measures it."""
+    if not arguments.explain:
+        return shlex.join((*arguments.command_line, "--explain"))
+    return f"highwater find {shlex.quote(arguments.model)} --gpus {prediction.gpus}"

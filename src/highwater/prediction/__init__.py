@@ -1,0 +1,1 @@
+"""Prediction: peak memory and capacity without a GPU."""

@@ -1,0 +1,203 @@
+"""Capacity: the longest length whose predicted footprint fits, cell by cell, and how it compares with a table of known ones."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.prediction import formula, trinity
+from highwater.prediction.formula import Footprint, Formula
+from highwater.spec.codec import Noun
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.published import CapacityTable, rung_name
+from highwater.spec.study import Cell, Question
+
+Trainer = Literal["highwater", "trinity"]
+Binding = Literal["device", "host", "ceiling"]
+"""What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked about."""
+
+FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.footprint, "trinity": trinity.footprint}
+
+
+ACCURACY: Mapping[Trainer, str] = {
+    "highwater": "on an H200 the GPU memory of 18 trials on one GPU was off by 2.0 % at most with expandable segments; the native "
+    "allocator needed up to 12 % less than is said here, and never more (docs/results/predict); several GPUs and offload have not "
+    "been compared yet",
+    "trinity": "of the published A100 cells 69 of 80 with expandable segments and 30 of 40 without are exact, "
+    "the others within one step of the grid",
+}
+"""What is known of the errors, as text: intervals come with calibration."""
+NOT_MODELLED = (
+    "LoRA",
+    "tensor, pipeline and expert parallelism",
+    "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
+    "optimizers other than AdamW in float32 (`--state-bytes-per-param 8` stands for one)",
+)
+
+
+class Room(Noun, frozen=True, kw_only=True):
+    """The memory that a prediction is about."""
+
+    device_bytes: int
+    """Of one GPU, as its driver reports it, less what is reserved for others."""
+    host_bytes: int | None = None
+    """Of the machine; None: nobody said."""
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+
+
+class CellPrediction(Noun, frozen=True, kw_only=True):
+    """Predicted: what fits in one cell."""
+
+    cell: Cell
+    capacity_tokens: int
+    """0: nothing on the grid fits."""
+    does_not_fit_tokens: int | None
+    binding: Binding
+    footprint: Footprint
+    """At the capacity; at the shortest length where nothing fits."""
+    headroom_bytes: int
+    """Of a GPU's memory, at that length; below 0 where nothing fits."""
+
+
+class Prediction(Noun, frozen=True, kw_only=True):
+    """Predicted: a whole question, or all its cells at one length."""
+
+    schema_version: int = 1
+    model_name: str
+    native_length_tokens: int
+    trainer: Trainer
+    gpus: int
+    device_name: str
+    device_bytes: int
+    """Of one GPU, as its driver reports it."""
+    room: Room
+    length_tokens: int | None
+    """None: the longest length that fits was asked."""
+    cells: tuple[CellPrediction, ...]
+    method: Literal["formula"] = "formula"
+    accuracy: str
+    not_modelled: tuple[str, ...] = NOT_MODELLED
+    notes: tuple[str, ...] = ()
+
+
+def predict_cells(question: Question, room: Room, trainer: Trainer) -> tuple[CellPrediction, ...]:
+    """Every cell of the question, in its order."""
+    return tuple(predict_cell(question, cell, room, FORMULAS[trainer]) for cell in question.cells)
+
+
+def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:
+    """One cell, by bisection: a footprint never shrinks with the length (with a token budget it hardly grows)."""
+    grid = question.grid
+    fits, fails = 0, question.size_of(cell) + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if _at(question, cell, room, trainer, grid.length(middle)).capacity_tokens:
+            fits = middle
+        else:
+            fails = middle
+    found = _at(question, cell, room, trainer, grid.length(max(1, fits)))
+    if fails > question.size_of(cell):
+        return CellPrediction(
+            cell=cell,
+            capacity_tokens=found.capacity_tokens,
+            does_not_fit_tokens=None,
+            binding="ceiling",
+            footprint=found.footprint,
+            headroom_bytes=found.headroom_bytes,
+        )
+    beyond = _at(question, cell, room, trainer, grid.length(fails))
+    return CellPrediction(
+        cell=cell,
+        capacity_tokens=found.capacity_tokens,
+        does_not_fit_tokens=grid.length(fails),
+        binding=beyond.binding,
+        footprint=found.footprint,
+        headroom_bytes=found.headroom_bytes,
+    )
+
+
+def _at(question: Question, cell: Cell, room: Room, trainer: Formula, length_tokens: int) -> CellPrediction:
+    footprint = trainer(
+        question.model.shape,
+        cell.settings,
+        cell.layout,
+        length_tokens=length_tokens,
+        device=question.device,
+        state_bytes_per_parameter=room.state_bytes_per_parameter,
+    )
+    headroom = room.device_bytes - question.margin_bytes - footprint.device_used_bytes
+    fits_host = room.host_bytes is None or footprint.host_bytes <= room.host_bytes
+    fits = headroom >= 0 and fits_host
+    return CellPrediction(
+        cell=cell,
+        capacity_tokens=length_tokens if fits else 0,
+        does_not_fit_tokens=None if fits else length_tokens,
+        binding="device" if fits_host else "host",
+        footprint=footprint,
+        headroom_bytes=headroom + question.margin_bytes,
+    )
+
+
+class SettingsScore(Noun, frozen=True, kw_only=True):
+    """How predictions of one rung of a known table compare with it."""
+
+    settings: str
+    """As the table calls the rung."""
+    cells: int
+    exact: int
+    within_one_step: int
+    """Of the grid, the exact ones included."""
+
+
+class Miss(Noun, frozen=True, kw_only=True):
+    """A cell whose prediction is not what the table has."""
+
+    settings: str
+    device_name: str
+    model_name: str
+    cell: Cell
+    known_tokens: int
+    predicted_tokens: int
+    steps_off: int
+    """Of the grid; above 0: predicted too long."""
+
+
+class Score(Noun, frozen=True, kw_only=True):
+    """A trainer's predictions beside a table of known capacities."""
+
+    per_settings: tuple[SettingsScore, ...]
+    misses: tuple[Miss, ...]
+
+
+def score(table: CapacityTable, trainer: Trainer) -> Score:
+    """Predict every cell of a table and compare. Raises UsageError for a GPU whose memory nobody has read."""
+    steps: dict[str, list[int]] = {}
+    misses: list[Miss] = []
+    for question in table.questions:
+        if question.device_total_bytes is None:
+            raise UsageError(
+                f"the memory of {question.device_name} is not in the catalog", hint="`highwater predict --help` lists its GPUs"
+            )
+        for predicted in predict_cells(question, Room(device_bytes=question.device_total_bytes), trainer):
+            known_tokens = table.capacity_tokens[question.model.name, predicted.cell]
+            off = question.grid.index_at_most(predicted.capacity_tokens) - question.grid.index_at_most(known_tokens)
+            name = rung_name(predicted.cell.settings)
+            steps.setdefault(name, []).append(off)
+            if off:
+                misses.append(_miss(name, question, predicted, known_tokens, off))
+    scores = (
+        SettingsScore(settings=name, cells=len(offs), exact=offs.count(0), within_one_step=sum(abs(off) <= 1 for off in offs))
+        for name, offs in steps.items()
+    )
+    return Score(per_settings=tuple(scores), misses=tuple(misses))
+
+
+def _miss(name: str, question: Question, predicted: CellPrediction, known_tokens: int, off: int) -> Miss:
+    return Miss(
+        settings=name,
+        device_name=question.device_name,
+        model_name=question.model.name,
+        cell=predicted.cell,
+        known_tokens=known_tokens,
+        predicted_tokens=predicted.capacity_tokens,
+        steps_off=off,
+    )

@@ -1,0 +1,35 @@
+"""Constants: what no formula knows, read on machines or fitted to tables; each says where it comes from.
+
+Frozen in a commit before the measurements that judge them (docs/results/predict).
+"""
+
+from collections.abc import Mapping
+
+from highwater.spec.trial import Device
+from highwater.units import GIB
+
+CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
+"""Device memory in use outside the allocator after every kernel of a step ran once: context, cuBLAS, cuDNN, Triton. Read on an H200
+(torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find. Other GPUs are taken to have the same."""
+NCCL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
+"""Outside the allocator, by number of GPUs: one communicator after its first collective. 2 and 4 read on H200s (NCCL 2.28.9); 8
+from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
+NCCL_ALL_TO_ALL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
+"""What the first all-to-all, Ulysses, adds to it. Same sources."""
+
+FILLED_SHARE: Mapping[str, float] = {"expandable": 0.991, "native": 0.88}
+"""Share of the allocator's memory that live tensors fill before it runs out, by allocator: so much was filled in docs/results/find
+by a trial that fit (expandable), and in every one of them more than so much (native, 0.884 to 0.974: what it loses depends on the
+order of allocations, which no formula knows)."""
+
+LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.993, "native": 0.94}
+"""The middle of what was seen there: where a search is to begin, which promises nothing."""
+
+TRINITY_LOGITS_BYTES = 8.0
+"""Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place through a view. Measured, torch 2.11."""
+TRINITY_FIXED_BYTES = 2_500_000_000
+"""Besides states, embedding and head, context included. Fitted to the published A100 tables."""
+TRINITY_EMBEDDING_BYTES = 4
+"""Per element of embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
+TRINITY_FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
+"""Fitted to the published A100 tables, where the native allocator loses 12 to 14 %."""

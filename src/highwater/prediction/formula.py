@@ -1,0 +1,307 @@
+"""Formula: peak memory of one training step of our engine in closed form: named terms, a function each, and a maximum over phases.
+
+No single sum: the logits are gone when a layer is recomputed. Terms are of one GPU, the one with the most trained tokens.
+
+In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V vocabulary  F intermediate size
+P parameters of a layer  U ``ulysses_degree``
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from highwater.errors import ModelError
+from highwater.prediction.constants import CONTEXT_BYTES, FILLED_SHARE, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
+from highwater.spec.codec import Noun
+from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import PROMPT_TOKENS, Device
+from highwater.units import MIB
+
+FAMILIES = ("llama", "ministral", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or experts that are one."""
+CHUNK_BYTES: Mapping[Device, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
+"""Logits of one chunk where they are never whole. Source: engine/loss.py."""
+ELEMENT_BYTES: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
+"""Activations, logits and gathered weights: bfloat16 on a GPU, float32 on the CPU."""
+_ID_BYTES = 8
+_IDS = 5
+"""Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
+_ROW_NUMBERS = 8
+"""Float32 numbers per trained token: its log-probability, entropy and normaliser, their gradients, and the objective's own."""
+
+
+def refuse_unknown_family(model: Model) -> None:
+    """Raise ModelError for a model whose layers the formula does not know."""
+    if model.shape.model_type not in FAMILIES:
+        raise ModelError(
+            f"{model.name} is of the family {model.shape.model_type}; predictions know {', '.join(FAMILIES)}",
+            hint="a model of these can be predicted, for example `highwater predict Llama-3.1-8B --gpus 4xH100-80GB`",
+        )
+
+
+class Term(Noun, frozen=True, kw_only=True):
+    """One part of the memory, by its name."""
+
+    name: str
+    bytes: int
+
+
+class Phase(Noun, frozen=True, kw_only=True):
+    """One moment of a step, and what is alive in it."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Their sum."""
+        return sum(term.bytes for term in self.terms)
+
+
+class Footprint(Noun, frozen=True, kw_only=True):
+    """Predicted memory of one GPU, and of the host over all of them."""
+
+    phases: tuple[Phase, ...]
+    outside: tuple[Term, ...]
+    """Device memory that the allocator does not hold."""
+    host: tuple[Term, ...]
+    filled_share: float
+    """Share of the allocator's memory that live tensors can fill."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of the live tensors."""
+        return self.peak.bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator has to be given for them."""
+        return round(self.allocated_bytes / self.filled_share)
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What a GPU has to have."""
+        return self.reserved_bytes + sum(term.bytes for term in self.outside)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the machine's memory has to have."""
+        return sum(term.bytes for term in self.host)
+
+
+Formula = Callable[..., Footprint]
+"""A trainer in closed form: (shape, settings, layout, length_tokens=, device=) -> Footprint."""
+
+
+def footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
+    """What a step of our engine takes on synthetic sequences of this length.
+
+    ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for optimizers that are not ours.
+    """
+    step = _step(shape, settings, layout, length_tokens, device)
+    states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    always = (
+        Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
+        Term(name="process", bytes=PROCESS_BYTES if device == "cpu" else 0),
+        Term(name="ids, cosines and sines", bytes=_batch(step)),
+        Term(name="embedding and head, gathered", bytes=_gathered_root(step)),
+        Term(name="kept by recompute" if settings.recompute == "layer" else "activations of all layers", bytes=_kept(step)),
+    )
+    phases = (
+        Phase(name="loss", terms=_present(*always, *_loss_terms(step))),
+        Phase(name="backward of a layer", terms=_present(*always, *_layer_terms(step))),
+    )
+    return Footprint(
+        phases=phases,
+        outside=_present(Term(name="context", bytes=CONTEXT_BYTES[device]), *_nccl_terms(layout, device)),
+        host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
+        filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    shape: ModelShape
+    settings: Settings
+    layout: Layout
+    device: Device
+    tokens: int
+    trained: int
+
+    @property
+    def element(self) -> int:
+        return ELEMENT_BYTES[self.device]
+
+    @property
+    def query(self) -> int:
+        """Numbers of all query heads per token."""
+        return self.shape.query_heads * self.shape.head_dim
+
+    @property
+    def key(self) -> int:
+        """Numbers of all key heads per token."""
+        return self.shape.kv_heads * self.shape.head_dim
+
+    @property
+    def attended_key(self) -> int:
+        """The same as the attention takes them: repeated where U exceeds the heads."""
+        return max(self.shape.kv_heads, self.layout.ulysses_degree) * self.shape.head_dim
+
+    @property
+    def has_tiles(self) -> bool:
+        """The MLP goes in tiles; experts never do."""
+        if self.shape.experts > 1 or self.settings.mlp_tiles == 1:
+            return False
+        return self.settings.recompute == "layer" or self.settings.mlp_tiles is not None
+
+
+def _step(shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device) -> _Step:
+    """The GPU with the most trained tokens: where several share a sequence, one without a prompt."""
+    degree = layout.context_degree
+    sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
+    tokens = -(-sequences * length_tokens // degree)
+    prompts = min(PROMPT_TOKENS, length_tokens // 2) * (sequences // degree)
+    return _Step(shape=shape, settings=settings, layout=layout, device=device, tokens=tokens, trained=tokens - prompts)
+
+
+def _batch(step: _Step) -> int:
+    """``T`` ids, and for all layers T x head size of cosines and of sines."""
+    return step.tokens * (_IDS * _ID_BYTES + 2 * step.element * step.shape.head_dim)
+
+
+def _gathered_root(step: _Step) -> int:
+    """Embedding and head, V x E each, or once if tied: gathered from the first layer to the last gradient."""
+    return step.element * step.shape.vocab_size * step.shape.hidden_size * (1 if step.shape.tied_embeddings else 2)
+
+
+def _kept(step: _Step) -> int:
+    """T x E for each layer, its input; without recompute all that its backward pass reads. Source: engine/recompute.py."""
+    if step.settings.recompute == "layer":
+        return step.element * step.tokens * step.shape.hidden_size * step.shape.layers
+    return step.tokens * step.shape.layers * (_attention_kept(step) + _mlp_bytes(step) // 2)
+
+
+def _loss_terms(step: _Step) -> tuple[Term, ...]:
+    """The last layer's output; hidden states of trained tokens and their gradient; logits; the head's gradient."""
+    hidden = step.element * step.shape.hidden_size
+    head = step.shape.vocab_size * step.shape.hidden_size
+    if step.settings.objective == "rw":
+        return (Term(name="hidden states", bytes=hidden * step.tokens),)
+    logits = step.element * step.shape.vocab_size * step.trained
+    head_gradient = step.element * head
+    if not step.settings.holds_logits:
+        logits = min(logits, CHUNK_BYTES[step.device])
+        head_gradient += 4 * head  # summed over chunks in float32
+    return (
+        Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
+        Term(name="logits", bytes=logits),
+        Term(name="statistics of tokens", bytes=4 * _ROW_NUMBERS * step.trained),
+        Term(name="gradient of the head", bytes=head_gradient),
+    )
+
+
+def _layer_terms(step: _Step) -> tuple[Term, ...]:
+    """The last layer: recomputed and going backward, while all inputs are kept and the next layer is being gathered."""
+    shape, layout, settings = step.shape, step.layout, step.settings
+    parameters = _layer_parameters(shape)
+    root = step.element * shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings or settings.objective == "rw" else 2)
+    working_set = max(_attention_bytes(step), 0 if step.has_tiles else _attention_kept(step) + _mlp_bytes(step))
+    if settings.recompute == "none":
+        working_set = max(0, working_set - _kept(step) // (step.tokens * shape.layers))
+    return (
+        Term(name="one layer going backward", bytes=step.tokens * working_set),
+        Term(name="exchange between GPUs", bytes=step.tokens * _exchange_bytes(step)),
+        # Its weights and the next layer's; and its own gradients so far.
+        Term(name="layers, gathered", bytes=3 * step.element * parameters),
+        Term(name="gradient reduction", bytes=4 * parameters if layout.shard_degree > 1 else 0),
+        Term(name="shards from the host", bytes=8 * parameters // layout.shard_degree if _is_offloaded(step) else 0),
+        Term(name="gradient of embedding and head", bytes=root),
+    )
+
+
+def _attention_bytes(step: _Step) -> int:
+    """Per token, at the peak of a layer whose MLP goes in tiles: its attention's backward pass.
+
+    The normed input and the residual's gradient; q and k before their norm; q, k, v as the attention takes them; its output and
+    its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for every query head.
+    Source: docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
+    """
+    query, key, attended = step.query, step.key, step.attended_key
+    tensors = step.element * (2 * step.shape.hidden_size + (query + key) + 2 * (query + 2 * attended) + 2 * query)
+    return tensors + 4 * query + 2 * step.element * query
+
+
+def _attention_kept(step: _Step) -> int:
+    """Per token: what the attention keeps while the MLP goes backward, and the residual stream."""
+    query, key, attended = step.query, step.key, step.attended_key
+    return step.element * (3 * step.shape.hidden_size + (query + key) + (query + 2 * attended) + query)
+
+
+def _mlp_bytes(step: _Step) -> int:
+    """Per token: an MLP in one piece going backward: gate, up, their product and activation, and the gradients.
+
+    Source: docs/results/layer, 6.5 products of T x F for Qwen3-0.6B; for each expert a copy of the token and its gradient too.
+    """
+    shape = step.shape
+    if shape.experts > 1:
+        return 2 * step.element * shape.experts_per_token * (2 * shape.hidden_size + 3 * shape.intermediate_size)
+    return step.element * 13 * shape.intermediate_size // 2
+
+
+def _exchange_bytes(step: _Step) -> int:
+    """Per token: Ulysses sends a copy of q, k, v and of the output. Not measured yet."""
+    if step.layout.ulysses_degree == 1:
+        return 0
+    return step.element * (2 * step.query + 2 * step.attended_key)
+
+
+def _layer_parameters(shape: ModelShape) -> int:
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
+    return (shape.parameters - outside) // shape.layers
+
+
+def _is_offloaded(step: _Step) -> bool:
+    return step.settings.offload and step.device == "cuda"
+
+
+def _nccl_terms(layout: Layout, device: Device) -> tuple[Term, ...]:
+    """One communicator for all GPUs; a second where fewer share a sequence. Between the sizes that were read, the next larger."""
+    if device == "cpu" or layout.gpus == 1:
+        return ()
+    own_group = 1 < layout.ulysses_degree < layout.gpus
+    nccl = _next_larger(NCCL_BYTES, layout.gpus) + (_next_larger(NCCL_BYTES, layout.ulysses_degree) if own_group else 0)
+    terms = (Term(name="NCCL", bytes=nccl),)
+    if layout.ulysses_degree == 1:
+        return terms
+    return (*terms, Term(name="NCCL, all-to-all", bytes=_next_larger(NCCL_ALL_TO_ALL_BYTES, layout.ulysses_degree)))
+
+
+def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:
+    return by_gpus[min((count for count in by_gpus if count >= gpus), default=max(by_gpus))]
+
+
+def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[Term, ...]:
+    states = host_state_bytes(shape, settings, gpus=layout.gpus)
+    return (
+        Term(name="offloaded states and reference", bytes=states),
+        Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
+    )
+
+
+def _present(*terms: Term) -> tuple[Term, ...]:
+    return tuple(term for term in terms if term.bytes)

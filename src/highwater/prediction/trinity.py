@@ -1,0 +1,44 @@
+"""Trinity: Trinity-RFT's trainer (verl's actor) in closed form, as its published A100 tables show it.
+
+``peak = 16 P / shards + 8 T V + 2 T E layers + 4 V E (1 if tied, else 2) + 2.5e9`` bytes, context included: fitted to those tables,
+of which it gives 69 of the 80 cells with expandable segments and 30 of the 40 others exactly, the rest within a step of the grid.
+
+T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters
+"""
+
+from highwater.prediction.constants import TRINITY_EMBEDDING_BYTES, TRINITY_FILLED_SHARE, TRINITY_FIXED_BYTES, TRINITY_LOGITS_BYTES
+from highwater.prediction.formula import Footprint, Phase, Term
+from highwater.spec.footprint import device_state_bytes, host_state_bytes, layer_input_bytes
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+
+
+def footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
+    """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the settings say otherwise."""
+    sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
+    tokens = -(-sequences * length_tokens // layout.context_degree)
+    states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    terms = (
+        Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
+        Term(name="logits", bytes=round(TRINITY_LOGITS_BYTES * tokens * shape.vocab_size)),
+        Term(name="kept by recompute", bytes=tokens * layer_input_bytes(shape)),
+        Term(name="embedding and head, gathered", bytes=TRINITY_EMBEDDING_BYTES * embeddings),
+        Term(name="context and the rest", bytes=TRINITY_FIXED_BYTES),
+    )
+    return Footprint(
+        phases=(Phase(name="loss", terms=terms),),
+        outside=(),
+        host=(Term(name="offloaded states and reference", bytes=host_state_bytes(shape, settings, gpus=layout.gpus)),),
+        filled_share=TRINITY_FILLED_SHARE[settings.allocator],
+    )

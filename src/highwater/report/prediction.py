@@ -1,0 +1,103 @@
+"""Tables of predictions: capacities by rung, the rungs that fit a length, bytes by term, and a score against a known table."""
+
+from collections.abc import Sequence
+
+from highwater.prediction.capacity import Binding, CellPrediction, Miss, Prediction, Score
+from highwater.prediction.formula import Phase, Term
+from highwater.report.table import TextTable
+from highwater.report.text import plain
+from highwater.spec.study import counted_ranks
+from highwater.units import GIB, format_bytes, format_tokens
+
+_BAR = 30
+"""Characters of the longest bar."""
+_BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", "ceiling": "the longest length asked about"}
+
+
+def prediction_table(prediction: Prediction) -> TextTable:
+    """For each cell the capacity, what ends it, and the peak there; or at one length, whether it fits."""
+    at_length = prediction.length_tokens is not None
+    heading = "fits" if at_length else "capacity"
+    return TextTable(
+        title=f"{_title(prediction)}: predicted by formula, nothing was run",
+        columns=("rung", "GPUs", "SP", heading, "ended by", "GPU memory", "headroom", "host memory", "peak in"),
+        rows=tuple(_row(prediction, cell) for cell in prediction.cells),
+        footnotes=tuple(_footnotes(prediction)),
+    )
+
+
+def term_table(predicted: CellPrediction) -> TextTable:
+    """Bytes by term of each phase, and a bar for each: the picture of one peak."""
+    footprint = predicted.footprint
+    phases: list[tuple[str, Sequence[Term]]] = [(_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases]
+    phases += [("outside the allocator", footprint.outside), ("host", footprint.host)]
+    largest = max(term.bytes for _, terms in phases for term in terms)
+    rows = [
+        (name if index == 0 else "", term.name, "#" * round(_BAR * term.bytes / largest), f"{term.bytes / GIB:.2f}")
+        for name, terms in phases
+        for index, term in enumerate(sorted(terms, key=lambda term: -term.bytes))
+    ]
+    return TextTable(
+        title=f"{predicted.cell.label}, bytes by term: predicted",
+        columns=("phase", "term", "", "GiB"),
+        rows=tuple(rows),
+    )
+
+
+def score_table(score: Score, *, name: str) -> TextTable:
+    """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
+    return TextTable(
+        title=f"predicted against {plain(name)}",
+        columns=("settings", "cells", "exact", "within one step"),
+        rows=tuple((row.settings, str(row.cells), str(row.exact), str(row.within_one_step)) for row in score.per_settings),
+        footnotes=tuple(map(_missed, score.misses)),
+        left_columns=1,
+    )
+
+
+def _missed(miss: Miss) -> str:
+    where = f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, {counted_ranks(miss.cell.layout.gpus, 'cuda')}"
+    lengths = f"known {format_tokens(miss.known_tokens)}, predicted {format_tokens(miss.predicted_tokens)}"
+    return f"{where}, SP={miss.cell.layout.ulysses_degree}: {lengths}"
+
+
+def _title(prediction: Prediction) -> str:
+    where = f"{prediction.gpus} x {plain(prediction.device_name)}, {format_bytes(prediction.device_bytes)} each"
+    length = "" if prediction.length_tokens is None else f", {format_tokens(prediction.length_tokens)} tokens"
+    trainer = "" if prediction.trainer == "highwater" else f", trained by {prediction.trainer}"
+    return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
+
+
+def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
+    cell, footprint = predicted.cell, predicted.footprint
+    if prediction.length_tokens is not None:
+        answer = "yes" if predicted.capacity_tokens else "no"
+        ended = "-" if predicted.capacity_tokens else _BINDINGS[predicted.binding]
+    else:
+        past_native = "*" if predicted.capacity_tokens > prediction.native_length_tokens else ""
+        answer = f"{format_tokens(predicted.capacity_tokens)}{past_native}" if predicted.capacity_tokens else "none"
+        ended = _BINDINGS[predicted.binding]
+        if predicted.does_not_fit_tokens is not None:
+            ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
+    return (
+        *(cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)),
+        *(answer, ended, format_bytes(footprint.device_used_bytes), format_bytes(predicted.headroom_bytes)),
+        *(format_bytes(footprint.host_bytes), footprint.peak.name),
+    )
+
+
+def _footnotes(prediction: Prediction) -> list[str]:
+    notes: list[str] = []
+    lengths = [predicted.capacity_tokens for predicted in prediction.cells]
+    if max(lengths, default=0) > prediction.native_length_tokens:
+        notes.append(f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN")
+    notes.append(prediction.accuracy)
+    notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
+    if prediction.length_tokens is None and any(lengths):
+        best = max(prediction.cells, key=lambda predicted: predicted.capacity_tokens)
+        notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), predicted")
+    return notes
+
+
+def _phase_name(phase: Phase, peak: Phase) -> str:
+    return f"{phase.name}{' (the peak)' if phase is peak else ''}, {format_bytes(phase.bytes)}"

@@ -1,0 +1,93 @@
+"""Cluster: GPUs that are not here, as a user names them: ``4xA100-80GB``, ``H200-141GB``, ``8`` of this machine's kind."""
+
+import re
+from difflib import get_close_matches
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Noun
+from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, refuse_unfit_gpu
+from highwater.units import format_bytes
+
+_NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
+_EXAMPLE = "`--gpus 4xA100-80GB`"
+
+
+class Cluster(Noun, frozen=True, kw_only=True):
+    """GPUs of one kind, and what each can hold."""
+
+    gpus: int
+    device_name: str
+    device_bytes: int
+    """Memory of one, as its driver reports it."""
+
+    def machine(self) -> Machine:
+        """A machine with these GPUs and nothing else known."""
+        gpu = Gpu(
+            index=0,
+            name=self.device_name,
+            memory_total_bytes=self.device_bytes,
+            memory_used_bytes=0,
+            compute_capability=OLDEST_CAPABILITY,
+            processes=(),
+        )
+        return Machine(
+            gpus=(gpu,) * self.gpus,
+            driver_version=None,
+            cpu_cores=self.gpus,
+            host_memory_total_bytes=0,
+            host_memory_available_bytes=0,
+            versions={},
+        )
+
+
+def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
+    """What ``--gpus`` and ``--gpu-memory`` name: a count and a kind of the catalog, or either alone.
+
+    ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all, means its GPUs.
+    Raises UsageError for a kind that is not known, or whose memory nobody has read; MachineError for one without bf16.
+    """
+    count, name = _parse(text)
+    if name is not None:
+        kind = _kind(name)
+        refuse_unfit_gpu(kind.name, OLDEST_CAPABILITY)
+        memory = gpu_memory_bytes or kind.usable_bytes
+        if memory is None:
+            raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
+        return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory)
+    if gpu_memory_bytes is not None:
+        return Cluster(gpus=count or 1, device_name=f"a GPU of {format_bytes(gpu_memory_bytes)}", device_bytes=gpu_memory_bytes)
+    if machine is None or not machine.gpus:
+        raise UsageError("no GPU is here, and none is named", hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`")
+    here = machine.gpus[0]
+    return Cluster(
+        gpus=count or len(machine.gpus), device_name=here.name, device_bytes=min(g.memory_total_bytes for g in machine.gpus)
+    )
+
+
+def _parse(text: str | None) -> tuple[int | None, str | None]:
+    if text is None:
+        return None, None
+    if text.strip().isdecimal():
+        return _counted(text, text), None
+    match = _NAMED.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} names no GPUs", hint=f"for example {_EXAMPLE}")
+    return (None if match[1] is None else _counted(match[1], text)), match[2]
+
+
+def _counted(digits: str, text: str) -> int:
+    if int(digits) < 1:
+        raise UsageError(f"{text!r} are no GPUs", hint=f"for example {_EXAMPLE}")
+    return int(digits)
+
+
+def _kind(name: str) -> GpuKind:
+    """By the catalog's name, or by what a driver calls it."""
+    kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
+    found = kinds.get(name.lower()) or kind_of(name)
+    if found is not None:
+        return found
+    near = get_close_matches(name.lower(), kinds, n=1, cutoff=0.4)
+    known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
+    meant = f"use `--gpus {kinds[near[0]].name}`" if near else "name its memory, `--gpus 1 --gpu-memory 80GiB`"
+    raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=meant)

@@ -1,0 +1,89 @@
+"""``highwater predict`` as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Run, refusal
+
+PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
+A100S = ("--gpus", "4xA100-80GB")
+
+
+def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-8B", *A100S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula, nothing was run\n")
+    assert "high-water mark: " in done.stdout
+    assert done.stdout.rstrip().endswith(", predicted")
+    assert "measured" not in done.stdout
+    assert done.stderr == "next: highwater predict Qwen3-8B --gpus 4xA100-80GB --explain\n"
+
+
+def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "64k", "--explain")
+    assert done.returncode == 0, done.stderr
+    table, explained = done.stdout.split("bytes by term: predicted")
+    rows = [line.split() for line in table.splitlines() if re.search(r" 1 +1 +(yes|no) ", line)]
+    assert {row[0]: row[3] for row in rows} == {
+        "vanilla": "no",
+        "Env": "no",
+        "Env+chunked": "no",
+        "Env+Offload": "yes",
+        "Env+Offload+chunked": "yes",
+    }
+    assert table.rstrip().endswith("Env+Offload, 1 GPU,")
+    assert "(the peak)" in explained
+    assert done.stderr == "next: highwater find Qwen3-8B --gpus 1\n"
+
+
+def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-32B", "--gpus", "RTX-3090", "--allocator", "native")
+    assert done.returncode == 1
+    assert "none" in done.stdout
+
+
+def test_a_prediction_is_one_document(highwater: Run) -> None:
+    document = json.loads(highwater("predict", "Qwen3-4B", *A100S, "--json").stdout)
+    assert document["schema_version"] == 1
+    assert document["method"] == "formula"
+    first = document["cells"][0]
+    assert first["capacity_tokens"] < first["does_not_fit_tokens"]
+    assert {phase["name"] for phase in first["footprint"]["phases"]} == {"loss", "backward of a layer"}
+
+
+def test_predictions_are_scored_against_a_table(highwater: Run) -> None:
+    words = ("predict", "--trainer", "trinity", "--against", str(PUBLISHED_A100))
+    document = json.loads(highwater(*words, "--json").stdout)
+    assert document["per_settings"][1] == {"settings": "env", "cells": 40, "exact": 34, "within_one_step": 40}
+    done = highwater(*words)
+    assert done.returncode == 0
+    assert "within one step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no model is named"),
+        (("Qwen3-8B",), "no GPU is here, and none is named"),
+        (("Qwen3-8B", "--gpus", "4xA100-70GB"), "the catalog has no GPU 'A100-70GB'"),
+        (("Qwen3-8B", *A100S, "--ulysses", "3"), "3 does not divide 4 GPUs"),
+        (("Qwen3-8B", *A100S, "--length", "many"), "'many' is not a length in tokens"),
+        (("Qwen3-8B", *A100S, "--gpu-memory", "80GB"), "decimal or unclear unit"),
+        (("Qwen3-8B", *A100S, "--reserved", "90GiB"), "90.00 GiB are reserved"),
+        (("--against", "none.csv"), "is not a capacity table"),
+        (("--against", "none.csv", "Qwen3-8B"), "exclude each other"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(highwater: Run, words: tuple[str, ...], said: str) -> None:
+    problem, _ = refusal(highwater("predict", *words), 2)
+    assert said in problem
+
+
+@pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])
+def test_the_flags_in_a_hint_work(highwater: Run, words: tuple[str, ...]) -> None:
+    _, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
+    flags = hint.split("`")[1].split()
+    kept = words if flags[0] == "--gpu-memory" else ()
+    assert highwater("predict", "Qwen3-8B", *kept, *flags).returncode == 0

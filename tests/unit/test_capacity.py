@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import pytest
+
+import highwater
+from highwater.api import predict_against
+from highwater.errors import MachineError, ModelError, UsageError
+from highwater.spec.cluster import cluster
+from highwater.spec.hardware import gpu_catalog
+from highwater.units import GIB
+
+PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
+
+
+def test_the_closed_form_of_trinity_explains_the_published_table():
+    score = predict_against(PUBLISHED_A100, trainer="trinity")
+    found = {row.settings: (row.cells, row.exact, row.within_one_step) for row in score.per_settings}
+    assert found == {"vanilla": (40, 30, 40), "env": (40, 34, 40), "env+offload+never": (40, 35, 40)}
+    assert len(score.misses) == 21
+    assert all(miss.steps_off in (-1, 1) for miss in score.misses)
+
+
+def test_every_rung_is_predicted_offload_last():
+    prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB")
+    labels = [(cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells]
+    assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env+chunked")]
+    assert labels[-1] == (4, "Env+Offload+chunked")
+    assert len(labels) == 15
+    capacities = {key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)}
+    assert capacities[4, "Env"] > capacities[2, "Env"] > capacities[1, "Env"] > 0
+    assert capacities[4, "Env+chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
+
+
+def test_a_capacity_is_the_longest_length_that_fits():
+    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB")
+    for cell in prediction.cells:
+        lengths = (cell.capacity_tokens, cell.does_not_fit_tokens)
+        assert None not in lengths
+        fits = [highwater.predict("Qwen3-4B", gpus="H200-141GB", length=length).cells for length in lengths]
+        found = [next(each for each in cells if each.cell == cell.cell) for cells in fits]
+        assert [bool(each.capacity_tokens) for each in found] == [True, False]
+        assert found[0].headroom_bytes == cell.headroom_bytes >= 0 > found[1].headroom_bytes
+
+
+def test_host_memory_can_be_what_binds():
+    bound = highwater.predict("Qwen3-8B", gpus="1xH200-141GB", host_memory="100GiB", offload=True, allocator="expandable")
+    assert {cell.binding for cell in bound.cells} == {"host"}
+    assert {cell.capacity_tokens for cell in bound.cells} == {0}
+
+
+def test_what_is_reserved_for_others_shortens():
+    free, shared = (highwater.predict("Qwen3-4B", gpus="H200-141GB", reserved=reserved) for reserved in ("0", "40GiB"))
+    assert all(a.capacity_tokens > b.capacity_tokens for a, b in zip(free.cells, shared.cells, strict=True))
+
+
+def test_the_grid_ends_where_nothing_scales_the_positions():
+    prediction = highwater.predict("Llama-3.1-8B", gpus="8xH200-141GB")
+    assert max(cell.capacity_tokens for cell in prediction.cells) == 131_072
+    assert any("RoPE" in note for note in prediction.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "name"),
+    [
+        ("4xA100-80GB", 4, "A100-80GB"),
+        ("H200-141GB", 1, "H200-141GB"),
+        ("2 x NVIDIA H200", 2, "H200-141GB"),
+        ("8Xrtx-4090", 8, "RTX-4090"),
+        ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
+    ],
+)
+def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):
+    found = cluster(text, gpu_memory_bytes=None, machine=None)
+    assert (found.gpus, found.device_name) == (gpus, name)
+    assert len(found.machine().gpus) == gpus
+
+
+def test_a_card_of_no_catalog_has_the_memory_that_is_said():
+    found = cluster("4", gpu_memory_bytes=48 * GIB, machine=None)
+    assert (found.gpus, found.device_bytes) == (4, 48 * GIB)
+
+
+def test_what_a_catalogs_card_holds_is_what_a_driver_reports():
+    for kind in gpu_catalog():
+        nominal = next((int(part[:-2]) for part in kind.name.split("-") if part.endswith("GB")), None)
+        if kind.usable_bytes and nominal:
+            assert 0.9 * nominal < kind.usable_bytes / GIB < 1.0 * nominal, kind.name
+
+
+@pytest.mark.parametrize(
+    ("gpus", "error", "said"),
+    [
+        ("4xA100-70GB", UsageError, "A100-80GB"),
+        ("0xA100-80GB", UsageError, "no GPUs"),
+        ("T4", MachineError, "no bf16"),
+        ("H200-141GB-NVL", UsageError, "not in the catalog"),
+    ],
+)
+def test_gpus_that_cannot_be_predicted_are_refused(gpus, error, said):
+    with pytest.raises(error) as refused:
+        highwater.predict("Qwen3-0.6B", gpus=gpus)
+    assert said in f"{refused.value.problem} {refused.value.hint}"
+
+
+def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):
+    text = '{"model_type": "mamba", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,'
+    (tmp_path / "config.json").write_text(text + '"max_position_embeddings": 4096}')
+    with pytest.raises(ModelError, match="family mamba"):
+        highwater.predict(str(tmp_path), gpus="H200-141GB")
