@@ -1,19 +1,21 @@
 """One process of a group that saves, or goes on from what another group saved. Started by torchrun with a mode and a folder.
 
-``save``     trains a step, saves the shards, trains another; writes the end of it as ``went-on-<model>-<processes>``.
-``resume N`` loads the shards that N processes saved into a fresh model, trains the other step; writes ``resumed-<model>-<N>-<M>``.
+``save``     trains a step, saves the shards, trains another; writes the end of it as ``went-on-<case>-<processes>``.
+``resume N`` loads the shards that N processes saved into a fresh model, trains the other step; writes ``resumed-<case>-<N>-<M>``.
 ``hf``       trains a step past the native length and saves Hugging Face weights; writes the logits of the model in memory.
 
 Loading is by torch alone: the shards are torch.distributed.checkpoint's, and read without this project.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import VOCABULARY, documents
+from cases import documents
 from logits import TOKENS
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,19 +26,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from highwater.attention.dense import register
 from highwater.engine import pretrained
 from highwater.engine.checkpoint import save_pretrained, save_sharded
 from highwater.engine.data import Batch, Document, pack
-from highwater.engine.model import LanguageModel, build, read_config
+from highwater.engine.model import LanguageModel, build, name_in_files, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp import local_shard
 from highwater.spec.layout import Layout
 
 MODELS = ("dense", "tied", "moe")
+STRATEGIES = ("fsdp2", "fsdp")
+CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
 MICRO_BATCHES = 4
 """Of a step, over all ranks."""
 LENGTH = 200
@@ -50,91 +54,106 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
-    world = torch.distributed.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    for name in MODELS:
-        {"save": save, "resume": resume, "hf": hf}[mode](name, folder, mesh, *map(int, rest))
+    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
+    for case in CASES:
+        {"save": save, "resume": resume, "hf": hf}[mode](case, folder, mesh, *map(int, rest))
     process_mesh.leave()
 
 
-def save(name: str, folder: Path, mesh: torch.distributed.DeviceMesh) -> None:
-    model = built(folder / "weights" / name, mesh, torch.float64, length=64, recompute="layer")
+def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
+    model = built(case, folder / "weights", mesh, torch.float64, length=64, recompute="layer")
     optimizer = make_optimizer(model)
-    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
-    save_sharded(model, optimizer, folder / f"sharded-{name}-{mesh.size()}", mesh=mesh)
-    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
-    write_state(model, optimizer, folder / f"went-on-{name}-{mesh.size()}")
+    train(model, optimizer, mesh)
+    save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
+    train(model, optimizer, mesh)
+    write_state(model, optimizer, folder / f"went-on-{case}-{mesh.size()}")
 
 
-def resume(name: str, folder: Path, mesh: torch.distributed.DeviceMesh, saved_by: int) -> None:
+def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     """A model with other weights, and without recompute: neither is in what was saved."""
-    model = built(folder / "configs" / name, mesh, torch.float64, length=64, recompute="none")
+    model = built(case, folder / "configs", mesh, torch.float64, length=64, recompute="none")
     optimizer = make_optimizer(model)
     weights = get_model_state_dict(model)
-    if name == "tied":
+    tied = case.startswith("tied")
+    if tied:
         del weights["causal_lm.lm_head.weight"]
     state: dict[str, Any] = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder / f"sharded-{name}-{saved_by}", no_dist=mesh.size() == 1)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=name != "tied"))
+    dcp.load(state, checkpoint_id=folder / f"sharded-{case}-{saved_by}", no_dist=mesh.size() == 1)
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not tied))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches(mesh))
-    write_state(model, optimizer, folder / f"resumed-{name}-{saved_by}-{mesh.size()}")
+    train(model, optimizer, mesh)
+    write_state(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}")
 
 
-def hf(name: str, folder: Path, mesh: torch.distributed.DeviceMesh) -> None:
-    source, target = folder / "weights" / name, folder / f"hf-{name}"
+def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
+    source, target = folder / "weights" / case.partition("-")[0], folder / f"hf-{case}"
     pretrained.FILE_BYTES = NARROW
-    model = built(source, mesh, torch.float32, length=LENGTH, recompute="layer")
-    train_step(Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh), micro_batches(mesh))
+    model = built(case, folder / "weights", mesh, torch.float32, length=LENGTH, recompute="layer")
+    train(model, make_optimizer(model), mesh)
     for _ in range(2):  # the second overwrites the first
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
-    ids = torch.arange(LENGTH) * 7 % VOCABULARY
+    # Before a forward pass without a backward pass, which leaves what it gathered.
+    weights = {name_in_files(name): whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    ids = torch.tensor(TOKENS)
     with torch.no_grad():
-        statistics = model(ids, torch.arange(LENGTH), torch.arange(LENGTH - 1), ids[1:], (LENGTH,))
-    weights = {key.removeprefix("causal_lm."): whole(shard) for key, shard in get_model_state_dict(model).items()}
-    if torch.distributed.get_rank() == 0:
-        config = read_config(str(source), length_tokens=LENGTH, rope="auto")
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        plain.load_state_dict(weights)
-        with torch.no_grad():
-            logits = plain.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
-        save_file({"logits": logits, "engine_logprobs": statistics.logprobs_N}, folder / f"expected-{name}.safetensors")
+        logprobs = model(ids, torch.arange(LENGTH), torch.arange(LENGTH - 1), ids[1:], (LENGTH,)).logprobs_N
+    if dist.get_rank() == 0:
+        logits = logits_of(weights, source)
+        save_file({"logits": logits, "engine_logprobs": logprobs}, folder / f"expected-{case}.safetensors")
 
 
-def built(directory: Path, mesh: torch.distributed.DeviceMesh, dtype: torch.dtype, *, length: int, recompute: Any) -> LanguageModel:
+def logits_of(weights: dict[str, Tensor], source: Path) -> Tensor:
+    """What plain transformers makes of the flat weights."""
+    config = read_config(str(source), length_tokens=LENGTH, rope="auto")
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(weights[name].view_as(parameter))
+        return plain(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+
+
+def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtype, *, length: int, recompute: Any) -> LanguageModel:
+    name, _, strategy = case.partition("-")
+    directory = str(directories / name)
     return build(
-        read_config(str(directory), length_tokens=length, rope="auto"),
-        directory=str(directory),
+        read_config(directory, length_tokens=length, rope="auto"),
+        directory=directory,
         mesh=mesh,
         attention=register("flash"),
+        strategy=strategy,
         loss="full",
         recompute=recompute,
-        mlp_tiles=None if directory.name == "moe" else 1,  # by default recomputation changes the order of the MLP's sums
+        mlp_tiles=None if name == "moe" else 1,  # by default recomputation changes the order of the MLP's sums
         compute_dtype=dtype,
         master_dtype=dtype,
         seed=1,
     )
 
 
-def micro_batches(mesh: torch.distributed.DeviceMesh) -> list[Batch]:
-    """This rank's part of the same micro-batches, whatever the number of ranks."""
+def train(model: LanguageModel, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh) -> None:
+    """A step on this rank's part of the same micro-batches, whatever the number of ranks."""
     every = [pack([Document(*pair) for pair in documents("packed", 0, number)]) for number in range(MICRO_BATCHES)]
-    return every[mesh.get_local_rank() :: mesh.size()]
+    own: list[Batch] = every[mesh.get_local_rank() :: mesh.size()]
+    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
 
 
 def write_state(model: LanguageModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every parameter and moment, whole."""
+    """Every parameter and moment, whole, and the step that all its ranks are at; read without torch's state dicts."""
     state = {}
     for name, parameter in model.named_parameters():
-        plain = name.replace("_checkpoint_wrapped_module.", "")
-        state[plain] = whole(parameter.detach())
-        state |= {f"{plain} {key}": whole(value) for key, value in optimizer.state[parameter].items()}
-    if torch.distributed.get_rank() == 0:
+        state[name_in_files(name)] = whole(parameter.detach())
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            gathered = whole(optimizer.state[parameter].get(key))
+            state[f"{name_in_files(name)} {key}"] = gathered.unique() if key == "step" else gathered
+    if dist.get_rank() == 0:
         save_file(state, path)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+def whole(own: Tensor | None) -> Tensor:
+    """Put together from all ranks, flat: either sharding cuts what lies one after the other; FSDP1 leaves some ranks nothing."""
+    parts: list[Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, None if own is None else local_shard(own).flatten())
+    return torch.cat([part for part in parts if part is not None])
 
 
 if __name__ == "__main__":

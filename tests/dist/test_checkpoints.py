@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_cases import LENGTH, MODELS, NARROW  # noqa: E402
+from checkpoint_cases import CASES, LENGTH, MODELS, NARROW  # noqa: E402
 from logits import TOKENS  # noqa: E402
 from reference import save_models  # noqa: E402
 from safetensors import safe_open  # noqa: E402
@@ -67,38 +67,45 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     [(2, 2), (2, 1), *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2)))],
 )
 def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(folder: Path, saved_by: int, resumed_by: int) -> None:
-    if not (folder / f"went-on-{MODELS[0]}-{saved_by}").exists():
+    if not (folder / f"went-on-{CASES[0]}-{saved_by}").exists():
         torchrun(saved_by, "save", folder)
     torchrun(resumed_by, "resume", folder, str(saved_by))
-    for name in MODELS:
-        went_on = load_file(folder / f"went-on-{name}-{saved_by}")
-        resumed = load_file(folder / f"resumed-{name}-{saved_by}-{resumed_by}")
+    for case in CASES:
+        went_on = load_file(folder / f"went-on-{case}-{saved_by}")
+        resumed = load_file(folder / f"resumed-{case}-{saved_by}-{resumed_by}")
         assert set(resumed) == set(went_on)
         for key, expected in went_on.items():
             if resumed_by == saved_by:
-                assert torch.equal(resumed[key], expected), (name, key)
+                assert torch.equal(resumed[key], expected), (case, key)
             else:
-                assert deviation(resumed[key], expected) < SUMMATION, (name, key)
+                assert deviation(resumed[key], expected) < SUMMATION, (case, key)
 
 
 def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder: Path) -> None:
     """Float64 here: twice 12 bytes a parameter, a tied head counted once."""
-    for name in MODELS:
-        weights = load_file(folder / f"went-on-{name}-2")
+    for case in CASES:
+        weights = load_file(folder / f"went-on-{case}-2")
         parameters = sum(tensor.numel() for key, tensor in weights.items() if " " not in key)
-        written = sum(path.stat().st_size for path in (folder / f"sharded-{name}-2").iterdir())
+        written = sum(path.stat().st_size for path in (folder / f"sharded-{case}-2").iterdir())
         headers = 4096 * len(weights)
         assert 24 * parameters <= written < 24 * parameters + headers
 
 
-def test_a_saved_directory_has_the_logits_of_the_model_in_memory(folder: Path, tmp_path: Path) -> None:
-    loaded = logits(Path(sys.executable), folder, tmp_path / "logits.safetensors")
-    for name in MODELS:
-        expected = load_file(folder / f"expected-{name}.safetensors")
-        assert torch.equal(loaded[f"hf-{name}"], expected["logits"])
-        labels = torch.tensor(TOKENS[1:])[:, None]
-        logprobs = loaded[f"hf-{name}"][:-1].log_softmax(-1).gather(1, labels)[:, 0]
-        assert deviation(logprobs, expected["engine_logprobs"]) < FLOAT32
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> dict[str, "torch.Tensor"]:
+    """By case, the logits of its saved directory, loaded by the transformers that this project runs on."""
+    return logits(Path(sys.executable), folder, folder / "logits.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_directory_has_the_logits_of_the_model_in_memory(
+    case: str, folder: Path, loaded: dict[str, "torch.Tensor"]
+) -> None:
+    expected = load_file(folder / f"expected-{case}.safetensors")
+    assert torch.equal(loaded[case], expected["logits"])
+    labels = torch.tensor(TOKENS[1:])[:, None]
+    logprobs = loaded[case][:-1].log_softmax(-1).gather(1, labels)[:, 0]
+    assert deviation(logprobs, expected["engine_logprobs"]) < FLOAT32
 
 
 @pytest.mark.slow
@@ -111,24 +118,23 @@ def test_transformers_4_57_reads_the_same_logits_from_it(folder: Path, tmp_path:
     with safe_open(tmp_path / "logits.safetensors", framework="pt") as file:
         versions = file.metadata()
     assert versions["transformers"].startswith("4.57.")
-    expected = {name: load_file(folder / f"expected-{name}.safetensors")["logits"] for name in MODELS}
-    found = {name: deviation(loaded[f"hf-{name}"], expected[name]) for name in MODELS}
+    found = {case: deviation(loaded[case], load_file(folder / f"expected-{case}.safetensors")["logits"]) for case in CASES}
     written = {"written_by_transformers": transformers.__version__, "read_by": versions, "deviation_norm_relative": found}
     (tmp_path / "transformers4.json").write_text(json.dumps(written, indent=1) + "\n")
     assert max(found.values()) < FLOAT32
 
 
 def logits(python: Path, folder: Path, out: Path) -> dict[str, "torch.Tensor"]:
-    directories = [str(folder / f"hf-{name}") for name in MODELS]
+    directories = [str(folder / f"hf-{case}") for case in CASES]
     words = [str(python), str(Path(__file__).with_name("logits.py")), str(out), *directories]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(out)
+    return {name.removeprefix("hf-"): tensor for name, tensor in load_file(out).items()}
 
 
 def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: Path) -> None:
-    config = json.loads((folder / "hf-moe" / "config.json").read_text())
+    config = json.loads((folder / "hf-moe-fsdp2" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": LENGTH / 64, "original_max_position_embeddings": 64}
     assert config["rope_scaling"] == yarn
     assert config["rope_parameters"] == {**yarn, "rope_theta": config["rope_theta"]}
@@ -138,9 +144,9 @@ def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: P
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(folder: Path, name: str) -> None:
-    directory = folder / f"hf-{name}"
+@pytest.mark.parametrize("case", CASES)
+def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(folder: Path, case: str) -> None:
+    directory, name = folder / f"hf-{case}", case.partition("-")[0]
     files = sorted(directory.glob("*.safetensors"))
     assert len(files) > 1
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -154,6 +160,7 @@ def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(fol
     assert any(".experts.5.gate_proj.weight" in key for key in found) == (name == "moe")
 
 
-def test_the_tokenizers_files_go_along_and_nothing_else(folder: Path) -> None:
-    beside = {path.name for path in (folder / "hf-dense").iterdir() if path.suffix != ".safetensors"}
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokenizers_files_go_along_and_nothing_else(folder: Path, case: str) -> None:
+    beside = {path.name for path in (folder / f"hf-{case}").iterdir() if path.suffix != ".safetensors"}
     assert beside == {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json"}
