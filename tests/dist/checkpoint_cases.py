@@ -26,19 +26,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from highwater.attention.dense import register
 from highwater.engine import pretrained
 from highwater.engine.checkpoint import save_pretrained, save_sharded
 from highwater.engine.data import Batch, Document, pack
-from highwater.engine.model import LanguageModel, build, name_in_files, read_config
+from highwater.engine.model import Decoder, build, name_in_files, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp import local_shard
 from highwater.spec.layout import Layout
 
-MODELS = ("dense", "tied", "moe")
+REWARD = "reward"
+"""A ScalarModel on the weights of ``tied``."""
+MODELS = ("dense", "tied", "moe", REWARD)
 STRATEGIES = ("fsdp2", "fsdp")
 CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
 MICRO_BATCHES = 4
@@ -94,25 +96,35 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     # Before a forward pass without a backward pass, which leaves what it gathered.
     weights = {name_in_files(name): whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    ids = torch.tensor(TOKENS)
-    with torch.no_grad():
-        logprobs = model(ids, torch.arange(LENGTH), torch.arange(LENGTH - 1), ids[1:], (LENGTH,)).logprobs_N
+    told = engine_told(model)
     if dist.get_rank() == 0:
-        logits = logits_of(weights, source)
-        save_file({"logits": logits, "engine_logprobs": logprobs}, folder / f"expected-{case}.safetensors")
+        logits = logits_of(weights, source, gives_scalars=model.gives_scalars)
+        save_file({"logits": logits, "engine": told}, folder / f"expected-{case}.safetensors")
 
 
-def logits_of(weights: dict[str, Tensor], source: Path) -> Tensor:
-    """What plain transformers makes of the flat weights."""
+def engine_told(model: Decoder) -> Tensor:
+    """Of a language model the log-probability of every token but the first, of a reward model the number of the last one."""
+    ids, positions = torch.tensor(TOKENS), torch.arange(LENGTH)
+    with torch.no_grad():
+        if model.gives_scalars:
+            return model(ids, positions, positions[-1:], (LENGTH,))
+        return model(ids, positions, positions[:-1], ids[1:], (LENGTH,)).logprobs_N
+
+
+def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) -> Tensor:
+    """What plain transformers makes of the weights, flat: logits of every token, or the number of the last one."""
     config = read_config(str(source), length_tokens=LENGTH, rope="auto")
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    if gives_scalars:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if gives_scalars else AutoModelForCausalLM
+    plain = kind.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(weights[name].view_as(parameter))
         return plain(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
 
 
-def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtype, *, length: int, recompute: Any) -> LanguageModel:
+def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtype, *, length: int, recompute: Any) -> Decoder:
     name, _, strategy = case.partition("-")
     directory = str(directories / name)
     return build(
@@ -121,7 +133,7 @@ def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtyp
         mesh=mesh,
         attention=register("flash"),
         strategy=strategy,
-        loss="full",
+        loss=None if name == REWARD else "full",
         recompute=recompute,
         mlp_tiles=None if name == "moe" else 1,  # by default recomputation changes the order of the MLP's sums
         compute_dtype=dtype,
@@ -130,14 +142,15 @@ def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtyp
     )
 
 
-def train(model: LanguageModel, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh) -> None:
+def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh) -> None:
     """A step on this rank's part of the same micro-batches, whatever the number of ranks."""
-    every = [pack([Document(*pair) for pair in documents("packed", 0, number)]) for number in range(MICRO_BATCHES)]
+    every = [pack([Document(*pair) for pair in documents("packed", 0, number)[:4]]) for number in range(MICRO_BATCHES)]
     own: list[Batch] = every[mesh.get_local_rank() :: mesh.size()]
-    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
+    objective = "rw" if model.gives_scalars else "sft"
+    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
 
 
-def write_state(model: LanguageModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def write_state(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Every parameter and moment, whole, and the step that all its ranks are at; read without torch's state dicts."""
     state = {}
     for name, parameter in model.named_parameters():

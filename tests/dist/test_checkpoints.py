@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_cases import CASES, LENGTH, MODELS, NARROW  # noqa: E402
+from checkpoint_cases import CASES, LENGTH, MODELS, NARROW, REWARD  # noqa: E402
 from logits import TOKENS  # noqa: E402
 from reference import save_models  # noqa: E402
 from safetensors import safe_open  # noqa: E402
@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models with and without weights, and what two processes save of them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save_models(folder / "weights")
+    shutil.copytree(folder / "weights" / "tied", folder / "weights" / REWARD)
     for name in MODELS:
         source = folder / "weights" / name
         (source / "tokenizer_config.json").write_text('{"model_max_length": 64}')
@@ -97,7 +98,7 @@ def loaded(folder: Path) -> dict[str, "torch.Tensor"]:
     return logits(Path(sys.executable), folder, folder / "logits.safetensors")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(REWARD)])
 def test_a_saved_directory_has_the_logits_of_the_model_in_memory(
     case: str, folder: Path, loaded: dict[str, "torch.Tensor"]
 ) -> None:
@@ -105,7 +106,22 @@ def test_a_saved_directory_has_the_logits_of_the_model_in_memory(
     assert torch.equal(loaded[case], expected["logits"])
     labels = torch.tensor(TOKENS[1:])[:, None]
     logprobs = loaded[case][:-1].log_softmax(-1).gather(1, labels)[:, 0]
-    assert deviation(logprobs, expected["engine_logprobs"]) < FLOAT32
+    assert deviation(logprobs, expected["engine"]) < FLOAT32
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(REWARD)])
+def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_last_token(
+    case: str, folder: Path, loaded: dict[str, "torch.Tensor"]
+) -> None:
+    expected = load_file(folder / f"expected-{case}.safetensors")
+    assert loaded[case].shape == (1,)
+    assert torch.equal(loaded[case], expected["logits"])
+    assert deviation(loaded[case], expected["engine"]) < FLOAT32
+    config = json.loads((folder / f"hf-{case}" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert not config["tie_word_embeddings"]
+    (weights,) = [path for path in (folder / f"hf-{case}").glob("*.safetensors") if "score.weight" in load_file(path)]
+    assert load_file(weights)["score.weight"].shape == (1, config["hidden_size"])
 
 
 @pytest.mark.slow
@@ -156,7 +172,7 @@ def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(fol
     assert sum(sizes) == index["metadata"]["total_size"]
     owners = [{key.partition(".experts.")[0] for key in load_file(path)} for path in files]
     assert all(size <= NARROW or len(owner) == 1 for size, owner in zip(sizes, owners, strict=True))
-    assert ("lm_head.weight" in found) == (name != "tied")
+    assert ("lm_head.weight" in found) == (name in ("dense", "moe"))
     assert any(".experts.5.gate_proj.weight" in key for key in found) == (name == "moe")
 
 

@@ -62,7 +62,7 @@ def save_pretrained(model: Decoder, directory: Path, *, mesh: DeviceMesh, dtype:
             for name, shard in shards.items():
                 target.write(name, _whole(shard, dtypes[name], mesh).cpu())
             written_bytes = target.written_bytes
-        written_bytes += write_beside(directory, model.causal_lm, dtype=dtype, source=source)
+        written_bytes += write_beside(directory, model.causal_lm, architecture=model.architecture, dtype=dtype, source=source)
     if mesh.size() > 1:
         dist.barrier(group=mesh.get_group())  # the others' next step would else be timed with rank 0's writing in it
     return written_bytes

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
@@ -81,6 +82,11 @@ class Decoder(nn.Module):
             )
 
     @property
+    def architecture(self) -> str:
+        """The class of transformers that loads what is saved of it."""
+        return type(self.causal_lm).__name__
+
+    @property
     def backbone(self) -> nn.Module:
         """Embedding, decoder layers and final norm."""
         return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
@@ -143,6 +149,11 @@ class ScalarModel(Decoder):
         super().__init__(causal_lm, attention=attention)
         self.score = nn.Linear(vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype)
         self.parameter_count += vocabulary.in_features
+
+    @property
+    def architecture(self) -> str:
+        """The family's sequence classifier; the causal LM where transformers has none."""
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(self.causal_lm.config.model_type, super().architecture)
 
     @property
     def head(self) -> nn.Linear:

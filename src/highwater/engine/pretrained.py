@@ -126,19 +126,20 @@ class PretrainedDirectory:
         self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
 
 
-def write_beside(directory: Path, model: PreTrainedModel, *, dtype: torch.dtype, source: Path) -> int:
+def write_beside(directory: Path, model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path) -> int:
     """Write ``config.json`` and copy the tokenizer's files; returns the bytes written."""
-    written_bytes = _write_json(directory / "config.json", config_of(model, dtype=dtype, source=source))
+    config = config_of(model, architecture=architecture, dtype=dtype, source=source)
+    written_bytes = _write_json(directory / "config.json", config)
     for name in COPIED:
         if (source / name).is_file():
             written_bytes += Path(shutil.copyfile(source / name, directory / name)).stat().st_size
     return written_bytes
 
 
-def config_of(model: PreTrainedModel, *, dtype: torch.dtype, source: Path) -> dict[str, Any]:
+def config_of(model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path) -> dict[str, Any]:
     """The model's config, its RoPE as it was trained, in the words of transformers 4.57 and of 5.
 
-    What the source's config.json says and this version does not know stays as it is.
+    ``architecture`` is the class that loads it. What the source's config.json says and this version does not know stays as it is.
     """
     theirs: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = model.config
@@ -153,7 +154,7 @@ def config_of(model: PreTrainedModel, *, dtype: torch.dtype, source: Path) -> di
         **theirs,
         **ours,
         **_rope(config.to_dict().get("rope_parameters")),
-        "architectures": [type(model).__name__],
+        "architectures": [architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "use_cache": theirs.get("use_cache", True),  # off in training alone
