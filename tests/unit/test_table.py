@@ -17,7 +17,7 @@ from highwater.spec.codec import to_json
 from highwater.spec.plan import plan
 from highwater.spec.request import request_from
 from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
-from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult
+from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.units import GIB
 
 QUESTION = question_of(gpus=[1, 2])
@@ -53,6 +53,55 @@ def test_the_final_table_has_each_figure_once_and_says_how_it_was_got() -> None:
     assert "* past the native length of 40,960: YaRN" in text
     assert "high-water mark: 51,200 tokens (Env, 1 GPU), simulated" in text
     assert "vanilla, 2 GPUs: the worker crashed" in text
+
+
+def tried(question: Question, cell: int, outcomes: dict[int, Outcome | None]) -> tuple[RecordedTrial, ...]:
+    """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
+    memory = RankMemory(device_used_bytes=79 * GIB, device_total_bytes=80 * GIB)
+    return tuple(
+        RecordedTrial(
+            spec=question.trial(question.cells[cell], length, memory_only=outcome is Outcome.MEMORY_ONLY_FIT),
+            result=outcome and TrialResult(outcome=outcome, reason="", ranks=(RankReport(rank=0, memory=memory),)),
+        )
+        for length, outcome in outcomes.items()
+    )
+
+
+FIT, OUT = Outcome.FIT, Outcome.OUT_OF_MEMORY
+
+
+def unfinished(question: Question, *cells: dict[int, Outcome | None]) -> Study:
+    """A study whose first cell's capacity is 36,864, with these trials of the cells after it."""
+    trials = tuple(trial for cell, outcomes in enumerate(cells, start=1) for trial in tried(question, cell, outcomes))
+    return msgspec.structs.replace(answered(question, 36864), trials=trials)
+
+
+def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far() -> None:
+    study = unfinished(QUESTION, {4096: FIT, 51200: FIT, 61440: OUT, 56320: None}, {8192: FIT, 12288: OUT}, {4096: OUT})
+    text = plain_table(answer_table(study))
+    rows = [line.split(maxsplit=3) for line in text.splitlines()[3:9]]
+    assert [row[3].split("  ")[0] for row in rows] == ["36,864", "≥51,200*", "≥8,192", "?", "?", "?"]
+    assert ["not finished" in row[3] for row in rows] == [False, True, True, True, False, False]
+    assert ["not searched yet" in row[3] for row in rows] == [False] * 4 + [True] * 2
+    assert "* past the native length of 40,960: YaRN" in text
+    assert "high-water mark: ≥51,200 tokens (Env, 1 GPU), simulated" in text
+
+
+def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit() -> None:
+    greedy = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
+    assert "≥" not in plain_table(answer_table(unfinished(greedy, {4096: FIT})))
+
+
+def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained() -> None:
+    by_memory = msgspec.structs.replace(QUESTION, proof="memory", timeout_s=300.0)
+    study = unfinished(by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT})
+    one, other = plain_table(answer_table(study)).splitlines()[4:6]
+    assert one.split()[3:6] == ["≥4,096", "≥65,536*", "memory-only"]
+    assert other.split()[3:5] == ["≥4,096", "-"]
+
+
+def test_the_published_layout_of_an_unfinished_cell_stays_a_question_mark() -> None:
+    assert "≥" not in published_table([unfinished(QUESTION, {4096: FIT})])
 
 
 def test_measured_figures_are_called_measured() -> None:

@@ -1,6 +1,6 @@
 """Tables of a study: data to rows, and rows to plain text or to a terminal. Every table says whether it was measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -40,6 +40,7 @@ def answer_table(study: Study) -> TextTable:
     question = study.question
     memory = "peak data segment" if question.device == "cpu" else "peak reserved"
     answers = {answer.cell: answer for answer in study.answers}
+    rows = (_answer_row(answers[cell], question) if cell in answers else _unfinished_row(cell, study) for cell in question.cells)
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
         columns=(
@@ -47,7 +48,7 @@ def answer_table(study: Study) -> TextTable:
             *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
             *("ended by", memory, "headroom", "tokens/s", "MFU"),
         ),
-        rows=tuple(_answer_row(cell, answers.get(cell), question) for cell in question.cells),
+        rows=tuple(rows),
         footnotes=tuple(_footnotes(study)),
     )
 
@@ -175,18 +176,15 @@ def _speed(result: TrialResult) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _answer_row(cell: Cell, answer: CellAnswer | None, question: Question) -> tuple[str, ...]:
-    names = (cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree))
+def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
     proofs = (capacity_text(question, answer),)
     if question.proof == "memory":
         proofs += (memory_only_text(question, answer),)
-    if answer is None:
-        return (*names, *proofs, "not searched yet", "-", "-", "-", "-")
     ended = _LIMITS[answer.limit]
     if answer.does_not_fit_tokens is not None:
         ended = f"{format_tokens(answer.does_not_fit_tokens)}: {ended}"
     return (
-        *names,
+        *_names(answer.cell),
         *proofs,
         ended,
         format_bytes(answer.peak_reserved_bytes),
@@ -194,6 +192,24 @@ def _answer_row(cell: Cell, answer: CellAnswer | None, question: Question) -> tu
         _per_second(answer.tokens_per_s),
         _percent(answer.mfu),
     )
+
+
+def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
+    """A cell without an answer: the longest length that fit so far, ``≥36,864``, is at most its capacity."""
+    trained, memory_only = (study.longest_fit_tokens(cell, outcome) for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT))
+    proofs = ("?" if trained is None else _at_least(study.question, trained),)
+    if study.question.proof == "memory":
+        beyond = memory_only if (memory_only or 0) > (trained or 0) else None
+        proofs += ("-" if beyond is None else f"{_at_least(study.question, beyond)} memory-only",)
+    return (*_names(cell), *proofs, "not finished" if study.trials_of(cell) else "not searched yet", "-", "-", "-", "-")
+
+
+def _names(cell: Cell) -> tuple[str, str, str]:
+    return cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)
+
+
+def _at_least(question: Question, length_tokens: int) -> str:
+    return f"≥{_length_text(question, length_tokens, commas=True)}"
 
 
 def _saves(result: TrialResult) -> str:
@@ -219,7 +235,7 @@ def _footnotes(study: Study) -> list[str]:
     question = study.question
     native = question.model.shape.native_length_tokens
     notes: list[str] = []
-    if any((answer.reach_tokens or 0) > native for answer in study.answers):
+    if any(tokens > native for tokens in _lengths_shown(study)):
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
@@ -230,13 +246,29 @@ def _footnotes(study: Study) -> list[str]:
         notes.append(f"{name}: {plain(answer.reason)}")
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     notes.extend(_memory_only_notes(study))
-    best = max(study.answers, key=lambda answer: answer.capacity_tokens or 0, default=None)
-    if best is not None and best.capacity_tokens:
-        label = "simulated" if question.simulated else "measured"
-        notes.append(
-            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label_on(question.device)}), {label}"
-        )
+    notes.extend(_high_water_mark(study))
     return notes
+
+
+def _lengths_shown(study: Study) -> Iterator[int]:
+    """Every length that a row says fit, by either proof."""
+    answers = {answer.cell: answer for answer in study.answers}
+    for cell in study.question.cells:
+        if cell in answers:
+            yield answers[cell].reach_tokens or 0
+        else:
+            yield from (study.longest_fit_tokens(cell, outcome) or 0 for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT))
+
+
+def _high_water_mark(study: Study) -> Iterator[str]:
+    """The longest length of all cells; with ``≥`` where its cell is not finished."""
+    capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
+    longest = {cell: capacities[cell] if cell in capacities else study.longest_fit_tokens(cell) for cell in study.question.cells}
+    best = max(longest, key=lambda cell: longest[cell] or 0)
+    if longest[best]:
+        figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])}"
+        label = "simulated" if study.question.simulated else "measured"
+        yield f"high-water mark: {figure} tokens ({best.label_on(study.question.device)}), {label}"
 
 
 def _memory_only_notes(study: Study) -> list[str]:

@@ -124,7 +124,7 @@ class _CellSearch:
 
     def _take_in(self, asked: _Asked, result: TrialResult) -> None:
         """What a trial says, for the bracket and for the answer."""
-        index, fits = asked.index, self._counts_as_fit(result)
+        index, fits = asked.index, self._question.counts_as_fit(result)
         if result.outcome is Outcome.FIT and fits:
             self._trained.setdefault(index, result)
         if asked.after_edge:
@@ -173,7 +173,7 @@ class _CellSearch:
     def _memory_only_fit(self) -> MemoryOnlyFit:
         """The longest fit, which is of a memory-only trial."""
         index = self._bracket.fits
-        fit = next(result for result in self._results_at(index) if self._counts_as_fit(result))
+        fit = next(result for result in self._results_at(index) if self._question.counts_as_fit(result))
         return MemoryOnlyFit(
             length_tokens=self._question.grid.length(index),
             peak_reserved_bytes=fit.peak_reserved_bytes,
@@ -237,12 +237,6 @@ class _CellSearch:
         cells = len(self._question.cells) - len(done) - 1
         return max(0, here - 1) + round(cells * each)
 
-    def _counts_as_fit(self, result: TrialResult) -> bool:
-        """The trial fit, in full or memory-only, and with the headroom that is asked for; headroom that nobody measured is none."""
-        margin_bytes = self._question.margin_bytes
-        fits = result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
-        return fits and (margin_bytes == 0 or (result.headroom_bytes or 0) >= margin_bytes)
-
     def _limit(self) -> tuple[Limit, str]:
         """What ended the search above the capacity, and why, in a line."""
         fits, end = self._bracket.fits, self._bracket.end
@@ -275,7 +269,7 @@ class _CellSearch:
         return "memory", f"{tokens} fit with {format_bytes(no.headroom_bytes)} of headroom; {asked} is asked for"
 
     def _lacks_headroom(self, result: TrialResult) -> bool:
-        return result.outcome.tells and not result.outcome.is_memory and not self._counts_as_fit(result)
+        return result.outcome.tells and not result.outcome.is_memory and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
         """Each observation that is not monotone, in words."""

@@ -7,7 +7,7 @@ from highwater.spec.codec import Noun, digest, to_builtins
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Device, TrialResult, TrialSpec
+from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 PUBLISHED_STEP_TOKENS = 4096
 STUDY_SCHEMA_VERSION = 1
@@ -150,6 +150,11 @@ class Question(Noun, frozen=True, kw_only=True):
         longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
         return self.grid.size if longest is None else min(self.grid.size, self.grid.index_at_most(longest))
 
+    def counts_as_fit(self, result: TrialResult) -> bool:
+        """The trial fit, in full or memory-only, and with the headroom that is asked for; headroom that nobody measured is none."""
+        fits = result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+        return fits and (self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes)
+
     def trial(self, cell: Cell, length_tokens: int, *, memory_only: bool = False) -> TrialSpec:
         """The trial of one length in one cell, in full or memory-only."""
         return TrialSpec(
@@ -241,6 +246,17 @@ class Study(Noun, frozen=True, kw_only=True):
     def finished_trials(self) -> int:
         """Trials with a result."""
         return sum(trial.result is not None for trial in self.trials)
+
+    def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
+        """The cell's trials, in the order in which they started."""
+        place = cell.layout, cell.settings
+        return tuple(trial for trial in self.trials if (trial.spec.layout, trial.spec.settings) == place)
+
+    def longest_fit_tokens(self, cell: Cell, outcome: Outcome = Outcome.FIT) -> int | None:
+        """Longest length of the cell that counts as a fit so far, by trials of this outcome; None before the first."""
+        results = [(trial.spec.length_tokens, trial.result) for trial in self.trials_of(cell) if trial.result is not None]
+        fits = (tokens for tokens, result in results if result.outcome is outcome and self.question.counts_as_fit(result))
+        return max(fits, default=None)
 
     @property
     def complete(self) -> bool:
