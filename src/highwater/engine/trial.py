@@ -84,23 +84,14 @@ class Trial:
             assert limit is not None
             budget = MemoryBudget(budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit)
         else:
-            self._rehearse(trainer, place)
+            self.phase = "rehearsal"
+            rehearse(trainer, rehearsal_batch(self.spec, place))
+            synchronize(place.device)
+            torch.cuda.empty_cache()
             budget = divide_budget(place.device, budget_bytes=limit, nccl_bytes=place.nccl_bytes)
         assert self.watch is not None
         self.watch.begin()
         self.report = self._with(budget=budget)
-
-    def _rehearse(self, trainer: Trainer, place: Place) -> None:
-        """All of a step but the updates, on a few tokens: the driver loads kernels at their first use, outside the allocator."""
-        self.phase = "rehearsal"
-        ids = torch.zeros(min(REHEARSAL_TOKENS, self.spec.length_tokens) * place.sequence_degree, dtype=torch.long)
-        whole = pack([Document(ids, ids)] * self.spec.sequences)
-        backward_of(trainer, [shard(whole, degree=place.sequence_degree, rank=place.sequence_rank)])
-        for model, optimizer in trainer.trained:
-            clip(model, mesh=place.mesh)
-            optimizer.zero_grad(set_to_none=False)
-        synchronize(place.device)
-        torch.cuda.empty_cache()
 
     def _step(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         synchronize(trainer.device)
@@ -160,6 +151,20 @@ class Trial:
 
     def _with(self, **changes: object) -> RankReport:
         return msgspec.structs.replace(self.report, **changes)
+
+
+def rehearsal_batch(spec: TrialSpec, place: Place) -> Batch:
+    """This rank's share of a micro-batch that is too small to matter."""
+    ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens) * place.sequence_degree, dtype=torch.long)
+    return shard(pack([Document(ids, ids)] * spec.sequences), degree=place.sequence_degree, rank=place.sequence_rank)
+
+
+def rehearse(trainer: Trainer, batch: Batch) -> None:
+    """All of a step but the updates: the driver loads kernels at their first use, outside the allocator."""
+    backward_of(trainer, [batch])
+    for model, optimizer in trainer.trained:
+        clip(model, mesh=trainer.mesh)
+        optimizer.zero_grad(set_to_none=False)
 
 
 def _versions() -> dict[str, str]:

@@ -110,7 +110,7 @@ class CachingAllocator:
         block = self._best_fit(place, rounded) or self._new_block(place, rounded)
         if block is None:
             self.retries += 1
-            self._release_cached()
+            self.release_cached()
             block = self._new_block(place, rounded)
         if block is None:
             raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
@@ -130,6 +130,19 @@ class CachingAllocator:
         self._merge(block, block.before)
         self._merge(block, block.after)
         self._free_blocks(block).add(block)
+
+    def release_cached(self) -> None:
+        """Give the device back every free native segment, and every free whole page (release_cached_blocks)."""
+        for is_small in (False, True):
+            for (_, small), free in list(self._free.items()):
+                if small is not is_small:
+                    continue
+                for block in free.all():
+                    if block.is_expandable:
+                        self._unmap(block)
+                    elif block.before is None and block.after is None:
+                        free.remove(block)
+                        self._reserve(-block.size)
 
     def _best_fit(self, place: _Place, size: int) -> _Block | None:
         """The smallest free block that holds it; among expandable ones, the one that can grow the least."""
@@ -201,19 +214,6 @@ class CachingAllocator:
         self._free_blocks(block).add(block)
         self._reserve(mapped)
         return True
-
-    def _release_cached(self) -> None:
-        """Give the device back every free native segment, and every free whole page (release_cached_blocks)."""
-        for is_small in (False, True):
-            for (_, small), free in list(self._free.items()):
-                if small is not is_small:
-                    continue
-                for block in free.all():
-                    if block.is_expandable:
-                        self._unmap(block)
-                    elif block.before is None and block.after is None:
-                        free.remove(block)
-                        self._reserve(-block.size)
 
     def _unmap(self, block: _Block) -> None:
         """Take the whole pages out of a free block; what is left at its ends stays free (unmap_block)."""

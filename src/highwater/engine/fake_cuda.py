@@ -1,0 +1,159 @@
+"""What a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard, an accelerator, streams.
+
+For the tracer's own process only: nothing here is undone. On a CUDA build without a GPU the first two are there already. On a CPU
+build they are put into PyTorch's C++ registries from outside, which reaches into a binary interface that nobody promises: tried
+with torch 2.13 on Linux; where it does not hold, ``install`` raises or the process dies, and nothing else is traced instead.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_CUDA = 1
+"""c10::DeviceType::CUDA."""
+_GUARDS = 64
+_SLOTS = 120
+"""More virtual functions than the hooks have."""
+_kept: list[Any] = []
+"""What C++ points to must not be collected."""
+
+
+def install() -> None:
+    """Make fake CUDA tensors work here, streams included. Raises RuntimeError where this PyTorch cannot be made to."""
+    if not torch.backends.cuda.is_built():
+        _put_guard()
+        _put_hooks()
+    _put_streams()
+    with FakeTensorMode():
+        probe = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (probe @ probe).sum().backward()
+        if probe.grad is None or probe.grad.device.type != "cuda":
+            raise RuntimeError(f"torch {torch.__version__} does not differentiate fake CUDA tensors")
+
+
+class Stream:
+    """A stream that nothing runs on, told apart by its number."""
+
+    current: ClassVar["Stream"]
+    _count = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream_id = Stream._count
+        Stream._count += 1
+        self.device = torch.device("cuda", 0)
+        self.device_index = 0
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """Wait for something, or be waited for."""
+
+    wait_stream = wait_event = synchronize = record = wait = nothing
+
+    def query(self) -> bool:
+        """Everything is done at once."""
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or Stream()
+
+    def __enter__(self) -> None:
+        self._before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._before
+
+
+@contextmanager
+def _on(stream: Stream | None) -> Generator[None]:
+    if stream is None:
+        yield
+        return
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+def _put_streams() -> None:
+    """In the place of ``torch.cuda``'s questions to a driver, answers for a Hopper card with nothing on it."""
+    cuda: Any = torch.cuda
+    Stream.current = Stream()
+    default = Stream.current
+    answers: dict[str, Callable[..., Any]] = {
+        "Stream": Stream,
+        "Event": Stream,
+        "current_stream": lambda *_: Stream.current,
+        "default_stream": lambda *_: default,
+        "stream": _on,
+        "set_stream": lambda *_: None,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "get_device_capability": lambda *_: (9, 0),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda *_: None
+    fake: Any = FakeTensorMode
+    fake.avoid_device_init = property(lambda _: True)  # there is no device to initialise, whatever is_available says
+
+
+def _put_guard() -> None:
+    """Put c10's own guard without effect into the registry. PyTorch does it by itself where the slot is not empty."""
+    library = ctypes.CDLL(str(_library("libc10.so")))
+    registry = (ctypes.c_void_p * _GUARDS).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    ensure: Any = torch._C._ensureCUDADeviceGuardSet  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    if not registry[_CUDA]:
+        no_devices = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
+        address = ctypes.cast(no_devices, ctypes.c_void_p).value
+        functions = (ctypes.c_void_p * _SLOTS)(*[address] * _SLOTS)
+        placeholder = (ctypes.c_void_p * 8)(ctypes.addressof(functions) + 16)
+        _kept.extend([no_devices, functions, placeholder, library])
+        registry[_CUDA] = ctypes.addressof(placeholder)
+        ensure()
+        if registry[_CUDA] == ctypes.addressof(placeholder):
+            registry[_CUDA] = None
+            raise RuntimeError(f"torch {torch.__version__} has no device guard without effect to trace with")
+    ensure()
+
+
+def _put_hooks() -> None:
+    """Let PyTorch believe that CUDA is built in, and that no device has been used: autograd asks before it runs."""
+    library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
+    get_hooks = library._ZN2at6detail12getCUDAHooksEv
+    get_hooks.restype = ctypes.c_void_p
+    hooks = get_hooks()
+    base, own = (_virtual_functions(name) for name in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"))
+    old = (ctypes.c_void_p * (_SLOTS + 2)).from_address(ctypes.c_void_p.from_address(hooks).value - 16)  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
+    new = (ctypes.c_void_p * (_SLOTS + 2))(*old)
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: True)
+    first = 2 + 2  # past the table's head, and two destructors
+    new[first + base.index("isBuilt")] = ctypes.cast(yes, ctypes.c_void_p).value
+    new[first + base.index("hasPrimaryContext")] = old[first + len(base) + own.index("hasCUDA")]  # which answers no
+    _kept.extend([new, yes, library])
+    ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(new) + 16
+
+
+def _virtual_functions(header: str) -> list[str]:
+    """Names of a class's virtual functions in their order, from the header that this PyTorch was built with."""
+    path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
+    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    return re.findall(r"virtual [^;{(]*?([\w~]+)\(", text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text)
+
+
+def _library(name: str) -> Path:
+    return Path(torch.__file__).parent / "lib" / name

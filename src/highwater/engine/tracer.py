@@ -1,0 +1,289 @@
+"""The tracer: a trial's own steps on fake CUDA tensors, at full depth and any length; writes what a rank allocates and frees.
+
+``python -m highwater.engine.tracer SPEC EVENTS`` in a process of its own, on any machine: no number is computed, no GPU asked. What
+runs is the engine's own code; what a CPU build cannot run is stood in for by what makes the same allocations: the fused attention
+and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``_HIDDEN``.
+"""
+
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers.masking_utils
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from highwater.attention.dense import Kernel
+from highwater.engine import fake_cuda, gate_kernels, model, row_kernels, weights
+from highwater.engine.assemble import assemble
+from highwater.engine.data import batches, shard
+from highwater.engine.place import Place
+from highwater.engine.step import train_step
+from highwater.engine.trial import rehearsal_batch, rehearse
+from highwater.errors import UsageError
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.trial import TrialSpec
+
+aten: Any = torch.ops.aten
+
+
+def main() -> None:
+    """Trace the spec in the first file into the second."""
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrialSpec)
+    target = Path(sys.argv[2])
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(trace(spec)))
+    partial.replace(target)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's end would let go of fakes that C++ still knows
+
+
+def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventLog:
+    """What this rank of the trial allocates and frees on its device, from the model's first shard to the end of the last step.
+
+    ``kernel`` is the attention of the GPUs that are meant. Raises UsageError for what cannot be traced.
+    """
+    if spec.settings.offload or spec.settings.objective == "grpo":
+        raise UsageError("host memory is not traced yet", hint="leave `--offload` out, and use `--objective sft`")
+    fake_cuda.install()
+    _stand_in(kernel)
+    place = _place(spec, rank, kernel)
+    source = batches(spec, vocab_size=_vocab_size(spec), data_rank=place.data_rank)
+    whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
+    rehearsal = rehearsal_batch(spec, place)
+    ledger = EventLedger()
+    _mute_while_shapes_are_asked(ledger)
+    gc.disable()  # a collection would free at moments that another process does not
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        trainer = assemble(spec, place)
+        ledger.enter("rehearsal")
+        rehearse(trainer, rehearsal)
+        ledger.events.append(ReleaseCached())
+        for step in whole:
+            with unset_fake_temporarily():
+                own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in step]
+            train_step(trainer, own, enter=ledger.enter)
+        ledger.is_closed = True
+    versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
+    return EventLog(source="traced", versions=versions, operators=tuple(ledger.operators), events=tuple(ledger.events))
+
+
+class EventLedger(TorchDispatchMode):
+    """Every storage on the device that an operator returns: its birth, its resizing, its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.operators: dict[str, int] = {}
+        self.is_closed = False
+        self.is_muted = False
+        """While DTensor asks for shapes with tensors of the whole model's size, which no rank ever has."""
+        self._count = 0
+        self._ids: dict[int, list[int]] = {}
+        """By storage: the id of its allocation now, 0 for none, and its bytes."""
+
+    def enter(self, phase: str) -> None:
+        """Told by the step which phase begins."""
+        self.events.append(Enter(phase))
+
+    def __enter__(self) -> "EventLedger":
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2's way to give memory back and take it again
+            resized = resize(storage, size)
+            self._resized(storage)
+            return resized
+
+        storages: Any = torch.UntypedStorage
+        storages.resize_ = watched
+        self._resize = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        storages: Any = torch.UntypedStorage
+        storages.resize_ = self._resize
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor):
+            return NotImplemented  # a DTensor: its local operators come here by themselves
+        if func is aten._local_scalar_dense.default and _device_of(args[0]).type == "cuda":
+            return True if args[0].dtype is torch.bool else 1  # nobody knows the number, and no memory depends on it
+        if func in _QUADRATIC:
+            raise RuntimeError(f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs that are meant")
+        results = func(*args, **kwargs)
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and _device_of(tensor).type == "cuda":
+                self._see(tensor, str(func))
+        hidden = [] if self.is_muted else _HIDDEN.get(func, _nothing)(args)
+        ids = [self._allocate(size, f"inside {func}") for size in hidden]
+        self.events.extend(Free(number) for number in reversed(ids))
+        return results
+
+    def _see(self, tensor: Tensor, operator: str) -> None:
+        if self.is_muted or is_traceable_wrapper_subclass_type(type(tensor)):
+            return
+        storage = tensor.untyped_storage()
+        key = _key(storage)
+        if key in self._ids:
+            return
+        size = storage.nbytes()
+        record = [self._allocate(size, operator), size]
+        self._ids[key] = record
+        weakref.finalize(storage, self._gone, key, record).atexit = False
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        record = self._ids.get(_key(storage))
+        size = storage.nbytes()
+        if record is None or size == record[1]:
+            return
+        if record[0]:
+            self.events.append(Free(record[0]))
+        record[:] = [self._allocate(size, "resize_") if size else 0, size]
+
+    def _gone(self, key: int, record: list[int]) -> None:
+        self._ids.pop(key, None)
+        if record[0] and not self.is_closed:
+            self.events.append(Free(record[0]))
+
+    def _allocate(self, size: int, operator: str) -> int:
+        self._count += 1
+        index = self.operators.setdefault(operator, len(self.operators))
+        self.events.append(Allocate(self._count, size, fake_cuda.Stream.current.stream_id, index))
+        return self._count
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    """Where C++ has it: Python may make another object of the same storage."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage] -- nothing public tells
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def _nothing(_: Sequence[Any]) -> list[int]:
+    return []
+
+
+def _in_attention_backward(args: Sequence[Any]) -> list[int]:
+    """Q's gradient in float32; where query heads share keys, k's and v's for every one of them. Source: docs/results/layer."""
+    query, key = args[1], args[2]
+    shared = query.shape[1] != key.shape[1]
+    return [4 * query.numel()] + ([query.element_size() * query.numel()] * 2 if shared else [])
+
+
+_HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
+    aten._scaled_dot_product_cudnn_attention_backward.default: _in_attention_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _in_attention_backward,
+}
+"""Bytes that an operator takes for itself and gives back before it returns, by operator."""
+_QUADRATIC = (aten._softmax.default, aten._safe_softmax.default)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The allocations of PyTorch's fused RMS norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device))
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004 -- nothing is computed
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _stand_in(kernel: Kernel) -> None:
+    """Put what allocates alike in the place of what does not run on fake tensors of a CPU build."""
+    norm = F.rms_norm
+
+    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
+        return _RmsNorm.apply(x, weight) if x.device.type == "cuda" else norm(x, list(shape), weight, eps)
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:  # noqa: ARG001
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)[0]
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:  # noqa: ARG001
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+
+    def statistics(logits_NV: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
+
+    def in_place(*_: Any, **__: Any) -> None:
+        """Write over what is there."""
+
+    names: Any = F
+    names.rms_norm = rms_norm
+    names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
+    loose: Any = (gate_kernels, row_kernels, model, weights, transformers.masking_utils)
+    gates, rows, models, saved, masks = loose
+    gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
+    rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
+    models._fill_random = in_place
+    models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
+    models.tile_mlps = _outside(models.tile_mlps)
+    saved.opened = lambda _: nullcontext(None)
+    masks.is_tracing = lambda *_: False
+
+
+def _mute_while_shapes_are_asked(ledger: EventLedger) -> None:
+    propagator: Any = ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    ask = getattr(propagator, name)
+
+    def muted(*args: Any, **kwargs: Any) -> Any:
+        before, ledger.is_muted = ledger.is_muted, True
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            ledger.is_muted = before
+
+    setattr(propagator, name, muted)
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on real tensors, whatever is fake around it."""
+
+    def on_real_tensors(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return on_real_tensors
+
+
+def _place(spec: TrialSpec, rank: int, kernel: Kernel) -> Place:
+    dist.init_process_group("fake", rank=rank, world_size=spec.layout.gpus, store=FakeStore())
+    device = torch.device("cuda", 0)
+    mesh = process_mesh.shard_mesh(spec.layout, device)
+    return Place(device=device, kernel=kernel, mesh=mesh, sequence=process_mesh.sequence_group(spec.layout, mesh), nccl_bytes=0)
+
+
+def _vocab_size(spec: TrialSpec) -> int:
+    return model.read_config(spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope).vocab_size
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Replay: an event log through the simulated caching allocator: peaks, by phase too, what is alive there, whether it fits."""
+
+from collections import Counter
+
+from highwater.prediction.allocator import CachingAllocator, CapacityError
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.spec.codec import Noun
+from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.spec.settings import Allocator
+
+_LARGEST = 20
+"""Kinds of living tensors that are named."""
+
+
+class Alive(Noun, frozen=True, kw_only=True):
+    """Tensors of one kind at the peak."""
+
+    operator: str
+    """What allocated them."""
+    phase: str
+    """In which phase."""
+    bytes: int
+    """All of them together."""
+    count: int
+
+
+class Replayed(Noun, frozen=True, kw_only=True):
+    """What the allocator would report of this rank."""
+
+    fits: bool
+    phase: str
+    """Of the peak of allocated bytes; where it does not fit, the phase that ran out."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int
+    allocated_by_phase: dict[str, int]
+    """The peak within each phase."""
+    alive: tuple[Alive, ...]
+    """At the peak of allocated bytes, the largest first."""
+
+
+def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None, is_share: bool = False) -> Replayed:
+    """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None is a device without end.
+
+    ``is_share``: the capacity is one that the process sets itself, as a trial with a memory budget does.
+    """
+    device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share)
+    handles: dict[int, tuple[int, Allocate, str]] = {}
+    phase, fits, peak_at = "setup", True, 0
+    by_phase: dict[str, int] = {}
+    peak_phase = phase
+    try:
+        for size in CUBLAS_WORKSPACES_BYTES:
+            device.allocate(size)
+        for number, event in enumerate(log.events):
+            match event:
+                case Allocate():
+                    if event.bytes:
+                        handles[event.id] = (device.allocate(event.bytes, stream=event.stream), event, phase)
+                    if device.allocated_bytes > by_phase.get(phase, 0):
+                        by_phase[phase] = device.allocated_bytes
+                        if device.allocated_bytes == device.peak_allocated_bytes:
+                            peak_at, peak_phase = number, phase
+                case Free():
+                    found = handles.pop(event.id, None)
+                    if found is not None:
+                        device.free(found[0])
+                case Enter():
+                    phase = event.phase
+                case _:
+                    device.release_cached()
+    except CapacityError:
+        fits, peak_phase = False, phase
+    return Replayed(
+        fits=fits,
+        phase=peak_phase,
+        peak_allocated_bytes=device.peak_allocated_bytes,
+        peak_reserved_bytes=device.peak_reserved_bytes,
+        retries=device.retries,
+        allocated_by_phase=by_phase,
+        alive=_alive_at(log, peak_at),
+    )
+
+
+def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
+    """What has been allocated and not freed up to this event."""
+    phase = "setup"
+    living: dict[int, tuple[Allocate, str]] = {}
+    for event in log.events[: number + 1]:
+        match event:
+            case Allocate():
+                living[event.id] = (event, phase)
+            case Free():
+                living.pop(event.id, None)
+            case Enter():
+                phase = event.phase
+            case _:
+                pass
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for allocation, born in living.values():
+        kind = (log.operators[allocation.operator], born)
+        sizes[kind] += allocation.bytes
+        counts[kind] += 1
+    return tuple(
+        Alive(operator=operator, phase=born, bytes=size, count=counts[operator, born])
+        for (operator, born), size in sizes.most_common(_LARGEST)
+    )

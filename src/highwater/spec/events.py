@@ -1,0 +1,47 @@
+"""Events: what one rank's step allocates and frees on its device, in order; written by the tracer, replayed by the prediction."""
+
+from typing import Literal
+
+import msgspec
+
+from highwater.spec.codec import Noun
+
+
+class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """Bytes are asked for."""
+
+    id: int
+    bytes: int
+    stream: int
+    operator: int
+    """Index into ``EventLog.operators``."""
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """They are given back."""
+
+    id: int
+
+
+class Enter(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    """A phase of the trial begins."""
+
+    phase: str
+
+
+class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """The allocator is told to give back what is cached, as ``torch.cuda.empty_cache`` does."""
+
+
+Event = Allocate | Free | Enter | ReleaseCached
+
+
+class EventLog(Noun, frozen=True, kw_only=True):
+    """One rank's events from its first allocation to the end of its last step."""
+
+    schema_version: int = 1
+    source: Literal["traced", "recorded"]
+    versions: dict[str, str]
+    operators: tuple[str, ...]
+    """What allocates, by the index that events name."""
+    events: tuple[Event, ...]

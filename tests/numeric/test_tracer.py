@@ -1,0 +1,119 @@
+"""What is traced on this machine, replayed, beside what an H200 measured: the same trials, from docs/results/find."""
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import highwater
+from highwater.prediction.replay import Replayed, replay
+from highwater.spec.events import EventLog
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.units import GIB
+
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
+ALLOCATED_TOLERANCE = 0.001
+RESERVED_TOLERANCE = 0.01
+TRIALS = [
+    ("Qwen3-0.6B", "full", 262_144),
+    pytest.param("Qwen3-0.6B", "chunked", 262_144, marks=pytest.mark.slow),
+    pytest.param("Qwen3-1.7B", "full", 114_688, marks=pytest.mark.slow),
+    pytest.param("Qwen3-1.7B", "full", 122_880, marks=pytest.mark.slow),
+    pytest.param("Qwen3-4B", "full", 131_072, marks=pytest.mark.slow),
+    pytest.param("Qwen3-4B", "full", 139_264, marks=pytest.mark.slow),
+    pytest.param("Qwen3-4B", "chunked", 57_344, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("model", "loss", "length"), TRIALS)
+def test_a_replayed_trace_has_the_peaks_that_were_measured(model: str, loss: str, length: int) -> None:
+    measured = [
+        (spec, result)
+        for spec, result in trials()
+        if (spec.model_name, spec.settings.loss, spec.length_tokens) == (model, loss, length)
+    ]
+    assert measured
+    log = traced(measured[0][0])
+    for spec, result in measured:
+        (rank,) = result.ranks
+        assert rank.budget is not None
+        ours = replay(
+            log,
+            allocator=spec.settings.allocator,
+            capacity_bytes=rank.budget.allocator_cap_bytes,
+            is_share=spec.memory_budget_bytes is not None,
+        )
+        assert ours.fits == (result.outcome is Outcome.FIT), spec.settings.label
+        if ours.fits:
+            check(ours, rank.memory.peak_allocated_bytes, rank.memory.peak_reserved_bytes)
+
+
+def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are() -> None:
+    peaks = [
+        replay(traced(small(Layout(gpus=gpus, ulysses_degree=gpus))), allocator="expandable").peak_allocated_bytes
+        for gpus in (1, 2)
+    ]
+    assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
+
+
+def test_what_is_not_traced_yet_is_refused() -> None:
+    done = run(small(Layout(), offload=True), Path("nowhere"))
+    assert done.returncode != 0
+    assert "host memory is not traced yet" in done.stderr
+
+
+def small(layout: Layout, **settings: bool) -> TrialSpec:
+    model = load_model("tiny")
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=layout,
+        settings=Settings(**settings),
+        length_tokens=65_536,
+    )
+
+
+def check(ours: Replayed, allocated: int | None, reserved: int | None) -> None:
+    assert allocated is not None
+    assert ours.peak_allocated_bytes == pytest.approx(allocated, rel=ALLOCATED_TOLERANCE)
+    assert ours.peak_reserved_bytes == pytest.approx(reserved, rel=RESERVED_TOLERANCE)
+    assert ours.peak_allocated_bytes > 16 * GIB
+
+
+@cache
+def traced(spec: TrialSpec) -> EventLog:
+    """A process of its own traces, as always."""
+    with TemporaryDirectory() as folder:
+        target = Path(folder, "events.json")
+        done = run(spec, target)
+        assert done.returncode == 0, done.stderr
+        return msgspec.json.decode(target.read_bytes(), type=EventLog)
+
+
+def run(spec: TrialSpec, target: Path) -> "subprocess.CompletedProcess[str]":
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "spec.json")
+        source.write_bytes(
+            msgspec.json.encode(msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory))
+        )
+        command = [sys.executable, "-m", "highwater.engine.tracer", str(source), str(target)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def trials() -> list[tuple[TrialSpec, TrialResult]]:
+    """Every full trial on an H200 that told."""
+    studies = [highwater.open_study(path) for path in sorted(STUDIES.glob("qwen3-*.jsonl"))]
+    each = [(trial.spec, trial.result) for study in studies for trial in study.trials if trial.result is not None]
+    return [(spec, result) for spec, result in each if result.outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)]

@@ -1,0 +1,66 @@
+import pytest
+
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.prediction.replay import replay
+from highwater.spec.codec import from_builtins, to_builtins
+from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached
+from highwater.units import MIB
+
+WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)
+LOG = EventLog(
+    source="traced",
+    versions={},
+    operators=("mm", "add"),
+    events=(
+        Allocate(1, 100 * MIB, 0, 0),
+        Enter("forward"),
+        Allocate(2, 40 * MIB, 0, 1),
+        Allocate(3, 40 * MIB, 0, 1),
+        Allocate(4, 0, 0, 1),
+        Free(2),
+        Enter("backward"),
+        Allocate(5, 60 * MIB, 0, 0),
+        Free(3),
+        Free(4),
+        Free(1),
+        ReleaseCached(),
+        Enter("optimizer"),
+        Allocate(6, 20 * MIB, 0, 0),
+        Free(6),
+    ),
+)
+
+
+def test_peaks_are_told_by_phase_and_by_what_is_alive():
+    result = replay(LOG, allocator="native")
+    assert result.fits
+    assert result.phase == "backward"
+    assert result.peak_allocated_bytes == WORKSPACES + 200 * MIB
+    assert result.peak_reserved_bytes == WORKSPACES + 240 * MIB, "the 40 MiB that are free do not hold 60"
+    assert result.allocated_by_phase == {
+        "setup": WORKSPACES + 100 * MIB,
+        "forward": WORKSPACES + 180 * MIB,
+        "backward": WORKSPACES + 200 * MIB,
+        "optimizer": WORKSPACES + 80 * MIB,
+    }
+    found = [(kind.operator, kind.phase, kind.bytes, kind.count) for kind in result.alive]
+    assert found == [("mm", "setup", 100 * MIB, 1), ("mm", "backward", 60 * MIB, 1), ("add", "forward", 40 * MIB, 2)]
+
+
+def test_expandable_segments_are_reserved_in_whole_pages():
+    assert replay(LOG, allocator="expandable").peak_reserved_bytes == WORKSPACES + 256 * MIB
+
+
+@pytest.mark.parametrize(("spare", "retries"), [(240, 0), (200, 1)])
+def test_a_device_that_is_just_large_enough_may_have_to_give_back_what_is_cached(spare, retries):
+    result = replay(LOG, allocator="native", capacity_bytes=WORKSPACES + spare * MIB)
+    assert (result.fits, result.retries) == (True, retries)
+
+
+def test_a_device_that_is_too_small_runs_out_in_a_phase():
+    result = replay(LOG, allocator="native", capacity_bytes=WORKSPACES + 199 * MIB)
+    assert (result.fits, result.phase) == (False, "backward")
+
+
+def test_a_log_is_the_same_after_a_round_trip():
+    assert from_builtins(to_builtins(LOG), EventLog) == LOG
