@@ -49,6 +49,13 @@ from highwater.units import format_bytes, format_seconds, parse_bytes, parse_tok
 
 Listener = Callable[[Event], None]
 
+_TRINITY_SETTINGS = frozenset(
+    (
+        *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
+        *("margin", "start_length", "resolution", "max_length"),
+    )
+)
+"""What that trainer's formula depends on, and what names a grid."""
 _TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 """From launch to first step a trial takes seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 
@@ -77,7 +84,7 @@ def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
 def predict(
     model: str,
     *,
-    gpus: str | None = None,
+    gpus: str | int | None = None,
     length: int | str | None = None,
     trainer: Trainer = "highwater",
     gpu_memory: str | int | None = None,
@@ -94,10 +101,17 @@ def predict(
     Raises HighwaterError for what cannot be asked.
     """
     refuse_unknown_family(load_model(model))
-    named = None if gpu_memory is None else parse_bytes(str(gpu_memory))
-    where = cluster(gpus, gpu_memory_bytes=named, machine=None if gpus is not None and not gpus.strip().isdecimal() else probe())
+    gpus = None if gpus is None else str(gpus)
+    named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
+    is_here = gpus is None or gpus.strip().isdecimal()
+    where = cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
     room = _room(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     length_tokens = None if length is None else parse_tokens(str(length))
+    named = [name for name in ("start_length", "resolution", "max_length") if length_tokens is not None and name in settings]
+    if named:
+        raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
+    if length_tokens is not None and length_tokens < 2:
+        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
     if length_tokens is not None:
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
@@ -220,6 +234,10 @@ def _predicted_requests(model: str, gpus: int, trainer: Trainer, settings: Mappi
     if trainer == "trinity":
         same = ("objective", "entropy", "sequences_per_micro_batch")
         common |= {name: getattr(PUBLISHED_SETTINGS["vanilla"], name) for name in same} | {"loss": "full", "strategy": "fsdp"}
+        refused = sorted(set(settings) - _TRINITY_SETTINGS)
+        if refused:
+            name = refused[0].replace("_", "-")
+            raise UsageError(f"the trainer trinity is not known with another {name}", hint=f"leave `--{name}` out")
     ladders = [{**common, **settings}]
     if "offload" not in settings and settings.get("allocator") != "native":
         ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})

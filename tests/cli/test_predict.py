@@ -35,7 +35,7 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     }
     assert table.rstrip().endswith("Env+Offload, 1 GPU,")
     assert "(the peak)" in explained
-    assert done.stderr == "next: highwater find Qwen3-8B --gpus 1\n"
+    assert done.stderr == "next: highwater try Qwen3-8B --gpus 1 --length 65536\n"
 
 
 def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
@@ -73,7 +73,7 @@ def test_predictions_are_scored_against_a_table(highwater: Run) -> None:
         (("Qwen3-8B", *A100S, "--gpu-memory", "80GB"), "decimal or unclear unit"),
         (("Qwen3-8B", *A100S, "--reserved", "90GiB"), "90.00 GiB are reserved"),
         (("--against", "none.csv"), "is not a capacity table"),
-        (("--against", "none.csv", "Qwen3-8B"), "exclude each other"),
+        (("--against", "none.csv", "Qwen3-8B"), "names its models"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(highwater: Run, words: tuple[str, ...], said: str) -> None:

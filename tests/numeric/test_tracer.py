@@ -24,7 +24,7 @@ STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.001
 RESERVED_TOLERANCE = 0.01
 TRIALS = [
-    ("Qwen3-0.6B", "full", 262_144),
+    pytest.param("Qwen3-0.6B", "full", 262_144, marks=pytest.mark.slow),
     pytest.param("Qwen3-0.6B", "chunked", 262_144, marks=pytest.mark.slow),
     pytest.param("Qwen3-1.7B", "full", 114_688, marks=pytest.mark.slow),
     pytest.param("Qwen3-1.7B", "full", 122_880, marks=pytest.mark.slow),

@@ -42,8 +42,8 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _against(arguments: argparse.Namespace) -> int:
-    if arguments.model is not None:
-        raise UsageError("a model and `--against` exclude each other: the table names its models", hint="leave the model out")
+    if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
+        raise UsageError("the table of `--against` names its models, GPUs and lengths", hint="leave those on the command line out")
     result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)
     if arguments.json:
         console.answer_json(result)
@@ -64,7 +64,15 @@ def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """What explains it, and then what measures it."""
-    if not arguments.explain:
-        return shlex.join((*arguments.command_line, "--explain"))
-    return f"highwater find {shlex.quote(arguments.model)} --gpus {prediction.gpus}"
+    """What explains it, and then what measures it, with the settings that were typed; another trainer is not ours to try."""
+    if not arguments.explain or prediction.trainer != "highwater":
+        return shlex.join(dict.fromkeys((*arguments.command_line, "--explain")))
+    words = ["highwater", "find", arguments.model, "--gpus", str(prediction.gpus)]
+    if prediction.length_tokens is not None:
+        words[1:2] = ["try"]
+        words += ["--length", str(prediction.length_tokens)]
+    for name, value in typed_values(arguments).items():
+        if name != "model":
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return shlex.join(words)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import msgspec
+
 from highwater.errors import UsageError
 from highwater.prediction import formula, trinity
 from highwater.prediction.formula import Footprint, Formula
@@ -19,11 +21,11 @@ FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.footprint, "trinity"
 
 
 ACCURACY: Mapping[Trainer, str] = {
-    "highwater": "on an H200 the GPU memory of 18 trials on one GPU was off by 2.0 % at most with expandable segments; the native "
-    "allocator needed up to 12 % less than is said here, and never more (docs/results/predict); several GPUs and offload have not "
-    "been compared yet",
-    "trinity": "of the published A100 cells 69 of 80 with expandable segments and 30 of 40 without are exact, "
-    "the others within one step of the grid",
+    "highwater": "fitted to trials of dense Qwen3 models on one H200, `sft`: with expandable segments the GPU memory of 10 trials "
+    "was off by 2.0 % at most, the native allocator needed up to 12 % less than is said here (docs/results/predict); other "
+    "settings, models, GPUs, and several of them, have not been compared yet",
+    "trinity": "fitted to the published A100 table, of which it has 69 of 80 cells with expandable segments and 30 of 40 without, "
+    "and the others within one step of the grid",
 }
 """What is known of the errors, as text: intervals come with calibration."""
 NOT_MODELLED = (
@@ -85,7 +87,9 @@ def predict_cells(question: Question, room: Room, trainer: Trainer) -> tuple[Cel
 
 
 def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:
-    """One cell, by bisection: a footprint never shrinks with the length (with a token budget it hardly grows)."""
+    """One cell, by bisection: a footprint never shrinks with the length, unless a token budget packs fewer sequences then."""
+    if cell.settings.token_budget_tokens is not None:
+        return _predict_from_the_top(question, cell, room, trainer)
     grid = question.grid
     fits, fails = 0, question.size_of(cell) + 1
     while fails - fits > 1:
@@ -113,6 +117,21 @@ def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula) -
         footprint=found.footprint,
         headroom_bytes=found.headroom_bytes,
     )
+
+
+def _predict_from_the_top(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:
+    """The longest length that fits, whatever does not fit below it; where none does, the shortest."""
+    size = max(1, question.size_of(cell))
+    each = (_at(question, cell, room, trainer, question.grid.length(index)) for index in range(size, 0, -1))
+    beyond = None
+    for found in each:
+        if found.capacity_tokens:
+            if beyond is None:
+                return msgspec.structs.replace(found, binding="ceiling")
+            return msgspec.structs.replace(found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens)
+        beyond = found
+    assert beyond is not None  # noqa: S101 -- a grid has a length
+    return beyond
 
 
 def _at(question: Question, cell: Cell, room: Room, trainer: Formula, length_tokens: int) -> CellPrediction:

@@ -21,13 +21,12 @@ from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
 NCCL_ALL_TO_ALL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """What the first all-to-all, Ulysses, adds to it. Same sources."""
 
-FILLED_SHARE: Mapping[str, float] = {"expandable": 0.991, "native": 0.88}
-"""Share of the allocator's memory that live tensors fill before it runs out, by allocator: so much was filled in docs/results/find
-by a trial that fit (expandable), and in every one of them more than so much (native, 0.884 to 0.974: what it loses depends on the
-order of allocations, which no formula knows)."""
-
+FILLED_SHARE: Mapping[str, float] = {"expandable": 0.991, "native": 0.879}
+"""Share of the allocator's memory that live tensors fill before it runs out, by allocator. Fitted to docs/results/find: expandable,
+what the fullest trials that fit had filled (0.991 to 0.993); native, the least of what trials that fit had filled at their edges
+(0.879 to 0.989: it depends on the order of allocations, which no formula knows)."""
 LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.993, "native": 0.94}
-"""The middle of what was seen there: where a search is to begin, which promises nothing."""
+"""Where a search is to begin, which promises nothing: the most that was seen, and the middle of what was seen."""
 
 TRINITY_LOGITS_BYTES = 8.0
 """Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place through a view. Measured, torch 2.11."""

@@ -186,7 +186,12 @@ def _batch(step: _Step) -> int:
 
 def _gathered_root(step: _Step) -> int:
     """Embedding and head, V x E each, or once if tied: gathered from the first layer to the last gradient."""
-    return step.element * step.shape.vocab_size * step.shape.hidden_size * (1 if step.shape.tied_embeddings else 2)
+    return step.element * step.shape.vocab_size * step.shape.hidden_size * (2 if _has_own_head(step) else 1)
+
+
+def _has_own_head(step: _Step) -> bool:
+    """A head beside the embedding: not where they are tied, nor where a number stands in the place of the vocabulary."""
+    return not step.shape.tied_embeddings and step.settings.objective != "rw"
 
 
 def _kept(step: _Step) -> int:
@@ -219,7 +224,7 @@ def _layer_terms(step: _Step) -> tuple[Term, ...]:
     """The last layer: recomputed and going backward, while all inputs are kept and the next layer is being gathered."""
     shape, layout, settings = step.shape, step.layout, step.settings
     parameters = _layer_parameters(shape)
-    root = step.element * shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings or settings.objective == "rw" else 2)
+    root = _gathered_root(step)
     working_set = max(_attention_bytes(step), 0 if step.has_tiles else _attention_kept(step) + _mlp_bytes(step))
     if settings.recompute == "none":
         working_set = max(0, working_set - _kept(step) // (step.tokens * shape.layers))

@@ -11,7 +11,7 @@ from highwater.units import GIB, format_bytes, format_tokens
 
 _BAR = 30
 """Characters of the longest bar."""
-_BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", "ceiling": "the longest length asked about"}
+_BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", "ceiling": "the longest length in question"}
 
 
 def prediction_table(prediction: Prediction) -> TextTable:

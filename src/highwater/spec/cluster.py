@@ -3,13 +3,16 @@
 import re
 from difflib import get_close_matches
 
-from highwater.errors import UsageError
+from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, refuse_unfit_gpu
+from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of
 from highwater.units import format_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
+MOST_GPUS = 16
+"""In one machine."""
+_DIGITS = 9
 
 
 class Cluster(Noun, frozen=True, kw_only=True):
@@ -48,8 +51,9 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     """
     count, name = _parse(text)
     if name is not None:
-        kind = _kind(name)
-        refuse_unfit_gpu(kind.name, OLDEST_CAPABILITY)
+        kind = _kind(name, count)
+        if kind.bf16_dense_tflops is None or not kind.flash_attention:
+            raise MachineError(f"{kind.name} has no bf16 or no flash attention: nothing trains on it", hint=f"use {_EXAMPLE}")
         memory = gpu_memory_bytes or kind.usable_bytes
         if memory is None:
             raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
@@ -76,18 +80,20 @@ def _parse(text: str | None) -> tuple[int | None, str | None]:
 
 
 def _counted(digits: str, text: str) -> int:
-    if int(digits) < 1:
-        raise UsageError(f"{text!r} are no GPUs", hint=f"for example {_EXAMPLE}")
+    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS:
+        raise UsageError(f"{text!r}: a prediction is about 1 to {MOST_GPUS} GPUs of one machine", hint=f"for example {_EXAMPLE}")
     return int(digits)
 
 
-def _kind(name: str) -> GpuKind:
+def _kind(name: str, count: int | None) -> GpuKind:
     """By the catalog's name, or by what a driver calls it."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
     if found is not None:
         return found
-    near = get_close_matches(name.lower(), kinds, n=1, cutoff=0.4)
-    known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
-    meant = f"use `--gpus {kinds[near[0]].name}`" if near else "name its memory, `--gpus 1 --gpu-memory 80GiB`"
+    usable = {key: kind for key, kind in kinds.items() if kind.usable_bytes}
+    near = get_close_matches(name.lower(), usable, n=1, cutoff=0.4)
+    known = ", ".join(kind.name for kind in usable.values())
+    gpus = count or 1
+    meant = f"use `--gpus {gpus}x{usable[near[0]].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory 80GiB`"
     raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=meant)

@@ -35,12 +35,16 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
     """Parameters, gradients and both moments of every trained model at the peak, over all devices that share them.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends (parallel/fsdp1.py). On the CPU there
-    is nowhere else. A critic has a number in the place of the vocabulary: it is less by a head where that is not the embedding.
+    is nowhere else. A reward model has a number in the place of the vocabulary, and no head where that is not the embedding; a
+    critic, too, though here it counts as whole.
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offload and device == "cuda":
         per_parameter = 4 if settings.strategy == "fsdp" else 0
-    return per_parameter * shape.parameters * settings.trained_models
+    policy = shape.parameters
+    if settings.objective == "rw" and not shape.tied_embeddings:
+        policy -= shape.vocab_size * shape.hidden_size
+    return per_parameter * policy * settings.trained_models
 
 
 def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
