@@ -196,7 +196,13 @@ def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_roo
     assert len(set(finished(resumed))) == len(finished(resumed)) == 2
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)], ids=["told to end", "impatient"])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param((signal.SIGTERM,), marks=pytest.mark.slow, id="told to end"),
+        pytest.param((signal.SIGINT, signal.SIGINT), id="impatient"),
+    ],
+)
 def test_nothing_is_left_of_a_search_however_it_is_ended(
     hanging: "subprocess.Popen[str]", mark: str, signals: tuple[signal.Signals, ...]
 ) -> None:

@@ -2,7 +2,8 @@
 
 import platform
 import sys
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -15,6 +16,8 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+    with suppress(PackageNotFoundError):
+        found["liger-kernel"] = version("liger-kernel")
     if not torch.cuda.is_available():
         return found
     from torch.cuda.nccl import version as nccl_version

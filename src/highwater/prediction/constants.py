@@ -11,6 +11,9 @@ from highwater.units import GIB, MIB
 CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
 """Device memory in use outside the allocator after every kernel of a step ran once: context, cuBLAS, cuDNN, Triton. Read on an H200
 (torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find. Other GPUs are taken to have the same."""
+CPU_PROCESS_BYTES = 412 * MIB
+"""Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make demo`` hold more than their terms
+(torch 2.13)."""
 CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
 """In the allocator for as long as the process lives: one for the thread that runs forward, one for autograd's. 32 MiB on Hopper.
 Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; and that traces without them fall short of trials by just that."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from highwater.errors import ModelError
-from highwater.prediction.constants import CONTEXT_BYTES, FILLED_SHARE, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
+from highwater.prediction.constants import CONTEXT_BYTES, CPU_PROCESS_BYTES, FILLED_SHARE, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
 from highwater.spec.codec import Noun
 from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
 from highwater.spec.layout import Layout
@@ -117,7 +117,7 @@ def footprint(
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     always = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
-        Term(name="process", bytes=PROCESS_BYTES if device == "cpu" else 0),
+        Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
         Term(name="embedding and head, gathered", bytes=_gathered_root(step)),
         Term(name="kept by recompute" if settings.recompute == "layer" else "activations of all layers", bytes=_kept(step)),
