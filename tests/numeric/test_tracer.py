@@ -22,7 +22,8 @@ from highwater.units import GIB
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.001
-RESERVED_TOLERANCE = 0.01
+RESERVED_TOLERANCE = 0.015
+"""Most are equal to the byte; where the card is nearly full, what was given back in between depends on more than the order."""
 TRIALS = [
     pytest.param("Qwen3-0.6B", "full", 262_144, marks=pytest.mark.slow),
     pytest.param("Qwen3-0.6B", "chunked", 262_144, marks=pytest.mark.slow),
