@@ -35,7 +35,7 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     }
     assert table.rstrip().endswith("Env+Offload, 1 GPU,")
     assert "(the peak)" in explained
-    assert done.stderr == "next: highwater try Qwen3-8B --gpus 1 --length 65536\n"
+    assert done.stderr == "next: highwater try Qwen3-8B --gpus 1 --ulysses 1 --length 65536\n"
 
 
 def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
@@ -87,3 +87,13 @@ def test_the_flags_in_a_hint_work(highwater: Run, words: tuple[str, ...]) -> Non
     flags = hint.split("`")[1].split()
     kept = words if flags[0] == "--gpu-memory" else ()
     assert highwater("predict", "Qwen3-8B", *kept, *flags).returncode == 0
+
+
+def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwater: Run) -> None:
+    words = ("predict", "Qwen3-0.6B", "--gpus", "1xA100-80GB", "--ulysses", "1", "--sequences-per-micro-batch", "1")
+    first = highwater(*words).stderr
+    assert first == f"next: highwater {' '.join(words)} --explain\n"
+    then = highwater(*first.split()[2:]).stderr
+    assert then == "next: highwater find Qwen3-0.6B --gpus 1 --ulysses 1 --sequences-per-micro-batch 1\n"
+    offered = (*then.split()[2:], "--device", "cuda", "--memory", "80GiB", "--dry-run")
+    assert highwater(*offered).returncode == 0

@@ -17,13 +17,13 @@ from highwater.spec.events import EventLog
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.001
-RESERVED_TOLERANCE = 0.015
-"""Most are equal to the byte; where the card is nearly full, what was given back in between depends on more than the order."""
+RESERVED_TOLERANCE = {True: 0.015, False: 0.004}
+"""Most are equal to the byte. By whether the trial had to give back what was cached, which depends on more than the order."""
 TRIALS = [
     pytest.param("Qwen3-0.6B", "full", 262_144, marks=pytest.mark.slow),
     pytest.param("Qwen3-0.6B", "chunked", 262_144, marks=pytest.mark.slow),
@@ -56,7 +56,7 @@ def test_a_replayed_trace_has_the_peaks_that_were_measured(model: str, loss: str
         )
         assert ours.fits == (result.outcome is Outcome.FIT), spec.settings.label
         if ours.fits:
-            check(ours, rank.memory.peak_allocated_bytes, rank.memory.peak_reserved_bytes)
+            check(ours, rank.memory)
 
 
 def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are() -> None:
@@ -86,11 +86,12 @@ def small(layout: Layout, **settings: bool) -> TrialSpec:
     )
 
 
-def check(ours: Replayed, allocated: int | None, reserved: int | None) -> None:
-    assert allocated is not None
-    assert ours.peak_allocated_bytes == pytest.approx(allocated, rel=ALLOCATED_TOLERANCE)
-    assert ours.peak_reserved_bytes == pytest.approx(reserved, rel=RESERVED_TOLERANCE)
-    assert ours.peak_allocated_bytes > 16 * GIB
+def check(ours: Replayed, measured: RankMemory) -> None:
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_allocated_bytes > 16 * GIB
+    assert ours.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=ALLOCATED_TOLERANCE)
+    tolerance = RESERVED_TOLERANCE[bool(measured.allocator_retries)]
+    assert ours.peak_reserved_bytes == pytest.approx(measured.peak_reserved_bytes, rel=tolerance)
 
 
 @cache

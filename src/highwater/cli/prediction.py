@@ -2,12 +2,13 @@
 
 import argparse
 import shlex
+from collections.abc import Mapping
 
 from highwater import api
 from highwater.cli import console
 from highwater.cli.flags import typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.prediction.capacity import Prediction, Score
+from highwater.prediction.capacity import CellPrediction, Prediction, Score
 from highwater.report.prediction import prediction_table, score_table, term_table
 
 
@@ -57,7 +58,7 @@ def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
     """Bytes by term: of the first rung that fits a length, or of the longest capacity."""
     if not arguments.explain:
         return
-    fitting = [cell for cell in prediction.cells if cell.capacity_tokens] or list(prediction.cells[:1])
+    fitting = _fitting(prediction)
     chosen = fitting[0] if prediction.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
     console.answer("")
     console.answer_table(term_table(chosen))
@@ -65,14 +66,31 @@ def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """What explains it, and then what measures it, with the settings that were typed; another trainer is not ours to try."""
-    if not arguments.explain or prediction.trainer != "highwater":
-        return shlex.join(dict.fromkeys((*arguments.command_line, "--explain")))
-    words = ["highwater", "find", arguments.model, "--gpus", str(prediction.gpus)]
-    if prediction.length_tokens is not None:
-        words[1:2] = ["try"]
-        words += ["--length", str(prediction.length_tokens)]
-    for name, value in typed_values(arguments).items():
-        if name != "model":
-            flag = f"--{name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return shlex.join(words)
+    if not arguments.explain:
+        return shlex.join((*arguments.command_line, "--explain"))
+    typed = typed_values(arguments)
+    model = str(typed.pop("model"))
+    if prediction.trainer != "highwater":
+        where = () if arguments.cluster is None else ("--gpus", arguments.cluster)
+        return shlex.join(("highwater", "predict", model, *where))
+    if prediction.length_tokens is None:
+        return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *_flags(typed)))
+    typed = {name: value for name, value in typed.items() if name not in ("ulysses", "margin")}
+    layout = _fitting(prediction)[0].cell.layout
+    words = ("--gpus", str(prediction.gpus), "--ulysses", str(layout.ulysses_degree), "--length", str(prediction.length_tokens))
+    return shlex.join(("highwater", "try", model, *words, *_flags(typed)))
+
+
+def _fitting(prediction: Prediction) -> list[CellPrediction]:
+    """The cells where something fits; where nothing does, the first."""
+    return [cell for cell in prediction.cells if cell.capacity_tokens] or list(prediction.cells[:1])
+
+
+def _flags(typed: Mapping[str, object]) -> list[str]:
+    """The words that set these fields."""
+    words: list[str] = []
+    for name, value in typed.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value) if isinstance(value, list) else [str(value)]
+    return words

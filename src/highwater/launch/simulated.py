@@ -11,7 +11,7 @@ from functools import cache
 import msgspec
 
 from highwater.prediction.constants import CONTEXT_BYTES
-from highwater.prediction.formula import Formula, footprint
+from highwater.prediction.formula import footprint
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
@@ -119,17 +119,15 @@ def _budget(spec: TrialSpec) -> MemoryBudget | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaLaw:
-    """What a trainer's closed form says of a trial."""
+    """What the closed form of our engine says of a trial."""
 
     shape: ModelShape | None = None
     """None: each trial's model is read from its directory."""
-    formula: Formula = footprint
-    """Our engine's, unless another is named."""
 
     def __call__(self, spec: TrialSpec) -> int:
         """Bytes that each GPU's allocator must reserve; what NCCL takes beside it counts as if it were the allocator's."""
         shape = self.shape or _shape(spec.model_directory)
-        needed = self.formula(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
+        needed = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
         return needed.device_used_bytes - CONTEXT_BYTES[spec.device]
 
 

@@ -18,8 +18,6 @@ Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked about."""
 
 FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.footprint, "trinity": trinity.footprint}
-
-
 ACCURACY: Mapping[Trainer, str] = {
     "highwater": "fitted to trials of dense Qwen3 models on one H200, `sft`: with expandable segments the GPU memory of 10 trials "
     "was off by 2.0 % at most, the native allocator needed up to 12 % less than is said here (docs/results/predict); other "
@@ -100,23 +98,9 @@ def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula) -
             fails = middle
     found = _at(question, cell, room, trainer, grid.length(max(1, fits)))
     if fails > question.size_of(cell):
-        return CellPrediction(
-            cell=cell,
-            capacity_tokens=found.capacity_tokens,
-            does_not_fit_tokens=None,
-            binding="ceiling",
-            footprint=found.footprint,
-            headroom_bytes=found.headroom_bytes,
-        )
+        return msgspec.structs.replace(found, binding="ceiling")
     beyond = _at(question, cell, room, trainer, grid.length(fails))
-    return CellPrediction(
-        cell=cell,
-        capacity_tokens=found.capacity_tokens,
-        does_not_fit_tokens=grid.length(fails),
-        binding=beyond.binding,
-        footprint=found.footprint,
-        headroom_bytes=found.headroom_bytes,
-    )
+    return msgspec.structs.replace(found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens)
 
 
 def _predict_from_the_top(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:

@@ -6,8 +6,9 @@ In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E
 P parameters of a layer  U ``ulysses_degree``
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from highwater.errors import ModelError
 from highwater.prediction.constants import CONTEXT_BYTES, CPU_PROCESS_BYTES, FILLED_SHARE, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
@@ -96,8 +97,21 @@ class Footprint(Noun, frozen=True, kw_only=True):
         return sum(term.bytes for term in self.host)
 
 
-Formula = Callable[..., Footprint]
-"""A trainer in closed form: (shape, settings, layout, length_tokens=, device=) -> Footprint."""
+class Formula(Protocol):
+    """A trainer in closed form."""
+
+    def __call__(
+        self,
+        shape: ModelShape,
+        settings: Settings,
+        layout: Layout,
+        *,
+        length_tokens: int,
+        device: Device = "cuda",
+        state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+    ) -> Footprint:
+        """What a step takes on synthetic sequences of this length; of one GPU, the fullest."""
+        ...
 
 
 def footprint(
@@ -224,7 +238,6 @@ def _layer_terms(step: _Step) -> tuple[Term, ...]:
     """The last layer: recomputed and going backward, while all inputs are kept and the next layer is being gathered."""
     shape, layout, settings = step.shape, step.layout, step.settings
     parameters = _layer_parameters(shape)
-    root = _gathered_root(step)
     working_set = max(_attention_bytes(step), 0 if step.has_tiles else _attention_kept(step) + _mlp_bytes(step))
     if settings.recompute == "none":
         working_set = max(0, working_set - _kept(step) // (step.tokens * shape.layers))
@@ -235,7 +248,7 @@ def _layer_terms(step: _Step) -> tuple[Term, ...]:
         Term(name="layers, gathered", bytes=3 * step.element * parameters),
         Term(name="gradient reduction", bytes=4 * parameters if layout.shard_degree > 1 else 0),
         Term(name="shards from the host", bytes=8 * parameters // layout.shard_degree if _is_offloaded(step) else 0),
-        Term(name="gradient of embedding and head", bytes=root),
+        Term(name="gradient of embedding and head", bytes=_gathered_root(step)),
     )
 
 

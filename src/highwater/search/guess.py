@@ -5,7 +5,6 @@ It orders trials and decides nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -14,9 +13,10 @@ from highwater.prediction.constants import LIKELY_FILLED_SHARE
 from highwater.prediction.formula import Footprint, footprint
 from highwater.spec.footprint import device_state_bytes, layer_input_bytes
 from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
+from highwater.spec.trial import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,19 @@ def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> 
     return Line(0.1 * usable_bytes, (least * most) ** 0.5)
 
 
-def _likely(shape: ModelShape, settings: Settings, layout: Layout, **of_a_trial: Any) -> Footprint:
+def _likely(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
     """What is as often too much as too little, where a prediction has to be enough."""
-    enough = footprint(shape, settings, layout, **of_a_trial)
-    if enough.filled_share == 1:
+    enough = footprint(
+        shape, settings, layout, length_tokens=length_tokens, device=device, state_bytes_per_parameter=state_bytes_per_parameter
+    )
+    if device == "cpu":
         return enough
     return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])

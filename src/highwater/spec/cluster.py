@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of
+from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, lacking
 from highwater.units import format_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
@@ -52,8 +52,8 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     count, name = _parse(text)
     if name is not None:
         kind = _kind(name, count)
-        if kind.bf16_dense_tflops is None or not kind.flash_attention:
-            raise MachineError(f"{kind.name} has no bf16 or no flash attention: nothing trains on it", hint=f"use {_EXAMPLE}")
+        if lacking(kind):
+            raise MachineError(f"{kind.name} has no {' and no '.join(lacking(kind))}", hint=f"use {_EXAMPLE}")
         memory = gpu_memory_bytes or kind.usable_bytes
         if memory is None:
             raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")

@@ -80,15 +80,18 @@ def kind_of(driver_name: str) -> GpuKind | None:
     return max(matches, key=lambda kind: len(kind.match), default=None)
 
 
+def lacking(kind: GpuKind) -> tuple[str, ...]:
+    """What training needs and this kind does not have; empty for one that can train."""
+    has = {"bf16": kind.bf16_dense_tflops is not None, "flash attention": kind.flash_attention}
+    return tuple(name for name, there in has.items() if not there)
+
+
 def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> None:
     """Raise MachineError for a GPU without bf16 or without the flash kernels."""
     kind = kind_of(driver_name)
-    too_old = compute_capability < OLDEST_CAPABILITY
-    missing: list[str] = []
-    if too_old or (kind is not None and kind.bf16_dense_tflops is None):
-        missing.append("bf16")
-    if too_old or (kind is not None and not kind.flash_attention):
-        missing.append("flash attention")
+    missing = lacking(kind) if kind is not None else ()
+    if compute_capability < OLDEST_CAPABILITY:
+        missing = ("bf16", "flash attention")
     if missing:
         major, minor = compute_capability
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
