@@ -8,7 +8,7 @@ from highwater.attention.dense import attend, select_kernel  # noqa: E402
 from highwater.attention.reference import reference_attention  # noqa: E402
 from highwater.bench.layer import measure as measure_layer  # noqa: E402
 from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure  # noqa: E402
-from highwater.engine import gate_kernels, row_kernels  # noqa: E402
+from highwater.engine import gate_kernels, rotary_kernels, row_kernels  # noqa: E402
 from highwater.engine import loss as loss_module  # noqa: E402
 
 LAYER_BYTES = 52_500
@@ -56,6 +56,29 @@ def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype"
     gate_kernels.backward_(*exact)
     for ours, expected in zip((gate, up, gradient), exact, strict=True):
         assert deviation(ours[rows], expected) < ROW_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 4), (5, 3, 12), (1031, 16, 128), (77, 64, 80), (1_100_000, 16, 128)])
+def test_rotary_kernels_equal_float64(shape: tuple[int, int, int], has_norm: bool, dtype: "torch.dtype") -> None:
+    torch.manual_seed(0)
+    tokens, heads, size = shape
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    upstream = torch.randn(heads, tokens, size, device="cuda", dtype=dtype).transpose(0, 1)  # as attention gives it back
+    weight = torch.randn(size, device="cuda", dtype=dtype) if has_norm else None
+    cosines, sines = torch.randn(2, tokens, size, device="cuda", dtype=dtype)
+    out, scales = rotary_kernels.rotate(x, weight, 1e-6, cosines, sines)
+    gradient, weight_gradient = rotary_kernels.backward(upstream, x, weight, scales, cosines, sines)
+    rows = slice(max(0, tokens - 1031), None)  # the last ones, whose offsets pass 2**31 in the largest
+    exact = [None if t is None else t.double() for t in (x[rows], weight)]
+    positions = [t[rows].double() for t in (cosines, sines)]
+    expected, wide_scales = rotary_kernels.rotate(*exact, 1e-6, *positions)
+    wanted, wanted_weight = rotary_kernels.backward(upstream[rows].double(), *exact, wide_scales, *positions)
+    assert deviation(out[rows], expected) < ROW_TOLERANCE[dtype]
+    assert deviation(gradient[rows], wanted) < ROW_TOLERANCE[dtype]
+    if weight_gradient is not None and wanted_weight is not None and tokens <= 1031:
+        assert deviation(weight_gradient, wanted_weight) < ROW_TOLERANCE[dtype]
 
 
 def test_one_layers_backward_pass_costs_what_it_is_said_to_cost() -> None:

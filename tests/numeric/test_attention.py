@@ -28,7 +28,8 @@ def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...],
     assert deviation(ours, expected) < TOLERANCE
     gradients = torch.autograd.grad(ours, (q, k, v), upstream)
     for gradient, wanted in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
-        assert deviation(gradient, wanted) < TOLERANCE
+        # Of documents of one token the attention is their value: what is exactly 0 in the textbook is here what did not cancel.
+        assert deviation(gradient, wanted) < TOLERANCE or (not wanted.any() and gradient.norm() < TOLERANCE * upstream.norm())
 
 
 def test_a_document_does_not_see_the_one_before_it() -> None:

@@ -1,22 +1,28 @@
 """Fused modules in the place of a family's own, where a trial on random numbers shows that they compute the same.
 
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is one kernel each way that keeps
-the input and one number per row. A gated MLP is one that keeps its input alone (engine/gated_mlp.py).
+the input and one number per row. The norm of every head and its rotation are two more, and a dozen where a family has them
+(engine/rotary_attention.py). A gated MLP is one that keeps its input alone (engine/gated_mlp.py).
 """
 
 import copy
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from highwater.engine.gated_mlp import GatedMlp
+from highwater.engine.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 
 BLOCK_BYTES = 1024**2
 """Float32 temporaries of a norm on the CPU, at the most a few times this."""
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
 """Relative, in float32: another order of the same operations. A norm that adds 1 to its weight is off by far more."""
+_PROOF_HEADS, _PROOF_KEYS = 4, 2
+_PROOF_ATTENTION = "highwater_proof"
+"""What both attentions of a proof call; registered for it."""
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -111,6 +117,88 @@ def _blocks(*tensors: torch.Tensor) -> Any:
     """Blocks of rows, with float32 temporaries of ``BLOCK_BYTES`` each."""
     rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
     return zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in tensors), strict=True)
+
+
+def fuse_attentions(model: nn.Module) -> int:
+    """Replace every attention that RotaryAttention equals, in place, under the same parameter names; returns how many.
+
+    After ``fuse_norms``. Each is proven by itself: layers of one class may differ, as those without positions do.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        for name, attention in list(parent.named_children()):
+            features = _proven_features(attention) if _has_projected_heads(attention) else None
+            if features is not None:
+                setattr(parent, name, RotaryAttention(attention, features))
+                count += 1
+    return count
+
+
+def _has_projected_heads(module: nn.Module) -> bool:
+    """Whether it has just the children of a RotaryAttention, and no parameters beside."""
+    children = dict(module.named_children())
+    if isinstance(module, RotaryAttention) or set(children) not in (set(PROJECTIONS), {*PROJECTIONS, *NORMS}):
+        return False
+    return (
+        all(type(children[name]) is nn.Linear for name in PROJECTIONS)
+        and all(isinstance(norm, nn.RMSNorm) and norm.eps is not None for name, norm in children.items() if name in NORMS)
+        and not list(module.parameters(recurse=False))
+        and not list(module.buffers())
+    )
+
+
+def _proven_features(module: nn.Module) -> dict[str, Any] | None:
+    """What it tells the attention function, where a small RotaryAttention hands on the same heads and makes the same of the output.
+
+    None where it does not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
+    theirs: Any = copy.copy(module)
+    theirs._modules = {name: _small_child(name, child, size, generator) for name, child in module.named_children()}
+    theirs.head_dim, theirs.num_key_value_groups = size, _PROOF_HEADS // _PROOF_KEYS
+    inputs, cosines, sines = (
+        torch.randn(1, tokens, width, generator=generator, dtype=torch.float64) for width in (PROOF_SIZE, size, size)
+    )
+    call = {"hidden_states": inputs, "position_embeddings": (cosines, sines), "attention_mask": None}
+    seen: list[tuple[list[Tensor], dict[str, Any]]] = []
+
+    def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **features: Any) -> tuple[Tensor, None]:
+        assert mask is None, "it was given none"
+        seen.append(([query, key, value], features))
+        return query.transpose(1, 2).square().contiguous(), None
+
+    AttentionInterface.register(_PROOF_ATTENTION, attend)
+    try:
+        theirs.config = copy.copy(theirs.config)
+        theirs.config._attn_implementation = _PROOF_ATTENTION
+        with torch.no_grad():
+            expected = theirs(**call)[0]
+            told = {name: value for name, value in seen[0][1].items() if name != "dropout"}
+            ours = RotaryAttention(theirs, told)(**call)[0]
+    except Exception:  # noqa: BLE001 -- whatever it needs besides, ours does not give it: left alone
+        return None
+    (their_heads, their_features), (our_heads, our_features) = seen
+    pairs = zip([*our_heads, ours], [*their_heads, expected], strict=True)
+    # A scale that comes from the head's size would be the small one's.
+    same = their_features.get("scaling") == getattr(module, "scaling", None) and all(
+        mine.shape == other.shape and torch.allclose(mine, other, rtol=1e-10, atol=1e-10) for mine, other in pairs
+    )
+    return told if same and our_features == their_features else None
+
+
+def _small_child(name: str, child: nn.Module, size: int, generator: torch.Generator) -> nn.Module:
+    if isinstance(child, nn.RMSNorm):
+        small: nn.Module = RmsNorm(size, eps=child.eps, device="cpu", dtype=torch.float64)
+    else:
+        heads = {"q_proj": _PROOF_HEADS, "k_proj": _PROOF_KEYS, "v_proj": _PROOF_KEYS}
+        widths = (_PROOF_HEADS * size, PROOF_SIZE) if name == "o_proj" else (PROOF_SIZE, heads[name] * size)
+        bias = "bias" in dict(child.named_parameters())
+        small = nn.Linear(*widths, bias=bias, device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return small
 
 
 def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:

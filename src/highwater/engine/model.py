@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
-from highwater.engine.fused import fuse_mlps, fuse_norms
+from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.loss import token_statistics
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.recompute import recompute_layers
@@ -237,6 +237,7 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss 
         )
     _refuse_other_mixing(causal_lm)
     fuse_norms(causal_lm)
+    fuse_attentions(causal_lm)
     if loss is None:
         return ScalarModel(causal_lm, attention=attention)
     model = LanguageModel(causal_lm, attention=attention, loss=loss)

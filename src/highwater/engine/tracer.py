@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from highwater.attention.dense import Kernel
-from highwater.engine import fake_cuda, gate_kernels, model, row_kernels, weights
+from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row_kernels, weights
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.place import Place
@@ -238,9 +238,10 @@ def _stand_in(kernel: Kernel) -> None:
     names: Any = F
     names.rms_norm = rms_norm
     names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
-    loose: Any = (gate_kernels, row_kernels, model, weights, transformers.masking_utils)
-    gates, rows, models, saved, masks = loose
+    loose: Any = (gate_kernels, rotary_kernels, row_kernels, model, weights, transformers.masking_utils)
+    gates, rotary, rows, models, saved, masks = loose
     gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
+    rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
     models._fill_random = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers

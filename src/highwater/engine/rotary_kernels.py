@@ -1,0 +1,89 @@
+"""RMS norm of every head and its rotation by position (RoPE), in one pass each way; either head norm or none.
+
+On a GPU two Triton kernels that read and write every element once; elsewhere PyTorch in blocks of tokens. Both compute in float32
+(float64 for float64) and round once.
+
+Shapes:  T tokens  H heads  D head size
+Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves of a head rotated against each other, as Hugging
+Face's models do.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 1024**2
+"""Float32 temporaries of the PyTorch path, at the most a few times this."""
+PARTS = 1024
+"""Sums of the norm's gradient on a GPU, each over some of the tokens, before they are added up."""
+
+
+def rotate(
+    x_THD: Tensor, weight_D: Tensor | None, eps: float, cosines_TD: Tensor, sines_TD: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The heads, normed if there is a weight, then rotated; and with a weight ``1 / rms`` of each head before, of shape (T, H)."""
+    tokens, heads, _ = x_THD.shape
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    out_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    scales_TH = None if weight_D is None else torch.empty(tokens, heads, dtype=wide, device=x_THD.device)
+    if x_THD.is_cuda and x_THD.dtype != torch.float64:
+        _triton().rotate(x_THD, weight_D, eps, cosines_TD, sines_TD, out_THD, scales_TH)
+        return out_THD, scales_TH
+    for part in _blocks(x_THD):
+        x = x_THD[part].to(wide)
+        if weight_D is not None and scales_TH is not None:
+            scales_TH[part] = x.square().mean(-1).add_(eps).rsqrt_()
+            x = x * scales_TH[part][..., None] * weight_D
+        out_THD[part] = x * cosines_TD[part, None] + _turned(x) * sines_TD[part, None]
+    return out_THD, scales_TH
+
+
+def backward(
+    gradient_THD: Tensor,
+    x_THD: Tensor,
+    weight_D: Tensor | None,
+    scales_TH: Tensor | None,
+    cosines_TD: Tensor,
+    sines_TD: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of ``x`` and of the weight, from that of what ``rotate`` returned, whose last dimension is dense."""
+    x_gradient_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    if x_THD.is_cuda and x_THD.dtype != torch.float64:
+        sums = None if weight_D is None else torch.empty(PARTS, x_THD.shape[-1], dtype=wide, device=x_THD.device)
+        _triton().backward(gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD, x_gradient_THD, sums)
+        return x_gradient_THD, None if weight_D is None or sums is None else sums.sum(0).to(weight_D.dtype)
+    weight_gradient_D = None if weight_D is None else torch.zeros_like(weight_D, dtype=wide)
+    for part in _blocks(x_THD):
+        turned_back = gradient_THD[part].to(wide)
+        turned_back = turned_back * cosines_TD[part, None] - _turned(turned_back * sines_TD[part, None])
+        if weight_D is not None and scales_TH is not None and weight_gradient_D is not None:
+            scale = scales_TH[part][..., None]
+            unit = x_THD[part] * scale
+            weight_gradient_D += (turned_back * unit).sum((0, 1))
+            turned_back = turned_back * weight_D
+            turned_back = (turned_back - unit * (turned_back * unit).mean(-1, keepdim=True)) * scale
+        x_gradient_THD[part] = turned_back
+    return x_gradient_THD, None if weight_D is None or weight_gradient_D is None else weight_gradient_D.to(weight_D.dtype)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """A quarter turn of every pair: (-second half, first half). The quarter turn back is its negative."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _blocks(x_THD: Tensor) -> list[slice]:
+    tokens = len(x_THD)
+    rows = max(1, BLOCK_BYTES // (4 * x_THD.shape[1] * x_THD.shape[2]))
+    return [slice(start, min(tokens, start + rows)) for start in range(0, tokens, rows)]
+
+
+def _triton() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
+    from highwater.engine import rotary_kernels_triton
+
+    return rotary_kernels_triton
