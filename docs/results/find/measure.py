@@ -30,8 +30,11 @@ PUBLISHED_SETTINGS = {
 """By rung, what the published table calls it; entropy saving is not in that table, its cells stand beside those without."""
 
 _SFT = "--start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m --gpus 1"
-_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --proof memory --timeout 100s"
-_LONG = "--loss chunked --allocator expandable --start-length 32768 --resolution 32768 --proof memory --timeout 5m"
+_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --resolution 8192 --proof memory --timeout 90s"
+_ENV = "--loss full --entropy full --allocator expandable"
+_SAVING = "--loss full --entropy chunked --allocator expandable"
+_LONG = "--loss chunked --allocator expandable --proof memory --timeout 5m"
+_GRID = "--start-length 32768 --resolution 32768"
 PAGES: dict[str, dict[str, str]] = {
     "sft": {
         # The longest searches first, so that no GPU is left with one at the end.
@@ -46,31 +49,38 @@ PAGES: dict[str, dict[str, str]] = {
         "qwen3-0.6b-79gib-chunked": f"Qwen3-0.6B --memory 79.15GiB --loss chunked {_SFT}",
     },
     "published": {
-        # Whole machines first: what needs fewer GPUs then fills what is left.
-        "grpo-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --entropy full --allocator expandable {_GRPO}",
-        "grpo-4b-4": f"Qwen3-4B --gpus 4 --ulysses 1 2 4 --loss full --entropy full --allocator expandable {_GRPO}",
-        "grpo-0.6b-4": f"Qwen3-0.6B --gpus 4 --ulysses 1 2 4 --loss full --entropy full --allocator expandable {_GRPO}",
-        "grpo-4b-2": f"Qwen3-4B --gpus 2 --ulysses 1 2 --loss full --entropy full --allocator expandable {_GRPO}",
-        "grpo-0.6b-2": f"Qwen3-0.6B --gpus 2 --ulysses 1 2 --loss full --entropy full --allocator expandable {_GRPO}",
-        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full {_GRPO}",
-        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full {_GRPO}",
-        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 --loss full --allocator expandable --entropy chunked {_GRPO}",
-        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 --loss full --allocator expandable --entropy chunked {_GRPO}",
-        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --loss full --allocator expandable --entropy full --offload {_GRPO}",
-        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --loss full --allocator expandable --entropy full --offload {_GRPO}",
+        # Whole machines first: what needs fewer GPUs then fills what is left. Each begins at the published length.
+        "grpo-8b-4-sp4": f"Qwen3-8B --gpus 4 --ulysses 4 --start-length 51200 {_ENV} {_GRPO}",
+        "grpo-4b-4-sp4": f"Qwen3-4B --gpus 4 --ulysses 4 --start-length 81920 {_ENV} {_GRPO}",
+        "grpo-0.6b-4-sp4": f"Qwen3-0.6B --gpus 4 --ulysses 4 --start-length 112640 {_ENV} {_GRPO}",
+        "grpo-4b-4-sp2": f"Qwen3-4B --gpus 4 --ulysses 2 --start-length 40960 {_ENV} {_GRPO}",
+        "grpo-4b-4-sp1": f"Qwen3-4B --gpus 4 --ulysses 1 --start-length 20480 {_ENV} {_GRPO}",
+        "grpo-0.6b-4-sp2": f"Qwen3-0.6B --gpus 4 --ulysses 2 --start-length 51200 {_ENV} {_GRPO}",
+        "grpo-0.6b-4-sp1": f"Qwen3-0.6B --gpus 4 --ulysses 1 --start-length 28672 {_ENV} {_GRPO}",
+        "grpo-4b-2-sp2": f"Qwen3-4B --gpus 2 --ulysses 2 --start-length 32768 {_ENV} {_GRPO}",
+        "grpo-4b-2-sp1": f"Qwen3-4B --gpus 2 --ulysses 1 --start-length 16384 {_ENV} {_GRPO}",
+        "grpo-0.6b-2-sp2": f"Qwen3-0.6B --gpus 2 --ulysses 2 --start-length 51200 {_ENV} {_GRPO}",
+        "grpo-0.6b-2-sp1": f"Qwen3-0.6B --gpus 2 --ulysses 1 --start-length 28672 {_ENV} {_GRPO}",
+        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 16384 {_GRPO}",
+        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 24576 {_GRPO}",
+        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO}",
+        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO}",
+        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO}",
+        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO}",
     },
     "long": {
-        "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_LONG}",
-        "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_LONG}",
-        "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_LONG}",
-        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_LONG}",
-        "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_LONG}",
-        "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_LONG}",
-        "long-4b-1": f"Qwen3-4B --gpus 1 {_LONG}",
+        "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_LONG}",
+        "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_LONG}",
+        "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_GRID} {_LONG}",
+        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_LONG}",
+        "long-0.6b-79gib": f"Qwen3-0.6B --gpus 1 --memory 79.15GiB --start-length 131072 --resolution 8192 {_LONG}",
+        "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_GRID} {_LONG}",
+        "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_GRID} {_LONG}",
+        "long-4b-1": f"Qwen3-4B --gpus 1 {_GRID} {_LONG}",
         # For machines of eight.
-        "long-8b-8": f"Qwen3-8B --gpus 8 --ulysses 8 {_LONG}",
-        "long-8b-8-offload": f"Qwen3-8B --gpus 8 --ulysses 8 --offload {_LONG}",
-        "long-30b-a3b-8": f"Qwen3-30B-A3B --gpus 8 --ulysses 4 {_LONG}",
+        "long-8b-8": f"Qwen3-8B --gpus 8 --ulysses 8 {_GRID} {_LONG}",
+        "long-8b-8-offload": f"Qwen3-8B --gpus 8 --ulysses 8 --offload {_GRID} {_LONG}",
+        "long-30b-a3b-8": f"Qwen3-30B-A3B --gpus 8 --ulysses 4 {_GRID} {_LONG}",
     },
 }
 

@@ -1,9 +1,9 @@
 """A training step of ours against Hugging Face's, plain or with Liger's kernels: time interleaved in one process, memory apart.
 
 ``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Both train on the same synthetic sequences,
-one sequence per micro-batch, two micro-batches per step. The losses of both are printed side by side: they start from the same
-weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at which the contenders do not fit on the card
-together: there each is timed in the process that measures its memory, and the row says so.
+one sequence per micro-batch, ``--micro-batches`` of them per step. The losses of both are printed side by side: they start from
+the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at which the contenders do not fit on
+the card together: there each is timed in the process that measures its memory, and the row says so.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from highwater.spec.model import load_model
 from highwater.spec.settings import Loss
 from highwater.spec.trial import PROMPT_TOKENS
 
-MICRO_BATCHES = 2
 LOSS_TOLERANCE = 5e-4
 """Relative: two bfloat16 paths from the same weights, a few steps of bfloat16 rounding apart."""
 
@@ -54,14 +53,13 @@ def main() -> None:
     """Print ratios to stderr and the JSON document to stdout or ``--out``."""
     arguments = _parse()
     if arguments.memory_of:
-        measure_alone(arguments.memory_of, arguments.model, arguments.lengths)
+        measure_alone(arguments.memory_of, arguments)
         return
     # Memory first: once this process has timed a step, the card is no longer empty for anybody else.
-    every_length = [*arguments.lengths, *arguments.alone]
-    alone = {name: _in_own_process(name, arguments.model, every_length) for name in arguments.contenders}
-    rows: dict[int, dict[str, object]] = {length: _row_alone(length, alone) for length in arguments.alone}
+    alone = {name: _in_own_process(name, arguments) for name in arguments.contenders}
+    rows = {length: _row_alone(length, alone, arguments.micro_batches) for length in arguments.alone}
     if arguments.lengths:
-        rows |= time_side_by_side(arguments.model, arguments.lengths, arguments.rounds, arguments.contenders)
+        rows |= time_side_by_side(arguments)
     rows = dict(sorted(rows.items()))
     for length, row in rows.items():
         row["peak_reserved_bytes"] = {name: found[length].reserved if length in found else None for name, found in alone.items()}
@@ -73,32 +71,34 @@ def main() -> None:
         print(text)
 
 
-def time_side_by_side(model: str, lengths: list[int], rounds: int, contenders: list[str]) -> dict[int, dict[str, object]]:
+def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, object]]:
     """Median step time of every contender at every length, the contenders taking turns."""
     with tempfile.TemporaryDirectory() as folder:
-        directory = _same_weights(model, Path(folder))
-        steps = {name: CONTENDERS[name](directory, max(lengths)) for name in contenders}
+        directory = _same_weights(arguments.model, Path(folder))
+        steps = {name: CONTENDERS[name](directory, max(arguments.lengths)) for name in arguments.contenders}
         rows: dict[int, dict[str, object]] = {}
-        for length in lengths:
-            sequences = _sequences(model, length)
+        for length in arguments.lengths:
+            sequences = _sequences(arguments.model, length, arguments.micro_batches)
             losses = {name: step(sequences) for name, step in steps.items()}
             times: dict[str, list[float]] = {name: [] for name in steps}
-            for _ in range(rounds):
+            for _ in range(arguments.rounds):
                 for name, step in steps.items():
                     times[name].append(_timed(step, sequences))
-            rows[length] = _row(length, losses, times)
+            rows[length] = _row(length, losses, times, arguments.micro_batches)
     return rows
 
 
-def measure_alone(contender: str, model: str, lengths: list[int]) -> None:
+def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     """Print a line per length: peak reserved bytes of one contender alone on the card, and the times of its later steps."""
-    step = CONTENDERS[contender](load_model(model).directory, max(lengths))
+    lengths = sorted({*arguments.lengths, *arguments.alone})
+    step = CONTENDERS[contender](load_model(arguments.model).directory, max(lengths))
     for length in lengths:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        sequences = _sequences(model, length)
+        sequences = _sequences(arguments.model, length, arguments.micro_batches)
         step(sequences)
-        times = [_timed(step, sequences) for _ in range(STEPS_ALONE)]
+        # The second step is the first one with all optimizer states; its time counts where it is one of several.
+        times = [_timed(step, sequences) for _ in range(STEPS_ALONE if length in arguments.alone else 1)]
         print(json.dumps({"length": length, "reserved": torch.cuda.max_memory_reserved(), "times": times}), flush=True)
 
 
@@ -155,6 +155,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--alone", type=int, nargs="+", default=[], help="tokens of one sequence, each contender in its own process"
     )
+    parser.add_argument("--micro-batches", type=int, default=2, help="sequences of a step, one after the other")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each contender, taking turns")
     parser.add_argument(
         "--contenders",
@@ -180,12 +181,12 @@ def _same_weights(model: str, folder: Path) -> str:
     return str(folder)
 
 
-def _sequences(model: str, length: int) -> list[tuple[Tensor, Tensor]]:
+def _sequences(model: str, length: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
     """The same micro-batches for every contender: random tokens, the first 2,048 (or half) not trained on."""
     vocabulary = load_model(model).shape.vocab_size
     generator = torch.Generator().manual_seed(length)
     sequences: list[tuple[Tensor, Tensor]] = []
-    for _ in range(MICRO_BATCHES):
+    for _ in range(micro_batches):
         ids = torch.randint(vocabulary, (length,), generator=generator)
         labels = ids.clone()
         labels[: min(PROMPT_TOKENS, length // 2)] = UNTRAINED
@@ -201,33 +202,38 @@ def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
     return time.perf_counter() - began
 
 
-def _row(length: int, losses: dict[str, float], times: dict[str, list[float]]) -> dict[str, object]:
+def _row(length: int, losses: dict[str, float], times: dict[str, list[float]], micro_batches: int) -> dict[str, object]:
     base = next(iter(losses.values()))
     same_work = all(abs(loss - base) <= LOSS_TOLERANCE * abs(base) for loss in losses.values())
     proof: dict[str, object] = {"loss": losses, "same_work": same_work}
-    return {"length_tokens": length, "timed": "taking turns"} | proof | _speeds(length, times, same_work)
+    tokens = micro_batches * length
+    return {"length_tokens": length, "step_tokens": tokens, "timed": "taking turns"} | proof | _speeds(tokens, times, same_work)
 
 
-def _row_alone(length: int, alone: dict[str, dict[int, Alone]]) -> dict[str, object]:
+def _row_alone(length: int, alone: dict[str, dict[int, Alone]], micro_batches: int) -> dict[str, object]:
     times = {name: found[length].times for name, found in alone.items() if length in found}
-    return {"length_tokens": length, "timed": "a process each", **_speeds(length, times, next(iter(alone)) in times)}
+    tokens = micro_batches * length
+    speeds = _speeds(tokens, times, next(iter(alone)) in times)
+    return {"length_tokens": length, "step_tokens": tokens, "timed": "a process each", **speeds}
 
 
-def _speeds(length: int, times: dict[str, list[float]], comparable: bool) -> dict[str, object]:
+def _speeds(step_tokens: int, times: dict[str, list[float]], comparable: bool) -> dict[str, object]:
     median = {name: statistics.median(values) for name, values in times.items()}
     first = next(iter(median), None)
     return {
         "step_times_s": times,
-        "tokens_per_s": {name: MICRO_BATCHES * length / value for name, value in median.items()},
+        "tokens_per_s": {name: step_tokens / value for name, value in median.items()},
         "speed_over": first,
         "speed_ratio": {name: median[first] / value for name, value in median.items()} if first and comparable else None,
     }
 
 
-def _in_own_process(contender: str, model: str, lengths: list[int]) -> dict[int, Alone]:
+def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, Alone]:
     """What a contender managed alone, with expandable segments, up to the first length that it ran out of memory at."""
     allocator = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-    words = [model, "--memory-of", contender, "--lengths", *map(str, sorted(lengths))]
+    words = [arguments.model, "--memory-of", contender, "--micro-batches", str(arguments.micro_batches)]
+    for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
+        words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-m", "highwater.bench.step", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]
