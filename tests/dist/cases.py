@@ -76,7 +76,7 @@ VALUES = {
     "model": ("dense", "tied", "moe"),
     "precision": ("float64", "float32", "bfloat16"),
     "loss": ("full", "chunked"),
-    "recompute": ("layer", "none"),
+    "recompute": ("layer", "none", "all-but-attention"),
     "batch": ("packed", "untrained-rank", "three-steps"),
     "ulysses": (1, 2, 4),
     "mlp_tiles": (None, 3),

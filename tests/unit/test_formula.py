@@ -31,7 +31,7 @@ MAY_GROW = {
 RUNGS = st.builds(
     Settings,
     loss=st.sampled_from(["full", "chunked"]),
-    recompute=st.sampled_from(["none", "layer"]),
+    recompute=st.sampled_from(["none", "layer", "all-but-attention"]),
     objective=st.sampled_from(["sft", "grpo"]),
     offload=st.booleans(),
     sequences_per_micro_batch=st.sampled_from([1, 2]),

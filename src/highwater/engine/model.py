@@ -203,11 +203,11 @@ def build(
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     # Without recomputation the products that tiles compute twice would cost time: only on demand.
-    if recompute == "layer" or mlp_tiles is not None:
+    if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
-    if recompute == "layer":
-        recompute_layers(model.layers)
+    if recompute != "none":
+        recompute_layers(model.layers, keep_attention=recompute == "all-but-attention")
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as saved:
         fill = Fill(model, saved, device=device, seed=seed)

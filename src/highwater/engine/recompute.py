@@ -1,20 +1,36 @@
-"""Recompute: decoder layers that keep only their input and run again in the backward pass."""
+"""Recompute: decoder layers that keep only their input, or their attention's output too, and run again in the backward pass."""
 
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
 )
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 PREFIX = "_checkpoint_wrapped_module."
 """What the wrapper adds to parameter names."""
+_aten: Any = torch.ops.aten
+_ATTENTION = [
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Every operator that attention/dense.py may end in."""
 
 
-def recompute_layers(layers: nn.ModuleList) -> None:
+def recompute_layers(layers: nn.ModuleList, *, keep_attention: bool = False) -> None:
     """Wrap every layer, in place.
 
     The wrapper goes on before FSDP, which then gathers a layer's parameters once for both its recomputation and its gradient.
+    ``keep_attention``: the outputs of the attention kernels stay in memory, the one part whose time grows with the length squared.
     """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
+    keeping = {"context_fn": partial(create_selective_checkpoint_contexts, _ATTENTION)} if keep_attention else {}
     for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=dropout)
+        layers[index] = checkpoint_wrapper(
+            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=dropout, **keeping
+        )

@@ -60,8 +60,6 @@ def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventL
 
     ``kernel`` is the attention of the GPUs that are meant. Raises UsageError for what cannot be traced.
     """
-    if spec.settings.offload or spec.settings.objective == "grpo":
-        raise UsageError("host memory is not traced yet", hint="leave `--offload` out, and use `--objective sft`")
     fake_cuda.install()
     _stand_in(kernel)
     place = _place(spec, rank, kernel)

@@ -134,7 +134,7 @@ def footprint(
         Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
         Term(name="embedding and head, gathered", bytes=_gathered_root(step)),
-        Term(name="kept by recompute" if settings.recompute == "layer" else "activations of all layers", bytes=_kept(step)),
+        Term(name="activations of all layers" if settings.recompute == "none" else "kept by recompute", bytes=_kept(step)),
     )
     phases = (
         Phase(name="loss", terms=_present(*always, *_loss_terms(step))),
@@ -181,7 +181,7 @@ class _Step:
         """The MLP goes in tiles; experts never do."""
         if self.shape.experts > 1 or self.settings.mlp_tiles == 1:
             return False
-        return self.settings.recompute == "layer" or self.settings.mlp_tiles is not None
+        return self.settings.recompute != "none" or self.settings.mlp_tiles is not None
 
 
 def _step(shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device) -> _Step:
@@ -209,9 +209,12 @@ def _has_own_head(step: _Step) -> bool:
 
 
 def _kept(step: _Step) -> int:
-    """T x E for each layer, its input; without recompute all that its backward pass reads. Source: engine/recompute.py."""
-    if step.settings.recompute == "layer":
-        return step.element * step.tokens * step.shape.hidden_size * step.shape.layers
+    """T x E for each layer, its input, and what its attention returns if that is kept; without recompute all that its backward
+    pass reads. Source: engine/recompute.py.
+    """
+    if step.settings.recompute != "none":
+        attention = 0 if step.settings.recompute == "layer" else step.element * step.query + 4 * step.shape.query_heads
+        return step.tokens * step.shape.layers * (step.element * step.shape.hidden_size + attention)
     return step.tokens * step.shape.layers * (_attention_kept(step) + _mlp_bytes(step) // 2)
 
 
