@@ -30,7 +30,7 @@ from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.spec.settings import Loss
+from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
 
 LOSS_TOLERANCE = 5e-4
@@ -102,7 +102,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         print(json.dumps({"length": length, "reserved": torch.cuda.max_memory_reserved(), "times": times}), flush=True)
 
 
-def ours(directory: str, longest: int, *, loss: Loss) -> Step:
+def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "layer") -> Step:
     """Our engine on one GPU."""
     device = torch.device("cuda", 0)
     shape = load_model(directory).shape
@@ -119,7 +119,7 @@ def ours(directory: str, longest: int, *, loss: Loss) -> Step:
         mesh=mesh,
         attention=register(kernel),
         loss=loss,
-        recompute="layer",
+        recompute=recompute,
         compute_dtype=torch.bfloat16,
     )
     trainer = Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh)
@@ -145,6 +145,7 @@ CONTENDERS: dict[str, Callable[[str, int], Step]] = {
     "liger": liger,
     "full": lambda directory, longest: ours(directory, longest, loss="full"),
     "chunked": lambda directory, longest: ours(directory, longest, loss="chunked"),
+    "attention-kept": lambda directory, longest: ours(directory, longest, loss="chunked", recompute="all-but-attention"),
 }
 
 
