@@ -35,7 +35,6 @@ from highwater.engine.data import batches, shard
 from highwater.engine.place import Place
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
-from highwater.errors import UsageError
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
 from highwater.spec.trial import TrialSpec
