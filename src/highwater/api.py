@@ -9,6 +9,7 @@ for answer in study.answers:
 ```
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,15 @@ from highwater.launch.probe import (
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
-from highwater.prediction.capacity import ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
+from highwater.launch.tracing import CachedTracer, trace_directory
+from highwater.prediction.capacity import ACCURACY, TRACED_ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
+from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
 from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.footprint import checkpoint_bytes
-from highwater.spec.hardware import Machine, refuse_unfit_gpu
+from highwater.spec.hardware import Machine, kernels, refuse_unfit_gpu
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.plan import Plan, plan, plan_trial, ulysses_obstacle, used_gpus
 from highwater.spec.protocols import Runner
@@ -91,16 +94,26 @@ def predict(
     host_memory: str | int | None = None,
     reserved: str | int = 0,
     state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
+    exact: bool = False,
+    on_trace: Callable[[TrialSpec], None] | None = None,
     **settings: Any,
 ) -> Prediction:
     """The longest context that ``model`` is predicted to train with on each rung; with ``length`` the rungs that it fits.
 
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are meant. ``gpu_memory`` is the memory
     of one, for a kind that no catalog has; ``host_memory`` the machine's, unknown unless it is said; ``reserved`` what others take
-    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths. Nothing is run; no torch.
+    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths. Nothing is trained.
+
+    By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in processes with torch, at the
+    lengths around each edge: half a minute to minutes a trace, which ``on_trace`` hears of and which is kept for the next time.
     Raises HighwaterError for what cannot be asked.
     """
     refuse_unknown_family(load_model(model))
+    if exact and (trainer != "highwater" or state_bytes_per_param != STATE_BYTES_PER_PARAMETER):
+        raise UsageError(
+            "what is traced are this engine's own steps, with AdamW in float32",
+            hint="leave `--exact` out, or `--trainer` and `--state-bytes-per-param`",
+        )
     gpus = None if gpus is None else str(gpus)
     named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
     is_here = gpus is None or gpus.strip().isdecimal()
@@ -116,7 +129,11 @@ def predict(
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
     question = msgspec.structs.replace(plans[0].question, cells=tuple(cell for each in plans for cell in each.question.cells))
-    cells = predict_cells(question, room, trainer)
+    if exact:
+        tracer = CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace)
+        cells = predict_exactly(question, room, tracer)
+    else:
+        cells = predict_cells(question, room, trainer)
     return Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -127,7 +144,8 @@ def predict(
         room=room,
         length_tokens=length_tokens,
         cells=cells,
-        accuracy=ACCURACY[trainer],
+        method="trace" if exact else "formula",
+        accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
         notes=plans[0].notes,
     )
 

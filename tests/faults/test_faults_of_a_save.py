@@ -52,7 +52,7 @@ def saving(mark: str, tiny: Path) -> Saving:
     [
         (None, Outcome.FIT, ["hf", "sharded", "hf"]),
         ("crashing_in_rank_1", Outcome.CRASHED, ["hf"]),
-        ("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"]),
+        pytest.param("allocating_in_rank_1", Outcome.OUT_OF_MEMORY, ["hf"], marks=pytest.mark.slow),
     ],
 )
 def test_a_trials_own_files_are_gone_when_it_is_over_and_a_users_are_not(
@@ -78,6 +78,7 @@ def test_rank_0_writes_the_weights_and_every_rank_its_shards(saving: Saving) -> 
     assert [path.suffix for path in Path("logs").rglob("*") if path.is_file()] == [".log"]
 
 
+@pytest.mark.slow
 def test_a_worker_killed_with_9_after_a_save_leaves_no_file(saving: Saving, users_files: dict[Path, str], tmp_path: Path) -> None:
     result = saving("killed_in_rank_1", checkpoint_dir=MINE)
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "rank 1 was ended by signal 9 (SIGKILL)")
@@ -125,7 +126,9 @@ def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.Comp
     return on_a_small_disk
 
 
-@pytest.mark.parametrize("saved", [("--save-hf", "last"), ("--checkpoint", "sharded", "--gpus", "2")])
+@pytest.mark.parametrize(
+    "saved", [pytest.param(("--save-hf", "last"), marks=pytest.mark.slow), ("--checkpoint", "sharded", "--gpus", "2")]
+)
 def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
     on_a_small_disk: Callable[..., "subprocess.CompletedProcess[str]"], tiny: Path, tmp_path: Path, saved: tuple[str, ...]
 ) -> None:

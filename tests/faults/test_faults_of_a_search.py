@@ -100,7 +100,13 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     assert len(set(finished(study))) == len(finished(study)) == 2
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
+    ],
+)
 def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
     hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

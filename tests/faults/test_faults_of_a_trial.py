@@ -92,7 +92,7 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        ("asking_for_a_tebibyte", "rank 0, data: MemoryError"),
+        pytest.param("asking_for_a_tebibyte", "rank 0, data: MemoryError", marks=pytest.mark.slow),
         ("raising_bad_alloc", "rank 0, data: RuntimeError: std::bad_alloc"),
         ("aborting_for_bad_alloc", "a worker died without a report after its log said that memory ran out"),
     ],

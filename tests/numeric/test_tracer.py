@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 import highwater
 from highwater.prediction.replay import Replayed, replay
-from highwater.spec.events import EventLog
+from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -67,13 +68,18 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
     assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
 
 
-def test_what_is_not_traced_yet_is_refused() -> None:
-    done = run(small(Layout(), offload=True), Path("nowhere"))
-    assert done.returncode != 0
-    assert "host memory is not traced yet" in done.stderr
+@pytest.mark.slow
+def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> None:
+    plain, offloaded, grpo = (
+        replay(traced(small(Layout(), **settings)), allocator="expandable").peak_allocated_bytes
+        for settings in ({}, {"offload": True}, {"objective": "grpo"})
+    )
+    states = 16 * load_model("tiny").shape.parameters
+    assert offloaded < plain - 0.8 * states
+    assert abs(grpo - plain) < 0.2 * plain
 
 
-def small(layout: Layout, **settings: bool) -> TrialSpec:
+def small(layout: Layout, **settings: Any) -> TrialSpec:
     model = load_model("tiny")
     return TrialSpec(
         model_name=model.name,
@@ -106,10 +112,9 @@ def traced(spec: TrialSpec) -> EventLog:
 
 def run(spec: TrialSpec, target: Path) -> "subprocess.CompletedProcess[str]":
     with TemporaryDirectory() as folder:
-        source = Path(folder, "spec.json")
-        source.write_bytes(
-            msgspec.json.encode(msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory))
-        )
+        source = Path(folder, "order.json")
+        here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
+        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here)))
         command = [sys.executable, "-m", "highwater.engine.tracer", str(source), str(target)]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 

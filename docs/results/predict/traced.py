@@ -17,7 +17,7 @@ import msgspec
 
 import highwater
 from highwater.prediction.replay import replay
-from highwater.spec.events import EventLog
+from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.model import load_model
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import GIB, format_tokens
@@ -55,9 +55,9 @@ def told() -> Iterator[tuple[TrialSpec, TrialResult]]:
 def traced(spec: TrialSpec) -> EventLog:
     """What the tracer, a process of its own, writes of a trial."""
     with TemporaryDirectory() as folder:
-        source, target = Path(folder, "spec.json"), Path(folder, "events.json")
+        source, target = Path(folder, "order.json"), Path(folder, "events.json")
         here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
-        source.write_bytes(msgspec.json.encode(here))
+        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here)))
         subprocess.run([sys.executable, "-m", "highwater.engine.tracer", source, target], check=True)
         return msgspec.json.decode(target.read_bytes(), type=EventLog)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,12 @@ from transformers import AttentionInterface
 
 from highwater.attention.ulysses import attend_sharded
 from highwater.errors import MachineError, ModelError
+from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.pieces import pieces
-
-Kernel = Literal["cudnn", "flash"]
 
 _numbers = count(1)
 """Each registration has a name of its own: two models in one process do not take each other's calls."""
 _BACKENDS: dict[Kernel, SDPBackend] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_HOPPER = (9, 0)
 
 
 def attend(
@@ -71,10 +69,8 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
 
     Raises MachineError where neither runs: the quadratic kernel is never an answer.
     """
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
-    candidates: tuple[Kernel, ...] = ("cudnn", "flash") if hopper else ("flash",)
     reasons: list[str] = []
-    for kernel in candidates:
+    for kernel in kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ("flash",):
         try:
             _prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
         except RuntimeError as error:

@@ -131,7 +131,10 @@ def _predict_flags(parser: Parser) -> None:
         default=STATE_BYTES_PER_PARAMETER,
         help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
     )
-    parser.add_argument("--explain", action="store_true", help="bytes by term at the peak")
+    parser.add_argument(
+        "--exact", action="store_true", help="trace the engine's own steps on fake tensors, minutes instead of milliseconds"
+    )
+    parser.add_argument("--explain", action="store_true", help="bytes by term at the peak; with --exact tensors by operator")
     parser.add_argument(
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"
     )

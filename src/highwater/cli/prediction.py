@@ -10,6 +10,8 @@ from highwater.cli.flags import typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.prediction.capacity import CellPrediction, Prediction, Score
 from highwater.report.prediction import prediction_table, score_table, term_table
+from highwater.spec.trial import TrialSpec
+from highwater.units import format_tokens
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -30,6 +32,8 @@ def predict(arguments: argparse.Namespace) -> int:
         host_memory=arguments.host_memory,
         reserved=arguments.reserved,
         state_bytes_per_param=arguments.state_bytes_per_param,
+        exact=arguments.exact,
+        on_trace=_say_traced,
         **settings,
     )
     console.notes(prediction.notes)
@@ -43,6 +47,8 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _against(arguments: argparse.Namespace) -> int:
+    if arguments.exact:
+        raise UsageError("a table is not compared with traces yet", hint="leave `--exact` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
         raise UsageError("the table of `--against` names its models, GPUs and lengths", hint="leave those on the command line out")
     result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)
@@ -52,6 +58,11 @@ def _against(arguments: argparse.Namespace) -> int:
         console.answer_table(score_table(result, name=f"{arguments.against}, trainer {arguments.trainer}"))
         console.next_command(f"highwater predict --trainer {arguments.trainer} --against {shlex.quote(arguments.against)} --json")
     return EXIT_ANSWERED
+
+
+def _say_traced(spec: TrialSpec) -> None:
+    where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
+    console.talk(f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens: tracing")
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:

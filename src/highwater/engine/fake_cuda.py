@@ -108,6 +108,8 @@ def _put_streams() -> None:
         setattr(cuda, name, answer)
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda *_: None
+    tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
+    tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
     fake.avoid_device_init = property(lambda _: True)  # there is no device to initialise, whatever is_available says
 

@@ -1,8 +1,8 @@
 """The tracer: a trial's own steps on fake CUDA tensors, at full depth and any length; writes what a rank allocates and frees.
 
-``python -m highwater.engine.tracer SPEC EVENTS`` in a process of its own, on any machine: no number is computed, no GPU asked. What
-runs is the engine's own code; what a CPU build cannot run is stood in for by what makes the same allocations: the fused attention
-and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``_HIDDEN``.
+``python -m highwater.engine.tracer ORDER EVENTS`` in a process of its own, on any machine: no number is computed, no GPU asked.
+What runs is the engine's own code; what a CPU build cannot run is stood in for by what makes the same allocations: the fused
+attention and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``_HIDDEN``.
 """
 
 import gc
@@ -28,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from highwater.attention.dense import Kernel
 from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row_kernels, weights
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
@@ -36,18 +35,19 @@ from highwater.engine.place import Place
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
 from highwater.parallel import mesh as process_mesh
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached, TraceOrder
+from highwater.spec.hardware import Kernel
 from highwater.spec.trial import TrialSpec
 
 aten: Any = torch.ops.aten
 
 
 def main() -> None:
-    """Trace the spec in the first file into the second."""
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrialSpec)
+    """Trace what the first file orders into the second."""
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
     target = Path(sys.argv[2])
     partial = target.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(trace(spec)))
+    partial.write_bytes(msgspec.json.encode(trace(order.spec, rank=order.rank, kernel=order.kernel)))
     partial.replace(target)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,7 +57,7 @@ def main() -> None:
 def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventLog:
     """What this rank of the trial allocates and frees on its device, from the model's first shard to the end of the last step.
 
-    ``kernel`` is the attention of the GPUs that are meant. Raises UsageError for what cannot be traced.
+    ``kernel`` is the attention of the GPUs that are meant. What lies in host memory is not in it.
     """
     fake_cuda.install()
     _stand_in(kernel)

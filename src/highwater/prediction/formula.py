@@ -10,8 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from highwater.errors import ModelError
-from highwater.prediction.constants import CONTEXT_BYTES, CPU_PROCESS_BYTES, FILLED_SHARE, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
+from highwater.prediction.constants import (
+    CONTEXT_BYTES,
+    CPU_PROCESS_BYTES,
+    FILLED_SHARE,
+    LIKELY_FILLED_SHARE,
+    NCCL_ALL_TO_ALL_BYTES,
+    NCCL_BYTES,
+)
 from highwater.spec.codec import Noun
 from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
 from highwater.spec.layout import Layout
@@ -146,6 +155,24 @@ def footprint(
         host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
     )
+
+
+def likely_footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
+    """The same as often too much as too little, where ``footprint`` is to be enough: what a search begins with."""
+    enough = footprint(
+        shape, settings, layout, length_tokens=length_tokens, device=device, state_bytes_per_parameter=state_bytes_per_parameter
+    )
+    if device == "cpu":
+        return enough
+    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

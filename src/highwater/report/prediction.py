@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from highwater.prediction.capacity import Binding, CellPrediction, Miss, Prediction, Score
+from highwater.prediction.capacity import Binding, CellPrediction, Method, Miss, Prediction, Score
 from highwater.prediction.formula import Phase, Term
+from highwater.prediction.replay import Replayed
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
@@ -11,6 +12,7 @@ from highwater.units import GIB, format_bytes, format_tokens
 
 _BAR = 30
 """Characters of the longest bar."""
+_METHODS: dict[Method, str] = {"formula": "formula, nothing was run", "trace": "traced steps, replayed; nothing was trained"}
 _BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", "ceiling": "the longest length in question"}
 
 
@@ -19,7 +21,7 @@ def prediction_table(prediction: Prediction) -> TextTable:
     at_length = prediction.length_tokens is not None
     heading = "fits" if at_length else "capacity"
     return TextTable(
-        title=f"{_title(prediction)}: predicted by formula, nothing was run",
+        title=f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
         columns=("rung", "GPUs", "SP", heading, "ended by", "GPU memory", "headroom", "host memory", "peak in"),
         rows=tuple(_row(prediction, cell) for cell in prediction.cells),
         footnotes=tuple(_footnotes(prediction)),
@@ -27,7 +29,9 @@ def prediction_table(prediction: Prediction) -> TextTable:
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, and a bar for each: the picture of one peak."""
+    """Bytes by term of each phase, and a bar for each: the picture of one peak. Of a trace: its tensors, the largest kinds."""
+    if predicted.replayed is not None:
+        return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
     phases: list[tuple[str, Sequence[Term]]] = [(_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases]
     phases += [("outside the allocator", footprint.outside), ("host", footprint.host)]
@@ -41,6 +45,26 @@ def term_table(predicted: CellPrediction) -> TextTable:
         title=f"{predicted.cell.label}, bytes by term: predicted",
         columns=("phase", "term", "", "GiB"),
         rows=tuple(rows),
+    )
+
+
+def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
+    largest = max(alive.bytes for alive in replayed.alive)
+    named = sum(alive.bytes for alive in replayed.alive)
+    rows = [
+        (alive.operator, alive.phase, str(alive.count), "#" * round(_BAR * alive.bytes / largest), f"{alive.bytes / GIB:.2f}")
+        for alive in replayed.alive
+    ]
+    peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in replayed.allocated_by_phase.items())
+    return TextTable(
+        title=f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
+        columns=("allocated by", "in", "tensors", "", "GiB"),
+        rows=tuple(rows),
+        footnotes=(
+            f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} allocated; "
+            f"{format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} retries of the allocator",
+            f"peaks by phase: {peaks}",
+        ),
     )
 
 
@@ -81,8 +105,8 @@ def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
             ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
     return (
         *(cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)),
-        *(answer, ended, format_bytes(footprint.device_used_bytes), format_bytes(predicted.headroom_bytes)),
-        *(format_bytes(footprint.host_bytes), footprint.peak.name),
+        *(answer, ended, format_bytes(predicted.device_used_bytes), format_bytes(predicted.headroom_bytes)),
+        *(format_bytes(footprint.host_bytes), predicted.peak_phase),
     )
 
 

@@ -6,17 +6,10 @@ It orders trials and decides nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from highwater.prediction.capacity import Room, predict_cell
-from highwater.prediction.constants import LIKELY_FILLED_SHARE
-from highwater.prediction.formula import Footprint, footprint
+from highwater.prediction.formula import likely_footprint
 from highwater.spec.footprint import device_state_bytes, layer_input_bytes
-from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
-from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
-from highwater.spec.trial import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +31,11 @@ Guess = Callable[[Question, Cell, int], Line]
 def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
     """Our engine: the line through what is predicted at the predicted capacity and at twice that length."""
     room = Room(device_bytes=usable_bytes + question.margin_bytes)
-    predicted = predict_cell(question, cell, room, _likely)
+    predicted = predict_cell(question, cell, room, likely_footprint)
     length_tokens = predicted.capacity_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        _likely(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).device_used_bytes
+        likely_footprint(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).device_used_bytes
         for factor in (1, 2)
     )
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
@@ -61,21 +54,3 @@ def unknown_trainer_guess(question: Question, cell: Cell, usable_bytes: int) -> 
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
     least, most = (inputs * layer_input_bytes(shape) + logits * vocabulary for inputs, logits in ((1, 2.0), (4, 12.4)))
     return Line(0.1 * usable_bytes, (least * most) ** 0.5)
-
-
-def _likely(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    length_tokens: int,
-    device: Device = "cuda",
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
-) -> Footprint:
-    """What is as often too much as too little, where a prediction has to be enough."""
-    enough = footprint(
-        shape, settings, layout, length_tokens=length_tokens, device=device, state_bytes_per_parameter=state_bytes_per_parameter
-    )
-    if device == "cpu":
-        return enough
-    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])

@@ -22,6 +22,8 @@ class Cluster(Noun, frozen=True, kw_only=True):
     device_name: str
     device_bytes: int
     """Memory of one, as its driver reports it."""
+    compute_capability: tuple[int, int] = OLDEST_CAPABILITY
+    """The oldest that trains, where nobody named the kind."""
 
     def machine(self) -> Machine:
         """A machine with these GPUs and nothing else known."""
@@ -30,7 +32,7 @@ class Cluster(Noun, frozen=True, kw_only=True):
             name=self.device_name,
             memory_total_bytes=self.device_bytes,
             memory_used_bytes=0,
-            compute_capability=OLDEST_CAPABILITY,
+            compute_capability=self.compute_capability,
             processes=(),
         )
         return Machine(
@@ -57,14 +59,17 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
         memory = gpu_memory_bytes or kind.usable_bytes
         if memory is None:
             raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
-        return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory)
+        return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory, compute_capability=kind.compute_capability)
     if gpu_memory_bytes is not None:
         return Cluster(gpus=count or 1, device_name=f"a GPU of {format_bytes(gpu_memory_bytes)}", device_bytes=gpu_memory_bytes)
     if machine is None or not machine.gpus:
         raise UsageError("no GPU is here, and none is named", hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`")
     here = machine.gpus[0]
     return Cluster(
-        gpus=count or len(machine.gpus), device_name=here.name, device_bytes=min(g.memory_total_bytes for g in machine.gpus)
+        gpus=count or len(machine.gpus),
+        device_name=here.name,
+        device_bytes=min(g.memory_total_bytes for g in machine.gpus),
+        compute_capability=here.compute_capability,
     )
 
 

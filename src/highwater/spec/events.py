@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 
 from highwater.spec.codec import Noun
+from highwater.spec.hardware import Kernel
+from highwater.spec.trial import TrialSpec
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -34,6 +36,16 @@ class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 
 Event = Allocate | Free | Enter | ReleaseCached
+
+
+class TraceOrder(Noun, frozen=True, kw_only=True):
+    """What the tracer is asked for."""
+
+    spec: TrialSpec
+    rank: int = 0
+    """Whose events."""
+    kernel: Kernel = "cudnn"
+    """The attention of the GPUs that are meant."""
 
 
 class EventLog(Noun, frozen=True, kw_only=True):

@@ -2,12 +2,17 @@
 
 import json
 from importlib.resources import files
+from typing import Literal
 
 from highwater.errors import MachineError
 from highwater.spec.codec import Noun, from_builtins
 
+Kernel = Literal["cudnn", "flash"]
+"""A fused attention."""
+
 OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which on a GPU has bf16 and runs the flash kernels."""
+_HOPPER = (9, 0)
 
 CPU_FLAGS = "--device cpu --memory 1GiB --start-length 256 --resolution 256 --max-length 4k"
 """A search on the CPU that ends within minutes."""
@@ -21,6 +26,8 @@ class GpuKind(Noun, frozen=True, kw_only=True):
     name: str
     match: str
     """The driver's name for it, in lower case, contains every word of this."""
+    compute_capability: tuple[int, int]
+    """Source: https://developer.nvidia.com/cuda-gpus."""
     usable_bytes: int | None
     """Memory the driver reports as the card's total; None where nobody has read it."""
     bf16_dense_tflops: float | None
@@ -78,6 +85,11 @@ def kind_of(driver_name: str) -> GpuKind | None:
     words = driver_name.lower().replace("-", " ").split()
     matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
     return max(matches, key=lambda kind: len(kind.match), default=None)
+
+
+def kernels(compute_capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    """The fused attentions to try on such a GPU, the fastest first."""
+    return ("cudnn", "flash") if compute_capability >= _HOPPER else ("flash",)
 
 
 def lacking(kind: GpuKind) -> tuple[str, ...]:

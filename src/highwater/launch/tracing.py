@@ -1,0 +1,122 @@
+"""Tracing: the tracer in a process of its own, and what it wrote kept for whoever asks the same again."""
+
+import gzip
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+import highwater
+from highwater.errors import MachineError
+from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
+from highwater.launch.torchrun import trial_environment
+from highwater.spec.codec import digest, from_json, to_json
+from highwater.spec.events import EventLog, TraceOrder
+from highwater.spec.hardware import Kernel
+from highwater.spec.trial import TrialSpec
+
+_TIMEOUT_S = 1800.0
+"""A trace takes seconds to minutes: the layers, not the tokens, tell."""
+_TAIL_LINES = 3
+_FORMULA_HINT = "leave `--exact` out: the formula needs no trace"
+_TRACED_PACKAGES = ("attention", "engine", "parallel")
+"""Where a change may change what is allocated."""
+
+
+def trace_directory(environment: Mapping[str, str]) -> Path:
+    """Where traces are kept: ``$XDG_CACHE_HOME/highwater/traces``, by default below ``~/.cache``."""
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "highwater", "traces")
+
+
+class CachedTracer:
+    """Traces the fullest rank of a trial, or remembers."""
+
+    def __init__(self, directory: Path, *, kernel: Kernel, on_trace: Callable[[TrialSpec], None] | None = None) -> None:
+        """``on_trace`` hears of each trace that has to be made; raises MachineError where none can be."""
+        obstacles = package_obstacles(probe())
+        if obstacles:
+            raise MachineError(f"nothing can be traced here: {'; '.join(obstacles)}", hint=INSTALL_HINT)
+        self._directory = directory
+        self._kernel: Kernel = kernel
+        self._on_trace = on_trace
+
+    def __call__(self, spec: TrialSpec) -> EventLog:
+        """What the rank allocates and frees. Raises MachineError where the tracer fails."""
+        order = TraceOrder(spec=_whatever_is_allocated(spec), rank=fullest_rank(spec), kernel=self._kernel)
+        path = self._directory / f"{_key(order)}.json.gz"
+        kept = _read(path)
+        if kept is not None:
+            return kept
+        if self._on_trace is not None:
+            self._on_trace(spec)
+        text = self._trace(order)
+        with suppress(OSError):  # what cannot be kept is made again
+            _write(path, text)
+        return from_json(text, EventLog)
+
+    def _trace(self, order: TraceOrder) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
+            source, target = Path(folder, "order.json"), Path(folder, "events.json")
+            source.write_text(to_json(order), encoding="utf-8")
+            # A GPU that is here has nothing to do with the GPUs that are meant.
+            environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
+            command = [sys.executable, "-m", "highwater.engine.tracer", source, target]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
+            except subprocess.TimeoutExpired as error:
+                raise MachineError(f"a trace took more than {_TIMEOUT_S:.0f} s", hint=_FORMULA_HINT) from error
+            if not target.is_file():
+                tail = " / ".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
+                raise MachineError(f"the tracer ended with exit code {done.returncode}: {tail}", hint=_FORMULA_HINT)
+            return target.read_bytes()
+
+
+def fullest_rank(spec: TrialSpec) -> int:
+    """The last of those that share a sequence: the first have its prompt, which is not trained on."""
+    return spec.layout.context_degree - 1
+
+
+def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
+    """The trial without what changes no event: the allocator replays them, and saves follow the last step."""
+    settings = msgspec.structs.replace(spec.settings, allocator="native", checkpoint="none", save_hf="never")
+    return msgspec.structs.replace(spec, settings=settings, memory_budget_bytes=None, checkpoint_directory=None)
+
+
+def _key(order: TraceOrder) -> str:
+    named = msgspec.structs.replace(order, spec=msgspec.structs.replace(order.spec, model_directory=""))
+    return digest((named, _versions(), _sources()))
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return probe().versions
+
+
+@cache
+def _sources() -> str:
+    """Of the code that is traced."""
+    root = Path(highwater.__file__).parent
+    files = sorted(path for package in _TRACED_PACKAGES for path in (root / package).glob("*.py"))
+    return digest([(path.name, path.read_text(encoding="utf-8")) for path in files])
+
+
+def _read(path: Path) -> EventLog | None:
+    """What was kept; None where nothing was, or where it is damaged: then it is made again."""
+    try:
+        return from_json(gzip.decompress(path.read_bytes()), EventLog)
+    except (OSError, EOFError, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Whole or not at all, whoever else writes the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+        file.write(gzip.compress(text, compresslevel=1))
+    Path(file.name).replace(path)

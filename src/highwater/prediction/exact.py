@@ -1,0 +1,79 @@
+"""Exact: the longest length whose traced steps fit the allocator, replayed; the formula only says where to begin."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cell
+from highwater.prediction.formula import likely_footprint
+from highwater.prediction.replay import Replayed, replay
+from highwater.spec.events import EventLog
+from highwater.spec.study import Cell, Question
+from highwater.spec.trial import TrialSpec
+
+Tracer = Callable[[TrialSpec], EventLog]
+"""What the fullest rank of a trial allocates and frees."""
+
+
+def predict_exactly(question: Question, room: Room, tracer: Tracer) -> tuple[CellPrediction, ...]:
+    """Every cell of the question, in its order; raises what the tracer raises.
+
+    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the formula begins at the edge.
+    """
+    return tuple(_cell(question, cell, room, tracer) for cell in question.cells)
+
+
+def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPrediction:
+    guessed = predict_cell(question, cell, room, likely_footprint)
+    grid, size = question.grid, max(1, question.size_of(cell))
+    if guessed.binding == "host":
+        size = grid.index_at_most(guessed.capacity_tokens)
+    if not size:
+        return guessed  # not even the shortest: no trace would change that
+    replays: dict[int, Replayed] = {}
+
+    def fits(index: int) -> bool:
+        replays[index] = _replayed(question, cell, room, tracer, grid.length(index))
+        return replays[index].fits
+
+    edge = _edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
+    found = _at(question, cell, room, grid.length(max(1, edge)), replays[max(1, edge)])
+    if edge < size:
+        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(edge + 1))
+    if guessed.binding == "host":
+        return msgspec.structs.replace(found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens)
+    return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
+
+
+def _edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
+    """The last index that fits below one that does not, 0 for none: strides that double away from the start, then halves."""
+    low, high, index, stride = 0, size + 1, start, 1
+    while high - low > 1:
+        if fits(index):
+            low = index
+        else:
+            high = index
+        outward = min(low + stride, high - 1) if low else max(high - stride, 1)
+        index = (low + high) // 2 if low and high <= size else outward
+        stride *= 2
+    return low
+
+
+def _replayed(question: Question, cell: Cell, room: Room, tracer: Tracer, length_tokens: int) -> Replayed:
+    outside = sum(term.bytes for term in predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside)
+    return replay(
+        tracer(question.trial(cell, length_tokens)),
+        allocator=cell.settings.allocator,
+        capacity_bytes=room.device_bytes - question.margin_bytes - outside,
+    )
+
+
+def _at(question: Question, cell: Cell, room: Room, length_tokens: int, replayed: Replayed) -> CellPrediction:
+    """The formula's answer at a length, its memory of a GPU put right."""
+    predicted = msgspec.structs.replace(predict_at(question, cell, room, likely_footprint, length_tokens), replayed=replayed)
+    return msgspec.structs.replace(
+        predicted,
+        capacity_tokens=length_tokens if replayed.fits else 0,
+        does_not_fit_tokens=None if replayed.fits else length_tokens,
+        headroom_bytes=room.device_bytes - predicted.device_used_bytes,
+    )

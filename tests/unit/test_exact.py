@@ -1,0 +1,100 @@
+"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins, and each length is traced once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import highwater
+from highwater.errors import UsageError
+from highwater.prediction.capacity import Room, predict_cell
+from highwater.prediction.exact import predict_exactly
+from highwater.prediction.formula import likely_footprint
+from highwater.prediction.replay import replay
+from highwater.spec.events import Allocate, Enter, EventLog
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, Grid, Question
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB, MIB
+
+MODEL = load_model("Qwen3-0.6B")
+STEP, SIZE = 4096, 128
+DEVICE_BYTES = 40 * GIB
+
+
+def ask(**changes) -> Question:
+    fields = {
+        "model": MODEL,
+        "device": "cuda",
+        "device_name": "a GPU",
+        "device_total_bytes": DEVICE_BYTES,
+        "memory_budget_bytes": None,
+        "cells": (Cell(layout=Layout(), settings=Settings(allocator="expandable")),),
+        "grid": Grid(
+            start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP
+        ),
+    }
+    return Question(**(fields | changes))
+
+
+class Tracer:
+    """Steps that need so many bytes per token; remembers what it was asked."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self.bytes_per_token = bytes_per_token
+        self.asked: list[int] = []
+
+    def __call__(self, spec: TrialSpec) -> EventLog:
+        self.asked.append(spec.length_tokens)
+        events = (Allocate(1, 5 * GIB, 0, 0), Enter("forward"), Allocate(2, self.bytes_per_token * spec.length_tokens, 0, 0))
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**23))
+def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
+    tracer = Tracer(bytes_per_token)
+    (found,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), tracer)
+    outside = sum(term.bytes for term in found.footprint.outside)
+    specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
+    every = Tracer(bytes_per_token)
+    fits = [spec for spec in specs if replay(every(spec), allocator="expandable", capacity_bytes=DEVICE_BYTES - outside).fits]
+    assert found.capacity_tokens == len(fits) * STEP
+    assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
+    assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
+    assert len(tracer.asked) == len(set(tracer.asked)) <= 2 * SIZE.bit_length()
+    assert found.replayed is not None
+    assert found.replayed.fits == bool(fits)
+    if fits:
+        assert found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
+
+
+def test_where_the_formula_is_right_two_traces_answer():
+    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    tracer = Tracer((34 * GIB - 200 * MIB) // guessed)
+    (found,) = predict_exactly(question, room, tracer)
+    assert found.capacity_tokens == guessed
+    assert tracer.asked == [guessed, guessed + STEP]
+
+
+def test_a_margin_is_kept_free():
+    tracer = Tracer(2**18)
+    room = Room(device_bytes=DEVICE_BYTES)
+    (free,), (kept,) = (predict_exactly(ask(margin_bytes=margin), room, tracer) for margin in (0, 10 * GIB))
+    assert kept.capacity_tokens < free.capacity_tokens
+    assert kept.headroom_bytes >= 10 * GIB
+
+
+def test_the_hosts_memory_binds_as_the_formula_says():
+    cells = (Cell(layout=Layout(), settings=Settings(offload=True)),)
+    room = Room(device_bytes=DEVICE_BYTES, host_bytes=2 * GIB)
+    (found,) = predict_exactly(ask(cells=cells), room, Tracer(1))
+    assert (found.binding, found.capacity_tokens) == ("host", 0)
+
+
+@pytest.mark.parametrize("other", [{"trainer": "trinity"}, {"state_bytes_per_param": 8}])
+def test_only_our_own_steps_are_traced(other):
+    with pytest.raises(UsageError, match="this engine's own steps"):
+        highwater.predict("Qwen3-0.6B", gpus="A100-80GB", exact=True, **other)
