@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-import highwater
 from highwater.errors import MachineError
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.launch.torchrun import trial_environment
@@ -101,7 +100,7 @@ def _versions() -> dict[str, str]:
 @cache
 def _sources() -> str:
     """Of the code that is traced."""
-    root = Path(highwater.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(path for package in _TRACED_PACKAGES for path in (root / package).glob("*.py"))
     return digest([(path.name, path.read_text(encoding="utf-8")) for path in files])
 
