@@ -32,6 +32,7 @@ from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.capacity import ACCURACY, TRACED_ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
+from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
 from highwater.spec.cluster import Cluster, cluster
@@ -95,6 +96,7 @@ def predict(
     reserved: str | int = 0,
     state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
     exact: bool = False,
+    timeline: str | Path | None = None,
     on_trace: Callable[[TrialSpec], None] | None = None,
     **settings: Any,
 ) -> Prediction:
@@ -106,14 +108,13 @@ def predict(
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in processes with torch, at the
     lengths around each edge: half a minute to minutes a trace, which ``on_trace`` hears of and which is kept for the next time.
+    ``timeline`` is a file to write, which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
     Raises HighwaterError for what cannot be asked.
     """
     refuse_unknown_family(load_model(model))
-    if exact and (trainer != "highwater" or state_bytes_per_param != STATE_BYTES_PER_PARAMETER):
-        raise UsageError(
-            "what is traced are this engine's own steps, with AdamW in float32",
-            hint="leave `--exact` out, or `--trainer` and `--state-bytes-per-param`",
-        )
+    _check_exact(
+        exact=exact, timeline=timeline, is_ours=trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
+    )
     gpus = None if gpus is None else str(gpus)
     named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
     is_here = gpus is None or gpus.strip().isdecimal()
@@ -129,12 +130,10 @@ def predict(
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
     question = msgspec.structs.replace(plans[0].question, cells=tuple(cell for each in plans for cell in each.question.cells))
+    tracer = None
     if exact:
         tracer = CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace)
-        cells = predict_exactly(question, room, tracer)
-    else:
-        cells = predict_cells(question, room, trainer)
-    return Prediction(
+    prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
         trainer=trainer,
@@ -143,10 +142,43 @@ def predict(
         device_bytes=where.device_bytes,
         room=room,
         length_tokens=length_tokens,
-        cells=cells,
+        cells=predict_cells(question, room, trainer) if tracer is None else predict_exactly(question, room, tracer),
         method="trace" if exact else "formula",
         accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
         notes=plans[0].notes,
+    )
+    if tracer is not None and timeline is not None:
+        _write_timeline(Path(timeline), question, prediction, tracer)
+    return prediction
+
+
+def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:
+    if exact and not is_ours:
+        raise UsageError(
+            "what is traced are this engine's own steps, with AdamW in float32",
+            hint="leave `--exact` out, or `--trainer` and `--state-bytes-per-param`",
+        )
+    if timeline is None:
+        return
+    if not exact:
+        raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
+    path = Path(timeline)
+    if path.exists() or not path.absolute().parent.is_dir():
+        why = "is there already" if path.exists() else "is in a directory that is not there"
+        raise UsageError(f"{path} {why}", hint="name a new file, for example `--timeline ./timeline.pickle`")
+
+
+def _write_timeline(path: Path, question: Question, prediction: Prediction, tracer: CachedTracer) -> None:
+    shown = prediction.explained
+    outside = sum(term.bytes for term in shown.footprint.outside)
+    length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
+    log = tracer(question.trial(shown.cell, length_tokens))
+    path.write_bytes(
+        draw_timeline(
+            log,
+            allocator=shown.cell.settings.allocator,
+            capacity_bytes=prediction.room.device_bytes - question.margin_bytes - outside,
+        )
     )
 
 

@@ -97,3 +97,22 @@ def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwa
     assert then == "next: highwater find Qwen3-0.6B --gpus 1 --ulysses 1 --sequences-per-micro-batch 1\n"
     offered = (*then.split()[2:], "--device", "cuda", "--memory", "80GiB", "--dry-run")
     assert highwater(*offered).returncode == 0
+
+
+def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path) -> None:
+    words = ("predict", "tiny", "--gpus", "A100-80GB", "--length", "4096", "--timeline")
+    taken = tmp_path / "taken.pickle"
+    taken.write_text("mine")
+    assert refusal(highwater(*words, str(tmp_path / "new.pickle")), 2) == ("a timeline is drawn from a trace", "add `--exact`")
+    problem, hint = refusal(highwater(*words, str(taken), "--exact"), 2)
+    assert problem == f"{taken} is there already"
+    assert hint == "name a new file, for example `--timeline ./timeline.pickle`"
+    assert taken.read_text() == "mine"
+
+
+def test_traces_are_of_our_own_steps_and_of_no_table(highwater: Run) -> None:
+    other = highwater("predict", "Qwen3-0.6B", *A100S, "--trainer", "trinity", "--exact")
+    table = highwater("predict", "--against", str(PUBLISHED_A100), "--exact")
+    for done in (other, table):
+        assert done.returncode == 2
+        assert "leave `--exact`" in done.stderr

@@ -1,5 +1,6 @@
 """Traces in processes of their own: made once, kept, and made again when what is traced has changed or the file is damaged."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import highwater
 from highwater.errors import MachineError
 from highwater.launch import tracing
 from highwater.launch.tracing import CachedTracer, fullest_rank
+from highwater.prediction.replay import replay
+from highwater.prediction.timeline import timeline
+from highwater.spec.events import Allocate
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -62,6 +66,21 @@ def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None
 
 def test_the_fullest_rank_has_no_prompt() -> None:
     assert [fullest_rank(trial(layout=Layout(gpus=4, ulysses_degree=degree))) for degree in (1, 2, 4)] == [0, 1, 3]
+
+
+def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_path: Path) -> None:
+    from torch.cuda import _memory_viz
+
+    log = CachedTracer(tmp_path, kernel="cudnn")(trial(settings=Settings(loss="chunked"), length_tokens=65_536))
+    peak = replay(log, allocator="expandable")
+    names = {alive.module for alive in peak.alive}
+    assert "model.layers.*" in names
+    assert "model.embed_tokens" in names
+    assert not any("wrapped" in name or "causal_lm" in name for name in log.modules)
+    text = _memory_viz.trace(pickle.loads(timeline(log, allocator="expandable")))  # noqa: S301 -- ours
+    allocated = sum(event.bytes > 0 for event in log.events if isinstance(event, Allocate))
+    assert text.count(" = MEM[") == allocated + 2, "and cuBLAS's two workspaces"
+    assert text.count("free completed") == text.count("del ")
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_where_the_formula_is_right_two_traces_answer():
     tracer = Tracer((34 * GIB - 200 * MIB) // guessed)
     (found,) = predict_exactly(question, room, tracer)
     assert found.capacity_tokens == guessed
-    assert tracer.asked == [guessed, guessed + STEP]
+    assert sorted(tracer.asked) == [guessed, guessed + STEP]
 
 
 def test_a_margin_is_kept_free():

@@ -134,6 +134,11 @@ def _predict_flags(parser: Parser) -> None:
     parser.add_argument(
         "--exact", action="store_true", help="trace the engine's own steps on fake tensors, minutes instead of milliseconds"
     )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
+    )
     parser.add_argument("--explain", action="store_true", help="bytes by term at the peak; with --exact tensors by operator")
     parser.add_argument(
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"

@@ -8,7 +8,7 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.flags import typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.prediction.capacity import CellPrediction, Prediction, Score
+from highwater.prediction.capacity import Prediction, Score
 from highwater.report.prediction import prediction_table, score_table, term_table
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens
@@ -33,6 +33,7 @@ def predict(arguments: argparse.Namespace) -> int:
         reserved=arguments.reserved,
         state_bytes_per_param=arguments.state_bytes_per_param,
         exact=arguments.exact,
+        timeline=arguments.timeline,
         on_trace=_say_traced,
         **settings,
     )
@@ -47,8 +48,8 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _against(arguments: argparse.Namespace) -> int:
-    if arguments.exact:
-        raise UsageError("a table is not compared with traces yet", hint="leave `--exact` out")
+    if arguments.exact or arguments.timeline is not None:
+        raise UsageError("a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
         raise UsageError("the table of `--against` names its models, GPUs and lengths", hint="leave those on the command line out")
     result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)
@@ -66,19 +67,19 @@ def _say_traced(spec: TrialSpec) -> None:
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
-    """Bytes by term: of the first rung that fits a length, or of the longest capacity."""
-    if not arguments.explain:
-        return
-    fitting = _fitting(prediction)
-    chosen = fitting[0] if prediction.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
-    console.answer("")
-    console.answer_table(term_table(chosen))
+    if arguments.explain:
+        console.answer("")
+        console.answer_table(term_table(prediction.explained))
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """What explains it, and then what measures it, with the settings that were typed; another trainer is not ours to try."""
     if not arguments.explain:
-        return shlex.join((*arguments.command_line, "--explain"))
+        words = list(arguments.command_line)
+        if arguments.timeline is not None:  # which is written
+            at = next(index for index, word in enumerate(words) if word.startswith("--timeline"))
+            del words[at : at + (1 if "=" in words[at] else 2)]
+        return shlex.join((*words, "--explain"))
     typed = typed_values(arguments)
     model = str(typed.pop("model"))
     if prediction.trainer != "highwater":
@@ -87,14 +88,9 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     if prediction.length_tokens is None:
         return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *_flags(typed)))
     typed = {name: value for name, value in typed.items() if name not in ("ulysses", "margin")}
-    layout = _fitting(prediction)[0].cell.layout
+    layout = prediction.explained.cell.layout
     words = ("--gpus", str(prediction.gpus), "--ulysses", str(layout.ulysses_degree), "--length", str(prediction.length_tokens))
     return shlex.join(("highwater", "try", model, *words, *_flags(typed)))
-
-
-def _fitting(prediction: Prediction) -> list[CellPrediction]:
-    """The cells where something fits; where nothing does, the first."""
-    return [cell for cell in prediction.cells if cell.capacity_tokens] or list(prediction.cells[:1])
 
 
 def _flags(typed: Mapping[str, object]) -> list[str]:

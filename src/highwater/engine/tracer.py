@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers.masking_utils
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -70,6 +70,7 @@ def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventL
     gc.disable()  # a collection would free at moments that another process does not
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         trainer = assemble(spec, place)
+        ledger.follow(trainer.policy)
         ledger.enter("rehearsal")
         rehearse(trainer, rehearsal)
         ledger.events.append(ReleaseCached())
@@ -79,7 +80,13 @@ def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventL
             train_step(trainer, own, enter=ledger.enter)
         ledger.is_closed = True
     versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
-    return EventLog(source="traced", versions=versions, operators=tuple(ledger.operators), events=tuple(ledger.events))
+    return EventLog(
+        source="traced",
+        versions=versions,
+        operators=tuple(ledger.operators),
+        modules=tuple(ledger.modules),
+        events=tuple(ledger.events),
+    )
 
 
 class EventLedger(TorchDispatchMode):
@@ -89,12 +96,25 @@ class EventLedger(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.operators: dict[str, int] = {}
+        self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
         self.is_muted = False
         """While DTensor asks for shapes with tensors of the whole model's size, which no rank ever has."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
         """By storage: the id of its allocation now, 0 for none, and its bytes."""
+        self._within = [0]
+
+    def follow(self, decoder: nn.Module) -> None:
+        """Name what is allocated in a forward pass by the module that runs."""
+        for name, module in decoder.named_modules():
+            index = self.modules.setdefault(model.name_in_files(f"{name}.").rstrip("."), len(self.modules))
+            module.register_forward_pre_hook(lambda *_, index=index: self._within.append(index), prepend=True)
+            # Also where a recomputation ends in the middle of it.
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _leave(self, *_: object) -> None:
+        self._within.pop()
 
     def enter(self, phase: str) -> None:
         """Told by the step which phase begins."""
@@ -167,7 +187,7 @@ class EventLedger(TorchDispatchMode):
     def _allocate(self, size: int, operator: str) -> int:
         self._count += 1
         index = self.operators.setdefault(operator, len(self.operators))
-        self.events.append(Allocate(self._count, size, fake_cuda.Stream.current.stream_id, index))
+        self.events.append(Allocate(self._count, size, fake_cuda.Stream.current.stream_id, index, self._within[-1]))
         return self._count
 
 

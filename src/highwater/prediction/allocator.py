@@ -131,6 +131,11 @@ class CachingAllocator:
         self._merge(block, block.after)
         self._free_blocks(block).add(block)
 
+    def place_of(self, handle: int) -> tuple[int, int]:
+        """Address and rounded bytes of an allocation that is alive."""
+        block = self._live[handle]
+        return block.address, block.size
+
     def release_cached(self) -> None:
         """Give the device back every free native segment, and every free whole page (release_cached_blocks)."""
         for is_small in (False, True):

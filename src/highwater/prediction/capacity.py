@@ -100,6 +100,12 @@ class Prediction(Noun, frozen=True, kw_only=True):
     not_modelled: tuple[str, ...] = NOT_MODELLED
     notes: tuple[str, ...] = ()
 
+    @property
+    def explained(self) -> CellPrediction:
+        """The cell to explain: the first that fits a length, or the one of the longest capacity; where nothing fits, the first."""
+        fitting = [cell for cell in self.cells if cell.capacity_tokens] or list(self.cells[:1])
+        return fitting[0] if self.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
+
 
 def predict_cells(question: Question, room: Room, trainer: Trainer) -> tuple[CellPrediction, ...]:
     """Every cell of the question, in its order."""

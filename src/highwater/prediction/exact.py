@@ -1,6 +1,7 @@
 """Exact: the longest length whose traced steps fit the allocator, replayed; the formula only says where to begin."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -12,7 +13,7 @@ from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
 
 Tracer = Callable[[TrialSpec], EventLog]
-"""What the fullest rank of a trial allocates and frees."""
+"""What the fullest rank of a trial allocates and frees; called from two threads at once."""
 
 
 def predict_exactly(question: Question, room: Room, tracer: Tracer) -> tuple[CellPrediction, ...]:
@@ -30,13 +31,21 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPre
         size = grid.index_at_most(guessed.capacity_tokens)
     if not size:
         return guessed  # not even the shortest: no trace would change that
+    start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
     replays: dict[int, Replayed] = {}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        # Both sides of the edge at once: where the formula is right, that is all.
+        traces = {
+            index: pool.submit(tracer, question.trial(cell, grid.length(index))) for index in (start, start + 1) if index <= size
+        }
 
-    def fits(index: int) -> bool:
-        replays[index] = _replayed(question, cell, room, tracer, grid.length(index))
-        return replays[index].fits
+        def fits(index: int) -> bool:
+            spec = question.trial(cell, grid.length(index))
+            log = traces.pop(index).result() if index in traces else tracer(spec)
+            replays[index] = _replayed(question, cell, room, log, spec.length_tokens)
+            return replays[index].fits
 
-    edge = _edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
+        edge = _edge(start, size, fits)
     found = _at(question, cell, room, grid.length(max(1, edge)), replays[max(1, edge)])
     if edge < size:
         return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(edge + 1))
@@ -59,13 +68,10 @@ def _edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _replayed(question: Question, cell: Cell, room: Room, tracer: Tracer, length_tokens: int) -> Replayed:
+def _replayed(question: Question, cell: Cell, room: Room, log: EventLog, length_tokens: int) -> Replayed:
     outside = sum(term.bytes for term in predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside)
-    return replay(
-        tracer(question.trial(cell, length_tokens)),
-        allocator=cell.settings.allocator,
-        capacity_bytes=room.device_bytes - question.margin_bytes - outside,
-    )
+    capacity = room.device_bytes - question.margin_bytes - outside
+    return replay(log, allocator=cell.settings.allocator, capacity_bytes=capacity)
 
 
 def _at(question: Question, cell: Cell, room: Room, length_tokens: int, replayed: Replayed) -> CellPrediction:

@@ -1,5 +1,6 @@
 """Replay: an event log through the simulated caching allocator: peaks, by phase too, what is alive there, whether it fits."""
 
+import re
 from collections import Counter
 
 from highwater.prediction.allocator import CachingAllocator, CapacityError
@@ -8,6 +9,7 @@ from highwater.spec.codec import Noun
 from highwater.spec.events import Allocate, Enter, EventLog, Free
 from highwater.spec.settings import Allocator
 
+_NUMBER = re.compile(r"\b\d+\b")
 _LARGEST = 20
 """Kinds of living tensors that are named."""
 
@@ -19,6 +21,8 @@ class Alive(Noun, frozen=True, kw_only=True):
     """What allocated them."""
     phase: str
     """In which phase."""
+    module: str
+    """In the forward pass, or the recomputation, of which; ``*`` for the number of a layer; empty for none."""
     bytes: int
     """All of them together."""
     count: int
@@ -96,13 +100,13 @@ def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
                 phase = event.phase
             case _:
                 pass
-    sizes: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for allocation, born in living.values():
-        kind = (log.operators[allocation.operator], born)
+        kind = (log.operators[allocation.operator], born, _NUMBER.sub("*", log.modules[allocation.module]))
         sizes[kind] += allocation.bytes
         counts[kind] += 1
     return tuple(
-        Alive(operator=operator, phase=born, bytes=size, count=counts[operator, born])
-        for (operator, born), size in sizes.most_common(_LARGEST)
+        Alive(operator=operator, phase=born, module=module, bytes=size, count=counts[operator, born, module])
+        for (operator, born, module), size in sizes.most_common(_LARGEST)
     )

@@ -52,13 +52,20 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
     largest = max(alive.bytes for alive in replayed.alive)
     named = sum(alive.bytes for alive in replayed.alive)
     rows = [
-        (alive.operator, alive.phase, str(alive.count), "#" * round(_BAR * alive.bytes / largest), f"{alive.bytes / GIB:.2f}")
+        (
+            alive.operator,
+            alive.module or "-",
+            alive.phase,
+            str(alive.count),
+            "#" * round(_BAR * alive.bytes / largest),
+            f"{alive.bytes / GIB:.2f}",
+        )
         for alive in replayed.alive
     ]
     peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in replayed.allocated_by_phase.items())
     return TextTable(
         title=f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
-        columns=("allocated by", "in", "tensors", "", "GiB"),
+        columns=("allocated by", "module", "in", "tensors", "", "GiB"),
         rows=tuple(rows),
         footnotes=(
             f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} allocated; "

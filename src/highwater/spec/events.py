@@ -17,6 +17,8 @@ class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     stream: int
     operator: int
     """Index into ``EventLog.operators``."""
+    module: int = 0
+    """Index into ``EventLog.modules``."""
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
@@ -56,4 +58,6 @@ class EventLog(Noun, frozen=True, kw_only=True):
     versions: dict[str, str]
     operators: tuple[str, ...]
     """What allocates, by the index that events name."""
+    modules: tuple[str, ...] = ("",)
+    """Where in the model: the innermost one whose forward pass, or recomputation, was running; empty for none."""
     events: tuple[Event, ...]

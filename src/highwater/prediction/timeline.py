@@ -1,0 +1,60 @@
+"""Timeline: a replayed event log as a snapshot that PyTorch's memory viewer opens (https://pytorch.org/memory_viz).
+
+The form is that of ``torch.cuda.memory._snapshot()``, a pickle of plain lists, dicts, strings and numbers. In the place of the
+stack of a real allocation stand its operator, its module and its phase; in the place of microseconds the number of the event.
+"""
+
+import pickle
+from typing import Any
+
+from highwater.prediction.allocator import CachingAllocator, CapacityError
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.spec.settings import Allocator
+
+_BASE = 0x7F00_0000_0000
+"""Addresses start here, as a driver's would: the viewer takes 0 for none."""
+
+
+def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None) -> bytes:
+    """The pickle, up to the last event, or to the one that does not fit."""
+    device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes)
+    living: dict[int, tuple[int, dict[str, Any]]] = {}
+    entries: list[dict[str, Any]] = []
+    phase = "setup"
+    try:
+        for number, size in enumerate(CUBLAS_WORKSPACES_BYTES, start=-len(CUBLAS_WORKSPACES_BYTES)):
+            entries.append(_entry("alloc", device, device.allocate(size), 0, number, "cuBLAS workspace", "", phase))
+        for number, event in enumerate(log.events):
+            match event:
+                case Allocate() if event.bytes:
+                    handle = device.allocate(event.bytes, stream=event.stream)
+                    names = (log.operators[event.operator], log.modules[event.module], phase)
+                    entries.append(_entry("alloc", device, handle, event.stream, number, *names))
+                    living[event.id] = handle, entries[-1]
+                case Free() if event.id in living:
+                    handle, born = living.pop(event.id)
+                    device.free(handle)
+                    entries += [{**born, "action": action, "time_us": number} for action in ("free_requested", "free_completed")]
+                case Enter():
+                    phase = event.phase
+                case Allocate() | Free():
+                    pass
+                case _:
+                    device.release_cached()
+    except CapacityError as error:
+        free = max(0, (capacity_bytes or 0) - device.reserved_bytes)
+        size = error.requested_bytes
+        entries.append({"action": "oom", "size": size, "device_free": free, "stream": 0, "time_us": len(log.events), "frames": []})
+    return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
+
+
+def _entry(
+    action: str, device: CachingAllocator, handle: int, stream: int, number: int, operator: str, module: str, phase: str
+) -> dict[str, Any]:
+    frames = [
+        {"name": operator, "filename": module or "no module", "line": 0},
+        {"name": phase, "filename": "phase", "line": 0},
+    ]
+    address, size = device.place_of(handle)
+    return {"action": action, "addr": _BASE + address, "size": size, "stream": stream, "time_us": number, "frames": frames}

@@ -1,0 +1,55 @@
+"""A timeline holds what the replay saw, in the form of PyTorch's memory snapshots."""
+
+import pickle
+
+import pytest
+
+from highwater.prediction.replay import replay
+from highwater.prediction.timeline import timeline
+from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached
+from highwater.units import GIB, MIB
+
+LOG = EventLog(
+    source="traced",
+    versions={},
+    operators=("mm", "add"),
+    modules=("", "model.layers.3.mlp"),
+    events=(
+        Allocate(1, 100 * MIB + 1, 0, 0),
+        Enter("forward"),
+        Allocate(2, 40 * MIB, 7, 1, 1),
+        Allocate(3, 0, 0, 1),
+        Free(2),
+        Free(3),
+        ReleaseCached(),
+        Allocate(4, 300 * MIB, 0, 0),
+        Free(1),
+    ),
+)
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+def test_every_allocation_has_its_place_its_time_and_its_names(allocator):
+    snapshot = pickle.loads(timeline(LOG, allocator=allocator))  # noqa: S301 -- ours
+    (entries,) = snapshot["device_traces"]
+    alive, peak = {}, 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            assert not any(at < entry["addr"] + entry["size"] and entry["addr"] < at + size for at, size in alive.items())
+            alive[entry["addr"]] = entry["size"]
+        elif entry["action"] == "free_completed":
+            assert alive.pop(entry["addr"]) == entry["size"]
+        peak = max(peak, sum(alive.values()))
+    assert peak == replay(LOG, allocator=allocator).peak_allocated_bytes
+    born = next(entry for entry in entries if entry["stream"] == 7)
+    assert (born["action"], born["size"]) == ("alloc", 40 * MIB)
+    assert [frame["name"] for frame in born["frames"]] == ["add", "forward"]
+    assert born["frames"][0]["filename"] == "model.layers.3.mlp"
+    assert [entry["time_us"] for entry in entries] == sorted(entry["time_us"] for entry in entries)
+
+
+def test_what_does_not_fit_is_the_last_entry():
+    (entries,) = pickle.loads(timeline(LOG, allocator="native", capacity_bytes=GIB // 4))["device_traces"]  # noqa: S301 -- ours
+    assert [entry["action"] for entry in entries].count("oom") == 1
+    assert entries[-1]["action"] == "oom"
+    assert entries[-1]["size"] == 300 * MIB
