@@ -28,7 +28,7 @@ from highwater.launch.probe import (
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
-from highwater.launch.tracing import CachedTracer, trace_directory
+from highwater.launch.tracing import CachedTracer, refuse_untraceable, trace_directory
 from highwater.prediction.capacity import ACCURACY, TRACED_ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
@@ -132,6 +132,8 @@ def predict(
     question = msgspec.structs.replace(plans[0].question, cells=tuple(cell for each in plans for cell in each.question.cells))
     tracer = None
     if exact:
+        for cell in question.cells:
+            refuse_untraceable(question.model.shape, cell.settings)
         tracer = CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace)
     prediction = Prediction(
         model_name=question.model.name,

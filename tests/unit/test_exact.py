@@ -98,3 +98,18 @@ def test_the_hosts_memory_binds_as_the_formula_says():
 def test_only_our_own_steps_are_traced(other):
     with pytest.raises(UsageError, match="this engine's own steps"):
         highwater.predict("Qwen3-0.6B", gpus="A100-80GB", exact=True, **other)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "what"),
+    [
+        ("Qwen3-30B-A3B", {}, "a mixture of experts"),
+        ("Qwen3-0.6B", {"objective": "rw", "sequences_per_micro_batch": 2}, "the objective rw"),
+        ("Qwen3-0.6B", {"objective": "ppo"}, "the objective ppo"),
+        ("Qwen3-0.6B", {"strategy": "fsdp", "offload": True}, "FSDP1 with offload"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_before_anything_is(model, settings, what):
+    with pytest.raises(UsageError, match=f"{what} is not traced yet") as refused:
+        highwater.predict(model, gpus="A100-80GB", exact=True, **settings)
+    assert "leave `--exact` out" in (refused.value.hint or "")

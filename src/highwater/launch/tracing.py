@@ -11,12 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from highwater.errors import MachineError
+from highwater.errors import MachineError, UsageError
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.launch.torchrun import trial_environment
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
 
 _TIMEOUT_S = 1800.0
@@ -74,6 +76,18 @@ class CachedTracer:
                 tail = " / ".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
                 raise MachineError(f"the tracer ended with exit code {done.returncode}: {tail}", hint=_FORMULA_HINT)
             return target.read_bytes()
+
+
+def refuse_untraceable(shape: ModelShape, settings: Settings) -> None:
+    """Raise UsageError for a step whose sizes depend on numbers, which fake tensors do not have, or that they cannot follow."""
+    refusals = (
+        (shape.experts > 1, "a mixture of experts"),
+        (settings.objective in ("ppo", "rw"), f"the objective {settings.objective}"),
+        (settings.strategy == "fsdp" and settings.offload, "FSDP1 with offload"),
+    )
+    for is_refused, what in refusals:
+        if is_refused:
+            raise UsageError(f"{what} is not traced yet", hint=_FORMULA_HINT)
 
 
 def fullest_rank(spec: TrialSpec) -> int:
