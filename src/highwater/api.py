@@ -10,6 +10,7 @@ for answer in study.answers:
 """
 
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,18 @@ from highwater.launch.probe import (
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, refuse_untraceable, trace_directory
-from highwater.prediction.capacity import ACCURACY, TRACED_ACCURACY, Prediction, Room, Score, Trainer, predict_cells, score
+from highwater.prediction.capacity import (
+    ACCURACY,
+    NOT_MODELLED,
+    NOT_TRACED,
+    TRACED_ACCURACY,
+    Prediction,
+    Room,
+    Score,
+    Trainer,
+    predict_cells,
+    score,
+)
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
 from highwater.prediction.timeline import timeline as draw_timeline
@@ -121,20 +133,7 @@ def predict(
     where = cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
     room = _room(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     length_tokens = None if length is None else parse_tokens(str(length))
-    named = [name for name in ("start_length", "resolution", "max_length") if length_tokens is not None and name in settings]
-    if named:
-        raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
-    if length_tokens is not None and length_tokens < 2:
-        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
-    if length_tokens is not None:
-        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-    plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
-    question = msgspec.structs.replace(plans[0].question, cells=tuple(cell for each in plans for cell in each.question.cells))
-    tracer = None
-    if exact:
-        for cell in question.cells:
-            refuse_untraceable(question.model.shape, cell.settings)
-        tracer = CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace)
+    question, notes = _predicted_question(model, where, trainer, length_tokens, settings)
     prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -144,14 +143,37 @@ def predict(
         device_bytes=where.device_bytes,
         room=room,
         length_tokens=length_tokens,
-        cells=predict_cells(question, room, trainer) if tracer is None else predict_exactly(question, room, tracer),
+        cells=(),
         method="trace" if exact else "formula",
         accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
-        notes=plans[0].notes,
+        not_modelled=NOT_TRACED if exact else NOT_MODELLED,
+        notes=notes,
     )
-    if tracer is not None and timeline is not None:
-        _write_timeline(Path(timeline), question, prediction, tracer)
+    if not exact:
+        return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer))
+    for cell in question.cells:
+        refuse_untraceable(question.model.shape, cell.settings)
+    with CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace) as tracer:
+        prediction = msgspec.structs.replace(prediction, cells=predict_exactly(question, room, tracer))
+        if timeline is not None:
+            _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction
+
+
+def _predicted_question(
+    model: str, where: Cluster, trainer: Trainer, length_tokens: int | None, settings: dict[str, Any]
+) -> tuple[Question, tuple[str, ...]]:
+    """Every rung, on a grid or at one length; and the notes of its plan."""
+    named = [name for name in ("start_length", "resolution", "max_length") if length_tokens is not None and name in settings]
+    if named:
+        raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
+    if length_tokens is not None and length_tokens < 2:
+        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
+    if length_tokens is not None:
+        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
+    plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
+    cells = tuple(cell for each in plans for cell in each.question.cells)
+    return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
 
 
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:
@@ -165,9 +187,18 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> 
     if not exact:
         raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
     path = Path(timeline)
-    if path.exists() or not path.absolute().parent.is_dir():
-        why = "is there already" if path.exists() else "is in a directory that is not there"
-        raise UsageError(f"{path} {why}", hint="name a new file, for example `--timeline ./timeline.pickle`")
+    try:
+        path.touch(exist_ok=False)
+        path.unlink()
+    except OSError as error:
+        why = "is there already" if path.exists() else f"cannot be written: {error.strerror}"
+        raise UsageError(f"{path} {why}", hint=f"name a new file: `--timeline {shlex.quote(_free_name())}`") from error
+
+
+def _free_name() -> str:
+    """A file that is not in the working directory yet."""
+    names = ("timeline.pickle", *(f"timeline-{number}.pickle" for number in range(2, 1000)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _write_timeline(path: Path, question: Question, prediction: Prediction, tracer: CachedTracer) -> None:
@@ -175,13 +206,13 @@ def _write_timeline(path: Path, question: Question, prediction: Prediction, trac
     outside = sum(term.bytes for term in shown.footprint.outside)
     length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
     log = tracer(question.trial(shown.cell, length_tokens))
-    path.write_bytes(
-        draw_timeline(
-            log,
-            allocator=shown.cell.settings.allocator,
-            capacity_bytes=prediction.room.device_bytes - question.margin_bytes - outside,
-        )
-    )
+    capacity = prediction.room.device_bytes - question.margin_bytes - outside
+    try:
+        path.write_bytes(draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity))
+    except OSError as error:
+        raise MachineError(
+            f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `--timeline` out"
+        ) from error
 
 
 def predict_against(table_path: str | Path, *, trainer: Trainer = "highwater") -> Score:

@@ -106,8 +106,13 @@ def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path)
     assert refusal(highwater(*words, str(tmp_path / "new.pickle")), 2) == ("a timeline is drawn from a trace", "add `--exact`")
     problem, hint = refusal(highwater(*words, str(taken), "--exact"), 2)
     assert problem == f"{taken} is there already"
-    assert hint == "name a new file, for example `--timeline ./timeline.pickle`"
     assert taken.read_text() == "mine"
+    offered = hint.removeprefix("name a new file: `--timeline ").removesuffix("`")
+    assert not Path(offered).exists()
+    for nowhere in (str(tmp_path / "no" / "where.pickle"), "/proc/x.pickle", ""):
+        problem, hint = refusal(highwater(*words, nowhere, "--exact"), 2)
+        assert problem.startswith(f"{nowhere or '.'} ")
+        assert hint.startswith("name a new file: `--timeline timeline")
 
 
 def test_traces_are_of_our_own_steps_and_of_no_table(highwater: Run) -> None:

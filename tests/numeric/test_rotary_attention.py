@@ -35,12 +35,15 @@ FAMILIES = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
     "Mistral": {"sliding_window": 512},
     "SmolLM3": {"no_rope_layers": [1, 0, 1, 1]},
+    "Glm4Moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
+    "Olmo": {"clip_qkv": 30.0},
 }
+FUSED = list(FAMILIES)[:5]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [3, 37])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FUSED)
 def test_fused_attention_equals_the_familys_own(
     family: str, tokens: int, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +122,7 @@ def test_every_layer_tells_the_attention_what_it_told_before() -> None:
     assert {call["sliding_window"] for call in told} == {"None", "512"}
 
 
-@pytest.mark.parametrize("family", ["Olmo2", "Glm", "Phi3"])
+@pytest.mark.parametrize("family", ["Olmo2", "Glm", "Phi3", "Glm4Moe", "Nemotron", "Olmo"])
 def test_other_attentions_are_left_alone(family: str) -> None:
     model = small(family)
     fuse_norms(model)

@@ -46,7 +46,10 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     assert tracer(trial(settings=Settings(allocator="expandable"), memory_budget_bytes=20 * GIB)) == first
     assert len(made) == 1, "no event depends on the allocator"
     (kept,) = tmp_path.iterdir()
-    kept.write_bytes(kept.read_bytes()[:100])
+    whole = kept.read_bytes()
+    for damaged in (whole[:100], whole[:500] + bytes(600) + whole[1100:], b""):  # cut, overwritten, emptied
+        kept.write_bytes(damaged)
+        assert tracing._read(kept) is None
     monkeypatch.setattr(CachedTracer, "_trace", lambda *_: b'{"source":"traced","versions":{},"operators":[],"events":[]}')
     assert tracer(trial()).events == ()
     assert len(made) == 2

@@ -94,6 +94,23 @@ def test_the_hosts_memory_binds_as_the_formula_says():
     assert (found.binding, found.capacity_tokens) == ("host", 0)
 
 
+def test_where_nothing_fits_it_is_said_what_would_be_needed():
+    (found,) = predict_exactly(ask(), Room(device_bytes=4 * GIB), Tracer(2**18))
+    assert (found.capacity_tokens, found.does_not_fit_tokens) == (0, STEP)
+    assert found.replayed is not None
+    assert not found.replayed.fits
+    assert found.device_used_bytes > 5 * GIB
+    assert found.headroom_bytes == 4 * GIB - found.device_used_bytes < 0
+
+
+def test_what_the_tracer_raises_ends_the_prediction():
+    def broken(spec: TrialSpec) -> EventLog:
+        raise RuntimeError(f"{spec.length_tokens}")
+
+    with pytest.raises(RuntimeError):
+        predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), broken)
+
+
 @pytest.mark.parametrize("other", [{"trainer": "trinity"}, {"state_bytes_per_param": 8}])
 def test_only_our_own_steps_are_traced(other):
     with pytest.raises(UsageError, match="this engine's own steps"):

@@ -2,7 +2,9 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import count
 
 from highwater import api
 from highwater.cli import console
@@ -34,7 +36,7 @@ def predict(arguments: argparse.Namespace) -> int:
         state_bytes_per_param=arguments.state_bytes_per_param,
         exact=arguments.exact,
         timeline=arguments.timeline,
-        on_trace=_say_traced,
+        on_trace=partial(_say_traced, count(1)),
         **settings,
     )
     console.notes(prediction.notes)
@@ -61,9 +63,11 @@ def _against(arguments: argparse.Namespace) -> int:
     return EXIT_ANSWERED
 
 
-def _say_traced(spec: TrialSpec) -> None:
+def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
     where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
-    console.talk(f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens: tracing")
+    console.talk(
+        f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens: trace {next(numbers)}, up to some minutes"
+    )
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:

@@ -160,7 +160,6 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
     inputs, cosines, sines = (
         torch.randn(1, tokens, width, generator=generator, dtype=torch.float64) for width in (PROOF_SIZE, size, size)
     )
-    call = {"hidden_states": inputs, "position_embeddings": (cosines, sines), "attention_mask": None}
     seen: list[tuple[list[Tensor], dict[str, Any]]] = []
 
     def attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **features: Any) -> tuple[Tensor, None]:
@@ -169,22 +168,36 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
         return query.transpose(1, 2).square().contiguous(), None
 
     AttentionInterface.register(_PROOF_ATTENTION, attend)
+    told: dict[str, Any] | None = None
     try:
         theirs.config = copy.copy(theirs.config)
         theirs.config._attn_implementation = _PROOF_ATTENTION
-        with torch.no_grad():
-            expected = theirs(**call)[0]
-            told = {name: value for name, value in seen[0][1].items() if name != "dropout"}
-            ours = RotaryAttention(theirs, told)(**call)[0]
+        # Large inputs, too: some families clip their heads.
+        for scale in (1.0, 1e3):
+            call = {"hidden_states": scale * inputs, "position_embeddings": (cosines, sines), "attention_mask": None}
+            with torch.no_grad():
+                expected = theirs(**call)[0]
+                told = {name: value for name, value in seen[-1][1].items() if name != "dropout"}
+                ours = RotaryAttention(theirs, told)(**call)[0]
+            (their_heads, their_features), (our_heads, our_features) = seen[-2:]
+            pairs = zip([*our_heads, ours], [*their_heads, expected], strict=True)
+            same = all(mine.shape == other.shape and torch.allclose(mine, other, rtol=1e-10, atol=1e-10) for mine, other in pairs)
+            # A scale that comes from the head's size would be the small one's.
+            if not same or our_features != their_features or told.get("scaling") != getattr(module, "scaling", None):
+                return None
     except Exception:  # noqa: BLE001 -- whatever it needs besides, ours does not give it: left alone
         return None
-    (their_heads, their_features), (our_heads, our_features) = seen
-    pairs = zip([*our_heads, ours], [*their_heads, expected], strict=True)
-    # A scale that comes from the head's size would be the small one's.
-    same = their_features.get("scaling") == getattr(module, "scaling", None) and all(
-        mine.shape == other.shape and torch.allclose(mine, other, rtol=1e-10, atol=1e-10) for mine, other in pairs
-    )
-    return told if same and our_features == their_features else None
+    return None if _rotates_a_part(theirs, inputs, cosines[..., ::2], sines[..., ::2]) else told
+
+
+def _rotates_a_part(attention: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+    """Whether it takes positions for fewer channels than a head has, and leaves the others as they are."""
+    try:
+        with torch.no_grad():
+            attention(hidden_states=inputs, position_embeddings=(cosines, sines), attention_mask=None)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _small_child(name: str, child: nn.Module, size: int, generator: torch.Generator) -> nn.Module:

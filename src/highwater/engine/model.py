@@ -35,7 +35,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
 
 
-_PART = 16 * 1024**2
+_PART_NUMBERS = 16 * 1024**2
 """Random numbers that the GPU makes at once for the host."""
 SCORE = "score.weight"
 """The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
@@ -370,5 +370,5 @@ def _fill_random(name: str, parameter: nn.Parameter, *, std: float, seed: int, d
     if local.device.type == device.type:
         local.normal_(0.0, std, generator=generator)
         return
-    for part in local.view(-1).split(_PART):
+    for part in local.view(-1).split(_PART_NUMBERS):
         part.copy_(torch.empty_like(part, device=device).normal_(0.0, std, generator=generator))

@@ -107,7 +107,7 @@ def _rotate_kernel(
 ):
     # Tokens times heads times their size passes 2**31 well within the lengths we train: offsets are 64 bits wide.
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, BLOCK_HEADS)
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)  # heads of unequal documents lie a whole batch apart
     numbers = tl.arange(0, BLOCK_HALF)
     inside = (heads < HEADS)[:, None] & (numbers < HALF)[None, :]
     first = x + token * x_stride_T + heads[:, None] * x_stride_H + numbers[None, :]
@@ -156,7 +156,7 @@ def _backward_kernel(
     BLOCK_HALF: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, BLOCK_HEADS)
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)  # heads of unequal documents lie a whole batch apart
     numbers = tl.arange(0, BLOCK_HALF)
     in_half = numbers < HALF
     inside = (heads < HEADS)[:, None] & in_half[None, :]

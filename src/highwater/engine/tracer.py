@@ -8,6 +8,7 @@ attention and norm, the Triton kernels. What a kernel takes for itself and gives
 import gc
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -44,14 +45,19 @@ aten: Any = torch.ops.aten
 
 def main() -> None:
     """Trace what the first file orders into the second."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
-    target = Path(sys.argv[2])
-    partial = target.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(trace(order.spec, rank=order.rank, kernel=order.kernel)))
-    partial.replace(target)
+    exit_code = 1
+    try:
+        order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
+        target = Path(sys.argv[2])
+        partial = target.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(trace(order.spec, rank=order.rank, kernel=order.kernel)))
+        partial.replace(target)
+        exit_code = 0
+    except Exception:  # noqa: BLE001 -- the edge of the process, which has to end as the next line has it
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the interpreter's end would let go of fakes that C++ still knows
+    os._exit(exit_code)  # the interpreter's end would let go of fakes that C++ still knows
 
 
 def trace(spec: TrialSpec, *, rank: int = 0, kernel: Kernel = "cudnn") -> EventLog:

@@ -1,13 +1,16 @@
 """Tracing: the tracer in a process of its own, and what it wrote kept for whoever asks the same again."""
 
 import gzip
+import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -25,8 +28,6 @@ _TIMEOUT_S = 1800.0
 """A trace takes seconds to minutes: the layers, not the tokens, tell."""
 _TAIL_LINES = 3
 _FORMULA_HINT = "leave `--exact` out: the formula needs no trace"
-_TRACED_PACKAGES = ("attention", "engine", "parallel")
-"""Where a change may change what is allocated."""
 
 
 def trace_directory(environment: Mapping[str, str]) -> Path:
@@ -36,7 +37,7 @@ def trace_directory(environment: Mapping[str, str]) -> Path:
 
 
 class CachedTracer:
-    """Traces the fullest rank of a trial, or remembers."""
+    """Traces the fullest rank of a trial, or remembers. Leaving its context ends the processes that are still tracing."""
 
     def __init__(self, directory: Path, *, kernel: Kernel, on_trace: Callable[[TrialSpec], None] | None = None) -> None:
         """``on_trace`` hears of each trace that has to be made; raises MachineError where none can be."""
@@ -46,6 +47,14 @@ class CachedTracer:
         self._directory = directory
         self._kernel: Kernel = kernel
         self._on_trace = on_trace
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in tuple(self._running):
+            process.terminate()
 
     def __call__(self, spec: TrialSpec) -> EventLog:
         """What the rank allocates and frees. Raises MachineError where the tracer fails."""
@@ -67,14 +76,21 @@ class CachedTracer:
             source.write_text(to_json(order), encoding="utf-8")
             # A GPU that is here has nothing to do with the GPUs that are meant.
             environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
-            command = [sys.executable, "-m", "highwater.engine.tracer", source, target]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
-            except subprocess.TimeoutExpired as error:
-                raise MachineError(f"a trace took more than {_TIMEOUT_S:.0f} s", hint=_FORMULA_HINT) from error
+            leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]  # whatever ends this process ends the tracer
+            command = [*leash, sys.executable, "-m", "highwater.engine.tracer", str(source), str(target)]
+            log = Path(folder, "log")
+            with log.open("w") as talk, subprocess.Popen(command, stdout=talk, stderr=talk, text=True, env=environment) as process:
+                self._running.add(process)
+                try:
+                    process.wait(_TIMEOUT_S)
+                except subprocess.TimeoutExpired as error:
+                    process.terminate()
+                    raise MachineError(f"a trace took more than {_TIMEOUT_S:.0f} s", hint=_FORMULA_HINT) from error
+                finally:
+                    self._running.discard(process)
             if not target.is_file():
-                tail = " / ".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
-                raise MachineError(f"the tracer ended with exit code {done.returncode}: {tail}", hint=_FORMULA_HINT)
+                tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:])
+                raise MachineError(f"the tracer ended with exit code {process.returncode}: {tail}", hint=_FORMULA_HINT)
             return target.read_bytes()
 
 
@@ -113,17 +129,16 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _sources() -> str:
-    """Of the code that is traced."""
+    """Of the whole package: what is traced calls most of it."""
     root = Path(__file__).parents[1]
-    files = sorted(path for package in _TRACED_PACKAGES for path in (root / package).glob("*.py"))
-    return digest([(path.name, path.read_text(encoding="utf-8")) for path in files])
+    return digest([(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))])
 
 
 def _read(path: Path) -> EventLog | None:
     """What was kept; None where nothing was, or where it is damaged: then it is made again."""
     try:
         return from_json(gzip.decompress(path.read_bytes()), EventLog)
-    except (OSError, EOFError, msgspec.MsgspecError):
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError):
         return None
 
 
@@ -131,5 +146,11 @@ def _write(path: Path, text: bytes) -> None:
     """Whole or not at all, whoever else writes the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-        file.write(gzip.compress(text, compresslevel=1))
-    Path(file.name).replace(path)
+        partial = Path(file.name)
+        try:
+            file.write(gzip.compress(text, compresslevel=1))
+            file.flush()
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise

@@ -30,16 +30,17 @@ ACCURACY: Mapping[Trainer, str] = {
 }
 """What is known of the errors, as text: intervals come with calibration."""
 TRACED_ACCURACY = (
-    "the engine's own steps, traced, in a simulated allocator: of 26 trials on one H200, `sft`, each was told right, whether it "
-    "fits, and reserved memory was off by 1.2 % at most (docs/results/predict); other GPUs, and several of them, have not been "
-    "compared in full yet"
+    "the engine's own steps, traced, in a simulated allocator: of 26 trials of an earlier version on one H200, `sft`, each was "
+    "told right, whether it fits, and reserved memory was off by 1.2 % at most (docs/results/predict); other GPUs, and several of "
+    "them, have not been compared in full yet"
 )
-NOT_MODELLED = (
+NOT_TRACED = (
     "LoRA",
     "tensor, pipeline and expert parallelism",
     "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
-    "optimizers other than AdamW in float32 (`--state-bytes-per-param 8` stands for one)",
+    "optimizers other than AdamW in float32",
 )
+NOT_MODELLED = (*NOT_TRACED[:-1], f"{NOT_TRACED[-1]} (`--state-bytes-per-param 8` stands for one)")
 
 
 class Room(Noun, frozen=True, kw_only=True):

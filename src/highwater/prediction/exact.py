@@ -33,19 +33,24 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPre
         return guessed  # not even the shortest: no trace would change that
     start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
     replays: dict[int, Replayed] = {}
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        # Both sides of the edge at once: where the formula is right, that is all.
-        traces = {
-            index: pool.submit(tracer, question.trial(cell, grid.length(index))) for index in (start, start + 1) if index <= size
-        }
+    pool = ThreadPoolExecutor(max_workers=2)
+    # Both sides of the edge at once: where the formula is right, that is all.
+    traces = {index: pool.submit(tracer, question.trial(cell, grid.length(index))) for index in (start, start + 1) if index <= size}
 
-        def fits(index: int) -> bool:
-            spec = question.trial(cell, grid.length(index))
-            log = traces.pop(index).result() if index in traces else tracer(spec)
-            replays[index] = _replayed(question, cell, room, log, spec.length_tokens)
-            return replays[index].fits
+    def fits(index: int) -> bool:
+        spec = question.trial(cell, grid.length(index))
+        log = traces.pop(index).result() if index in traces else tracer(spec)
+        replays[index] = _replayed(question, cell, room, log, spec.length_tokens)
+        if index == 1 and not replays[index].fits:  # what it would need, where nothing fits
+            replays[index] = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
+        return replays[index].fits
 
+    try:
         edge = _edge(start, size, fits)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # who owns the tracer ends what is tracing
+        raise
+    pool.shutdown()
     found = _at(question, cell, room, grid.length(max(1, edge)), replays[max(1, edge)])
     if edge < size:
         return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(edge + 1))

@@ -40,7 +40,7 @@ class Replayed(Noun, frozen=True, kw_only=True):
     allocated_by_phase: dict[str, int]
     """The peak within each phase."""
     alive: tuple[Alive, ...]
-    """At the peak of allocated bytes, the largest first."""
+    """At the peak of allocated bytes, or when memory ran out; the largest first."""
 
 
 def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None, is_share: bool = False) -> Replayed:
@@ -50,7 +50,7 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
     """
     device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share)
     handles: dict[int, tuple[int, Allocate, str]] = {}
-    phase, fits, peak_at = "setup", True, 0
+    phase, fits, number, peak_at = "setup", True, 0, 0
     by_phase: dict[str, int] = {}
     peak_phase = phase
     try:
@@ -64,7 +64,7 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
                     if device.allocated_bytes > by_phase.get(phase, 0):
                         by_phase[phase] = device.allocated_bytes
                         if device.allocated_bytes == device.peak_allocated_bytes:
-                            peak_at, peak_phase = number, phase
+                            peak_at, peak_phase = number + 1, phase
                 case Free():
                     found = handles.pop(event.id, None)
                     if found is not None:
@@ -74,7 +74,7 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
                 case _:
                     device.release_cached()
     except CapacityError:
-        fits, peak_phase = False, phase
+        fits, peak_phase, peak_at = False, phase, number
     return Replayed(
         fits=fits,
         phase=peak_phase,
@@ -87,10 +87,10 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
 
 
 def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
-    """What has been allocated and not freed up to this event."""
+    """What the first ``number`` events have allocated and not freed."""
     phase = "setup"
     living: dict[int, tuple[Allocate, str]] = {}
-    for event in log.events[: number + 1]:
+    for event in log.events[:number]:
         match event:
             case Allocate():
                 living[event.id] = (event, phase)

@@ -49,7 +49,7 @@ def term_table(predicted: CellPrediction) -> TextTable:
 
 
 def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
-    largest = max(alive.bytes for alive in replayed.alive)
+    largest = max((alive.bytes for alive in replayed.alive), default=0) or 1
     named = sum(alive.bytes for alive in replayed.alive)
     rows = [
         (
