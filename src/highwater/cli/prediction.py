@@ -65,9 +65,8 @@ def _against(arguments: argparse.Namespace) -> int:
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
     where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
-    console.talk(
-        f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens: trace {next(numbers)}, up to some minutes"
-    )
+    what = f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens"
+    console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
