@@ -29,7 +29,7 @@ from highwater.launch.probe import (
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
-from highwater.launch.tracing import CachedTracer, refuse_untraceable, trace_directory
+from highwater.launch.tracing import CachedTracer, trace_directory, traceable
 from highwater.prediction.capacity import (
     ACCURACY,
     NOT_MODELLED,
@@ -151,8 +151,8 @@ def predict(
     )
     if not exact:
         return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer))
-    for cell in question.cells:
-        refuse_untraceable(question.model.shape, cell.settings)
+    question, left_out = traceable(question)
+    prediction = msgspec.structs.replace(prediction, notes=notes + left_out)
     with CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace) as tracer:
         prediction = msgspec.structs.replace(prediction, cells=predict_exactly(question, room, tracer))
         if timeline is not None:

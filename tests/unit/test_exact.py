@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import UsageError
+from highwater.launch.tracing import traceable
 from highwater.prediction.capacity import Room, predict_cell
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import likely_footprint
@@ -130,3 +131,12 @@ def test_what_cannot_be_traced_is_refused_before_anything_is(model, settings, wh
     with pytest.raises(UsageError, match=f"{what} is not traced yet") as refused:
         highwater.predict(model, gpus="A100-80GB", exact=True, **settings)
     assert "leave `--exact` out" in (refused.value.hint or "")
+
+
+def test_a_rung_that_cannot_be_traced_is_left_out_with_a_note():
+    fsdp, offloaded = (Cell(layout=Layout(), settings=Settings(strategy="fsdp", offload=offload)) for offload in (False, True))
+    question, notes = traceable(ask(cells=(fsdp, offloaded)))
+    assert question.cells == (fsdp,)
+    assert notes == ("without Offload: FSDP1 with offload is not traced yet",)
+    with pytest.raises(UsageError):
+        traceable(ask(cells=(offloaded,)))

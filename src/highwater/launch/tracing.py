@@ -22,6 +22,7 @@ from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
 
 _TIMEOUT_S = 1800.0
@@ -92,6 +93,23 @@ class CachedTracer:
                 tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:])
                 raise MachineError(f"the tracer ended with exit code {process.returncode}: {tail}", hint=_FORMULA_HINT)
             return target.read_bytes()
+
+
+def traceable(question: Question) -> tuple[Question, tuple[str, ...]]:
+    """The question without the cells that cannot be traced, and a note about them; raises UsageError where that is all of them."""
+    cells: list[Cell] = []
+    refusals: dict[str, UsageError] = {}
+    for cell in question.cells:
+        try:
+            refuse_untraceable(question.model.shape, cell.settings)
+        except UsageError as refusal:
+            refusals[cell.settings.label] = refusal
+        else:
+            cells.append(cell)
+    if not cells:
+        raise next(iter(refusals.values()))
+    notes = tuple(f"without {label}: {refusal}" for label, refusal in refusals.items())
+    return msgspec.structs.replace(question, cells=tuple(cells)), notes
 
 
 def refuse_untraceable(shape: ModelShape, settings: Settings) -> None:
