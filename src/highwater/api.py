@@ -203,10 +203,9 @@ def _free_name() -> str:
 
 def _write_timeline(path: Path, question: Question, prediction: Prediction, tracer: CachedTracer) -> None:
     shown = prediction.explained
-    outside = sum(term.bytes for term in shown.footprint.outside)
     length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
     log = tracer(question.trial(shown.cell, length_tokens))
-    capacity = prediction.room.device_bytes - question.margin_bytes - outside
+    capacity = prediction.room.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
     try:
         path.write_bytes(draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity))
     except OSError as error:

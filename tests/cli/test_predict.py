@@ -108,7 +108,11 @@ def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path)
     assert problem == f"{taken} is there already"
     assert taken.read_text() == "mine"
     offered = hint.removeprefix("name a new file: `--timeline ").removesuffix("`")
-    assert not Path(offered).exists()
+    one_rung = ("--loss", "full", "--allocator", "native")
+    drawn = highwater(*words, offered, "--exact", *one_rung, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / offered).stat().st_size > 0
+    assert "--timeline" not in drawn.stderr, "the next command does not name the file that is there now"
     for nowhere in (str(tmp_path / "no" / "where.pickle"), "/proc/x.pickle", ""):
         problem, hint = refusal(highwater(*words, nowhere, "--exact"), 2)
         assert problem.startswith(f"{nowhere or '.'} ")

@@ -1,4 +1,4 @@
-"""RMS norm of every head and its rotation by position (RoPE), in one pass each way; either head norm or none.
+"""RMS norm of every head and its rotation by position (RoPE), in one pass each way; or the rotation alone.
 
 On a GPU two Triton kernels that read and write every element once; elsewhere PyTorch in blocks of tokens. Both compute in float32
 (float64 for float64) and round once.

@@ -73,7 +73,7 @@ class CellPrediction(Noun, frozen=True, kw_only=True):
         """What the driver would report of the GPU, at that length."""
         if self.replayed is None:
             return self.footprint.device_used_bytes
-        return self.replayed.peak_reserved_bytes + sum(term.bytes for term in self.footprint.outside)
+        return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
 
     @property
     def peak_phase(self) -> str:

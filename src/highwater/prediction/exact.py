@@ -74,7 +74,7 @@ def _edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
 
 
 def _replayed(question: Question, cell: Cell, room: Room, log: EventLog, length_tokens: int) -> Replayed:
-    outside = sum(term.bytes for term in predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside)
+    outside = predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside_bytes
     capacity = room.device_bytes - question.margin_bytes - outside
     return replay(log, allocator=cell.settings.allocator, capacity_bytes=capacity)
 

@@ -96,9 +96,14 @@ class Footprint(Noun, frozen=True, kw_only=True):
         return round(self.allocated_bytes / self.filled_share)
 
     @property
+    def outside_bytes(self) -> int:
+        """Device memory that the allocator does not hold."""
+        return sum(term.bytes for term in self.outside)
+
+    @property
     def device_used_bytes(self) -> int:
         """What a GPU has to have."""
-        return self.reserved_bytes + sum(term.bytes for term in self.outside)
+        return self.reserved_bytes + self.outside_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -24,13 +24,13 @@ def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None 
     phase = "setup"
     try:
         for number, size in enumerate(CUBLAS_WORKSPACES_BYTES, start=-len(CUBLAS_WORKSPACES_BYTES)):
-            entries.append(_entry("alloc", device, device.allocate(size), 0, number, "cuBLAS workspace", "", phase))
+            entries.append(_entry(device, device.allocate(size), 0, number, "cuBLAS workspace", "", phase))
         for number, event in enumerate(log.events):
             match event:
                 case Allocate() if event.bytes:
                     handle = device.allocate(event.bytes, stream=event.stream)
                     names = (log.operators[event.operator], log.modules[event.module], phase)
-                    entries.append(_entry("alloc", device, handle, event.stream, number, *names))
+                    entries.append(_entry(device, handle, event.stream, number, *names))
                     living[event.id] = handle, entries[-1]
                 case Free() if event.id in living:
                     handle, born = living.pop(event.id)
@@ -50,11 +50,12 @@ def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None 
 
 
 def _entry(
-    action: str, device: CachingAllocator, handle: int, stream: int, number: int, operator: str, module: str, phase: str
+    device: CachingAllocator, handle: int, stream: int, number: int, operator: str, module: str, phase: str
 ) -> dict[str, Any]:
+    """Of an allocation that is alive."""
     frames = [
         {"name": operator, "filename": module or "no module", "line": 0},
         {"name": phase, "filename": "phase", "line": 0},
     ]
     address, size = device.place_of(handle)
-    return {"action": action, "addr": _BASE + address, "size": size, "stream": stream, "time_us": number, "frames": frames}
+    return {"action": "alloc", "addr": _BASE + address, "size": size, "stream": stream, "time_us": number, "frames": frames}
