@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import MachineError, UsageError
+from highwater.foresight import Expected, check_prediction, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -239,11 +240,12 @@ def prepare(request: Request) -> Plan:
     _check_request(request, machine)
     planned = plan(request, machine)
     question = planned.question
+    unforeseen = check_prediction(request, question)
     for cell in question.cells:
         refuse_unsupported(cell.layout)
     _check_machine(request, machine, question.device, gpus=max(cell.layout.gpus for cell in question.cells))
     _check_room_for_checkpoints(request, question.cells[0].settings, question.device)
-    return planned
+    return msgspec.structs.replace(planned, notes=planned.notes + unforeseen)
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
@@ -272,10 +274,11 @@ def answer(
     """
     path = study_file(request, planned.question)
     runner = _runner(request, log_layout, planned.question.device_total_bytes)
-    if path is not None:
-        return _search(planned, runner, path, on_event, command)
-    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
-        study = _search(planned, runner, Path(folder, "study.jsonl"), on_event, command)
+    with foresight(request, planned.question) as expected:
+        if path is not None:
+            return _search(planned, runner, path, on_event, command, expected)
+        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
+            study = _search(planned, runner, Path(folder, "study.jsonl"), on_event, command, expected)
     return msgspec.structs.replace(study, path=None)
 
 
@@ -326,10 +329,12 @@ def _predicted_requests(model: str, gpus: int, trainer: Trainer, settings: Mappi
     return [request_from(asked, keywords=True) for asked in ladders]
 
 
-def _search(planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str]) -> Study:
+def _search(
+    planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str], expected: Expected
+) -> Study:
     with open_journal(path, planned.question, command=command) as journal:
         recording = RecordingRunner(runner, journal)
-        for event in campaign(planned.question, recording):
+        for event in campaign(planned.question, recording, expected=expected):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
             if on_event is not None and not _is_recorded_start(event, journal):

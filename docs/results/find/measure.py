@@ -2,6 +2,7 @@
 
 ``python docs/results/find/measure.py --page sft --gpus 4 --minutes 20`` goes on with the studies of that page beside it;
 ``--table`` only prints. A search that time cuts off keeps its finished trials: the next call answers the rest.
+``--predict`` (no GPU, a minute or three a cell) writes what traces predict of each search, before it is measured.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+import msgspec
 
 import highwater
 from highwater.spec.study import Cell, Study
@@ -35,6 +38,7 @@ _ENV = "--loss full --entropy full --allocator expandable"
 _SAVING = "--loss full --entropy chunked --allocator expandable"
 _LONG = "--loss chunked --allocator expandable --proof memory --timeout 5m"
 _GRID = "--start-length 32768 --resolution 32768"
+_EDGE = "--start-length 8192 --resolution 8192 --memory 79.15GiB --proof memory --timeout 2m"
 PAGES: dict[str, dict[str, str]] = {
     "sft": {
         # The longest searches first, so that no GPU is left with one at the end.
@@ -68,6 +72,17 @@ PAGES: dict[str, dict[str, str]] = {
         "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO}",
         "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO}",
     },
+    "edges": {
+        "edge-4b-1-offload": f"Qwen3-4B --gpus 1 --offload --allocator expandable {_EDGE}",
+        "edge-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload --loss full --allocator expandable {_EDGE}",
+        "edge-1.7b-1-chunked": f"Qwen3-1.7B --gpus 1 --loss chunked --allocator expandable {_EDGE}",
+        "edge-4b-1": f"Qwen3-4B --gpus 1 {_EDGE}",
+        "edge-1.7b-1-full": f"Qwen3-1.7B --gpus 1 --loss full {_EDGE}",
+        "edge-0.6b-1-full": f"Qwen3-0.6B --gpus 1 --loss full {_EDGE}",
+        "edge-4b-2-full": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full {_EDGE}",
+        "edge-8b-2-full": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full {_EDGE}",
+        "edge-8b-4-full": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full {_EDGE}",
+    },
     "long": {
         "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_LONG}",
         "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_LONG}",
@@ -93,11 +108,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; finished trials are kept")
     parser.add_argument("--only", nargs="+", help="names of searches to run")
     parser.add_argument("--table", action="store_true", help="print the tables, measure nothing")
+    parser.add_argument("--predict", action="store_true", help="write NAME.prediction.json where there is none, measure nothing")
     arguments = parser.parse_args()
+    searches = {
+        name: flags for page in arguments.page for name, flags in PAGES[page].items() if name in (arguments.only or PAGES[page])
+    }
+    if arguments.predict:
+        for name, flags in searches.items():
+            predict(name, flags)
+        return
     if not arguments.table:
-        searches = {
-            name: flags for page in arguments.page for name, flags in PAGES[page].items() if name in (arguments.only or PAGES[page])
-        }
         measure(searches, gpus=arguments.gpus, deadline=time.monotonic() + 60 * arguments.minutes)
     for page in arguments.page:
         print(f"{table(page)}\n")
@@ -150,6 +170,9 @@ def _gpus(flags: str) -> int:
 def _search(name: str, flags: str, own: list[int], cards: _Cards, deadline: float) -> None:
     """One search on its GPUs; when time is up it is interrupted as a person would."""
     words = [*flags.split(), "--study", str(HERE / f"{name}.jsonl"), "--log-dir", f"logs/{name}"]
+    prediction = HERE / f"{name}.prediction.json"
+    if prediction.is_file():
+        words += ["--prediction", str(prediction)]
     try:
         with Path(f"{name}.log").open("w") as log:
             search = subprocess.Popen(
@@ -165,6 +188,33 @@ def _search(name: str, flags: str, own: list[int], cards: _Cards, deadline: floa
                 search.wait()
     finally:
         cards.give_back(own)
+
+
+def predict(name: str, flags: str) -> None:
+    """What traces say of a search on the cards of this page, beside its study; kept if it is there."""
+    path = HERE / f"{name}.prediction.json"
+    if path.is_file():
+        return
+    model, *words = flags.split()
+    starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    asked = {
+        words[at][2:].replace("-", "_"): _value(words[at + 1 : end])
+        for at, end in zip(starts, [*starts[1:], len(words)], strict=True)
+    }
+    gpus, memory = asked.pop("gpus"), asked.pop("memory", None)
+    settings = {"offload": False} | {key: value for key, value in asked.items() if key not in ("proof", "timeout")}
+    started = time.monotonic()
+    prediction = highwater.predict(model, gpus=f"{gpus}xH200-141GB", gpu_memory=memory, exact=True, **settings)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(prediction)) + b"\n")
+    cells = ", ".join(f"{cell.cell.label} {cell.capacity_tokens:,}" for cell in prediction.cells)
+    print(f"{name}: {cells} ({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def _value(words: list[str]) -> str | int | bool:
+    """Of a flag: a switch is on, a number is one."""
+    if not words:
+        return True
+    return int(words[0]) if words[0].isdecimal() else words[0]
 
 
 def table(page: str) -> str:

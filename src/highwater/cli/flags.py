@@ -62,6 +62,7 @@ SEARCH_FLAGS = (
     Flag(name="max-length", metavar="TOKENS"),
     Flag(name="method"),
     Flag(name="proof"),
+    Flag(name="prediction", metavar="{formula,trace,FILE}"),
     Flag(name="confirm", metavar="K"),
     Flag(name="margin", metavar="SIZE"),
     Flag(name="study", metavar="FILE"),
@@ -74,7 +75,7 @@ SINGLE_FLAGS = (Flag(name="attention-depth", metavar="N"),)
 
 _OF_A_RUN = (
     *("gpus", "memory", "checkpoint", "save-hf", "timeout", "steps", "micro-batches", "data", "device", "log-dir"),
-    *("checkpoint-dir", "allow-busy", "dry-run", "method", "proof", "confirm", "study"),
+    *("checkpoint-dir", "allow-busy", "dry-run", "method", "proof", "prediction", "confirm", "study"),
 )
 PREDICT_FLAGS = tuple(flag for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS) if flag.name not in _OF_A_RUN)
 """What a prediction depends on, besides the GPUs."""

@@ -54,7 +54,7 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
     by_phase: dict[str, int] = {}
     peak_phase = phase
     try:
-        for size in CUBLAS_WORKSPACES_BYTES:
+        for size in CUBLAS_WORKSPACES_BYTES if log.source == "traced" else ():
             device.allocate(size)
         for number, event in enumerate(log.events):
             match event:

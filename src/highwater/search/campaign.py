@@ -8,7 +8,7 @@ whose full trial would exceed the time limit, or did, gets a memory-only trial. 
 the longest length that they can be expected to reach in time.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from highwater.search.bracket import Bracket
@@ -63,19 +63,37 @@ class CellAnswered:
 Event = TrialStarted | TrialFinished | CellAnswered
 
 
-def campaign(question: Question, runner: Runner, *, guess: Guess = engine_guess) -> Iterator[Event]:
+def campaign(
+    question: Question,
+    runner: Runner,
+    *,
+    guess: Guess = engine_guess,
+    expected: Callable[[Cell], int | None] = lambda _: None,
+) -> Iterator[Event]:
     """Answer every cell of ``question`` in its order; ends with the answer of the last one.
 
-    ``guess`` is about the trainer that ``runner`` starts: it orders the trials and decides nothing.
+    ``guess`` is about the trainer that ``runner`` starts; ``expected`` the longest length in tokens that a cell is predicted to
+    train with, 0 for none, None where nobody knows. Both order the trials and decide nothing.
 
     MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
     for cell in question.cells:
-        search = _CellSearch(question, cell, runner, finished, guess)
+        search = _CellSearch(question, cell, runner, finished, _first_index(question, cell, finished, guess, expected(cell)))
         yield from search.run()
         finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
+
+
+def _first_index(
+    question: Question, cell: Cell, finished: list[CellAnswer], guess: Guess, expected_tokens: int | None
+) -> int | None:
+    """Where the search of a cell begins; None for the shortest length."""
+    if question.method == "linear":
+        return carried_start(question, cell, finished)
+    if expected_tokens is not None:
+        return question.grid.index_at_most(expected_tokens)
+    return first_index(question, cell, finished, guess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +110,7 @@ class _Asked:
 class _CellSearch:
     """The search of one cell: its bracket, and what each trial said."""
 
-    def __init__(self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer], guess: Guess) -> None:
-        linear = question.method == "linear"
-        first = carried_start(question, cell, finished) if linear else first_index(question, cell, finished, guess)
+    def __init__(self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer], first: int | None) -> None:
         self._question = question
         self._cell = cell
         self._runner = runner

@@ -26,6 +26,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "token_budget": ("a number of tokens", "16k"),
     "resolution": ("a length in tokens", "4k"),
     "max_length": ("a length in tokens", "256k"),
+    "prediction": ("formula, trace or a file", "formula"),
     "confirm": ("a whole number", 2),
     "margin": ("a size", "2GiB"),
     "timeout": ("a time", "40m"),
@@ -108,6 +109,9 @@ class Request(Noun, frozen=True, kw_only=True):
     proof: Annotated[
         Proof, Meta(description="memory: a memory-only trial proves what fits where a full one would exceed the timeout")
     ] = "full"
+    prediction: Annotated[
+        str, Meta(description="which length is tried first: by formula, by trace, or by a file of `highwater predict --json`")
+    ] = "formula"
     confirm: Annotated[int, Meta(description="times that both trials of the edge are repeated")] = 0
     margin: Annotated[Size, Meta(description="headroom that a length must leave to count, for example 2GiB")] = 0
     timeout: Annotated[Time, Meta(description="longest time for one trial")] = "40m"

@@ -1,0 +1,101 @@
+"""Foresight: the length that a prediction expects of each cell, from a file or traced while trials run. It only orders trials."""
+
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.launch.probe import probe
+from highwater.launch.tracing import CachedTracer, trace_directory, traceable
+from highwater.prediction.capacity import CellPrediction, Prediction, Room
+from highwater.prediction.exact import predict_exactly
+from highwater.spec.codec import from_json
+from highwater.spec.hardware import kernels
+from highwater.spec.request import Request
+from highwater.spec.study import Cell, Question
+from highwater.units import format_bytes
+
+Expected = Callable[[Cell], int | None]
+"""The longest length that is predicted to fit, 0 for none; None: nothing but the formula is known of this cell."""
+
+_SAME_MEMORY = 0.02
+"""Share that two GPUs' memories may differ by and still be the same kind: drivers keep back a little."""
+
+
+@contextmanager
+def foresight(request: Request, question: Question) -> Generator[Expected]:
+    """What ``request.prediction`` names; leaving the context ends what is still being traced."""
+    if request.prediction == "formula":
+        yield lambda _: None
+    elif request.prediction == "trace":
+        with _traced(question) as expected:
+            yield expected
+    else:
+        yield _capacities(read_prediction(Path(request.prediction), question).cells).get
+
+
+def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
+    """Raise for a prediction that cannot be had, before anything starts; a note for each cell that it leaves to the formula."""
+    if request.prediction == "formula":
+        return ()
+    if request.prediction == "trace":
+        if question.device != "cuda" or request.dry_run:
+            raise UsageError("what is traced are trials on GPUs", hint="leave `--prediction trace` out")
+        return traceable(question)[1]
+    known = _capacities(read_prediction(Path(request.prediction), question).cells)
+    missing = [cell.label for cell in question.cells if cell not in known]
+    return (f"{request.prediction} says nothing of {', '.join(missing)}",) if missing else ()
+
+
+def read_prediction(path: Path, question: Question) -> Prediction:
+    """The answer of ``highwater predict --json`` in a file; raises UsageError for one that speaks of other trials."""
+    hint = "write one: `highwater predict MODEL --gpus 4xH200-141GB --exact --json > FILE`, or leave `--prediction` out"
+    try:
+        found = from_json(path.read_bytes(), Prediction)
+    except OSError as error:
+        raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not a prediction of this version: {error}", hint=hint) from error
+    if found.model_name != question.model.name:
+        raise UsageError(f"{path} speaks of {found.model_name}, not of {question.model.name}", hint=hint)
+    memory_bytes = _memory_bytes(question)
+    if memory_bytes is not None and abs(found.room.device_bytes / memory_bytes - 1) > _SAME_MEMORY:
+        theirs, ours = format_bytes(found.room.device_bytes), format_bytes(memory_bytes)
+        problem = f"{path} speaks of GPUs with {theirs}, these trials have {ours}"
+        raise UsageError(problem, hint=f"predict with `--gpu-memory {memory_bytes}`")
+    if not _capacities(found.cells).keys() & set(question.cells):
+        raise UsageError(f"{path} says nothing of {question.cells[0].label}", hint=hint)
+    return found
+
+
+@contextmanager
+def _traced(question: Question) -> Generator[Expected]:
+    """Cells are traced in their order, ahead of the trials, while those of the cells before keep the GPUs busy."""
+    (gpu, *_) = probe().gpus
+    memory_bytes = _memory_bytes(question)
+    assert memory_bytes is not None  # noqa: S101 -- a GPU has a memory
+    room = Room(device_bytes=memory_bytes)
+    with CachedTracer(trace_directory(os.environ), kernel=kernels(gpu.compute_capability)[0]) as tracer:
+
+        def predicted(cell: Cell) -> CellPrediction:
+            return predict_exactly(msgspec.structs.replace(question, cells=(cell,)), room, tracer)[0]
+
+        pool = ThreadPoolExecutor(max_workers=1)
+        futures: dict[Cell, Future[CellPrediction]] = {cell: pool.submit(predicted, cell) for cell in traceable(question)[0].cells}
+        try:
+            yield lambda cell: futures[cell].result().capacity_tokens if cell in futures else None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _capacities(cells: tuple[CellPrediction, ...]) -> dict[Cell, int]:
+    return {cell.cell: cell.capacity_tokens for cell in cells}
+
+
+def _memory_bytes(question: Question) -> int | None:
+    """What one GPU may hold, its margin included."""
+    return question.memory_budget_bytes or question.device_total_bytes

@@ -1,0 +1,153 @@
+"""Foresight: a predicted edge costs two trials where it is right and changes no answer where it is wrong; refused files."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import highwater
+from highwater import foresight
+from highwater.errors import UsageError
+from highwater.launch.simulated import SimulatedRunner
+from highwater.prediction.capacity import Room, predict_cells
+from highwater.search.bracket import HINT_COST
+from highwater.search.campaign import CellAnswered, campaign
+from highwater.spec.codec import to_json
+from highwater.spec.events import Allocate, Enter, EventLog
+from highwater.spec.hardware import Gpu
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.request import Request
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, Grid, Question, Study
+from highwater.spec.trial import Outcome, TrialSpec
+from highwater.units import GIB
+
+STEP, SIZE = 1000, 64
+ASKED: dict[str, Any] = {"gpus": [1], "memory": "79.15GiB", "allocator": "expandable", "loss": "full"}
+
+
+@given(st.integers(0, SIZE), st.integers(0, 2 * SIZE))
+def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(capacity: int, expected: int) -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    grid = Grid(start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP)
+    question = Question(
+        model=load_model("Qwen3-0.6B"),
+        device="cuda",
+        device_name="simulated GPU",
+        device_total_bytes=80 * GIB,
+        memory_budget_bytes=None,
+        cells=(cell,),
+        grid=grid,
+    )
+    runner = SimulatedRunner(lambda spec: Outcome.FIT if spec.length_tokens <= capacity * STEP else Outcome.OUT_OF_MEMORY)
+    (answer,) = [
+        event.answer
+        for event in campaign(question, runner, expected={cell: expected * STEP}.get)
+        if isinstance(event, CellAnswered)
+    ]
+    assert answer.capacity_tokens == capacity * STEP
+    if expected == capacity:
+        assert answer.trials <= 2
+    assert answer.trials <= 2 * max(1, capacity).bit_length() + 2 + HINT_COST
+
+
+def predicted(folder: Path, **changes: Any) -> Path:
+    """A file of ``highwater predict --json``."""
+    asked = {"gpus": "1xH200-141GB", "gpu_memory": "79.15GiB", "allocator": "expandable", "loss": "full", "offload": False}
+    asked |= changes
+    path = folder / "prediction.json"
+    path.write_text(to_json(highwater.predict(asked.pop("model", "Qwen3-0.6B"), **asked)), encoding="utf-8")
+    return path
+
+
+def find(path: Path, **changes: Any) -> Study:
+    asked = {"model": "Qwen3-0.6B", "device": "cuda", "dry_run": True, "prediction": str(path), **ASKED} | changes
+    return highwater.find(**asked)
+
+
+def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path: Path) -> None:
+    path = predicted(tmp_path)
+    told = json.loads(path.read_text())
+    told["cells"][0]["capacity_tokens"] = 61_440
+    path.write_text(json.dumps(told))
+    assert find(path).trials[0].spec.length_tokens == 61_440
+
+
+def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(tmp_path: Path) -> None:
+    study = find(predicted(tmp_path), allocator=None)
+    assert [answer.cell.settings.label for answer in study.answers] == ["vanilla", "Env"]
+    assert any("says nothing of vanilla, 1 GPU" in note for note in study.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model": "Qwen3-1.7B"}, "speaks of Qwen3-1.7B, not of Qwen3-0.6B"),
+        ({"gpu_memory": "40GiB"}, "speaks of GPUs with 40.00 GiB, these trials have 79.15 GiB"),
+        ({"loss": "chunked"}, "says nothing of Env, 1 GPU"),
+    ],
+)
+def test_a_file_that_speaks_of_other_trials_is_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        find(predicted(tmp_path, **changes))
+
+
+def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        find(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not a prediction of this version"):
+        find(tmp_path / "other.json")
+
+
+def test_simulated_trials_are_not_traced() -> None:
+    with pytest.raises(UsageError, match="trials on GPUs"):
+        find(Path("trace"))
+
+
+def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = tuple(Cell(layout=Layout(), settings=Settings(allocator=name)) for name in ("native", "expandable"))
+    grid = Grid(start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP)
+    question = Question(
+        model=load_model("Qwen3-0.6B"),
+        device="cuda",
+        device_name="a GPU",
+        device_total_bytes=80 * GIB,
+        memory_budget_bytes=40 * GIB,
+        cells=cells,
+        grid=grid,
+    )
+    gpu = Gpu(index=0, name="a GPU", memory_total_bytes=80 * GIB, memory_used_bytes=0, compute_capability=(9, 0), processes=())
+    monkeypatch.setattr(foresight, "probe", lambda: SimpleNamespace(gpus=(gpu,)))
+    monkeypatch.setattr(foresight, "CachedTracer", Tracer)
+    request = Request(model="Qwen3-0.6B", prediction="trace")
+    assert foresight.check_prediction(request, question) == ()
+    with foresight.foresight(request, question) as expected:
+        capacities = [expected(cell) for cell in cells]
+    outside = next(iter(predict_cells(question, Room(device_bytes=40 * GIB), "highwater"))).footprint.outside_bytes
+    assert capacities == [(40 * GIB - outside) // Tracer.BYTES_PER_STEP * STEP] * 2
+
+
+class Tracer:
+    """Trials that need so much for each step of the grid."""
+
+    BYTES_PER_STEP = GIB
+
+    def __init__(self, directory: Path, *, kernel: str) -> None:
+        assert directory.name == "traces"
+        assert kernel == "cudnn"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, spec: TrialSpec) -> EventLog:
+        events = (Enter("forward"), Allocate(1, self.BYTES_PER_STEP * (spec.length_tokens // STEP), 0, 0))
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
