@@ -33,7 +33,8 @@ PUBLISHED_SETTINGS = {
 """By rung, what the published table calls it; entropy saving is not in that table, its cells stand beside those without."""
 
 _SFT = "--start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m --gpus 1"
-_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --resolution 8192 --proof memory --timeout 2m"
+_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --resolution 8192 --proof memory"
+_SHORT, _LONGER = "--timeout 75s", "--timeout 2m"
 _ENV = "--loss full --entropy full --allocator expandable"
 _SAVING = "--loss full --entropy chunked --allocator expandable"
 _LONG = "--loss chunked --allocator expandable --proof memory --timeout 5m"
@@ -54,23 +55,23 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "published": {
         # Whole machines first: what needs fewer GPUs then fills what is left. Each begins at the published length.
-        "grpo-8b-4-sp4": f"Qwen3-8B --gpus 4 --ulysses 4 --start-length 51200 {_ENV} {_GRPO}",
-        "grpo-4b-4-sp4": f"Qwen3-4B --gpus 4 --ulysses 4 --start-length 81920 {_ENV} {_GRPO}",
-        "grpo-0.6b-4-sp4": f"Qwen3-0.6B --gpus 4 --ulysses 4 --start-length 112640 {_ENV} {_GRPO}",
-        "grpo-4b-4-sp2": f"Qwen3-4B --gpus 4 --ulysses 2 --start-length 40960 {_ENV} {_GRPO}",
-        "grpo-4b-4-sp1": f"Qwen3-4B --gpus 4 --ulysses 1 --start-length 20480 {_ENV} {_GRPO}",
-        "grpo-0.6b-4-sp2": f"Qwen3-0.6B --gpus 4 --ulysses 2 --start-length 51200 {_ENV} {_GRPO}",
-        "grpo-0.6b-4-sp1": f"Qwen3-0.6B --gpus 4 --ulysses 1 --start-length 28672 {_ENV} {_GRPO}",
-        "grpo-4b-2-sp2": f"Qwen3-4B --gpus 2 --ulysses 2 --start-length 32768 {_ENV} {_GRPO}",
-        "grpo-4b-2-sp1": f"Qwen3-4B --gpus 2 --ulysses 1 --start-length 16384 {_ENV} {_GRPO}",
-        "grpo-0.6b-2-sp2": f"Qwen3-0.6B --gpus 2 --ulysses 2 --start-length 51200 {_ENV} {_GRPO}",
-        "grpo-0.6b-2-sp1": f"Qwen3-0.6B --gpus 2 --ulysses 1 --start-length 28672 {_ENV} {_GRPO}",
-        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 16384 {_GRPO}",
-        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 24576 {_GRPO}",
-        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO}",
-        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO}",
-        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO}",
-        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO}",
+        "grpo-8b-4-sp4": f"Qwen3-8B --gpus 4 --ulysses 4 --start-length 51200 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-4b-4-sp4": f"Qwen3-4B --gpus 4 --ulysses 4 --start-length 81920 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-0.6b-4-sp4": f"Qwen3-0.6B --gpus 4 --ulysses 4 --start-length 112640 {_ENV} {_GRPO} {_SHORT}",
+        "grpo-4b-4-sp2": f"Qwen3-4B --gpus 4 --ulysses 2 --start-length 40960 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-4b-4-sp1": f"Qwen3-4B --gpus 4 --ulysses 1 --start-length 20480 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-0.6b-4-sp2": f"Qwen3-0.6B --gpus 4 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} {_SHORT}",
+        "grpo-0.6b-4-sp1": f"Qwen3-0.6B --gpus 4 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} {_SHORT}",
+        "grpo-4b-2-sp2": f"Qwen3-4B --gpus 2 --ulysses 2 --start-length 32768 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-4b-2-sp1": f"Qwen3-4B --gpus 2 --ulysses 1 --start-length 16384 {_ENV} {_GRPO} {_LONGER}",
+        "grpo-0.6b-2-sp2": f"Qwen3-0.6B --gpus 2 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} {_SHORT}",
+        "grpo-0.6b-2-sp1": f"Qwen3-0.6B --gpus 2 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} {_SHORT}",
+        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 16384 {_GRPO} {_SHORT}",
+        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 24576 {_GRPO} {_SHORT}",
+        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO} {_LONGER}",
+        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO} {_SHORT}",
+        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO} {_LONGER}",
+        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO} {_SHORT}",
     },
     "edges": {
         "edge-4b-1-offload": f"Qwen3-4B --gpus 1 --offload --allocator expandable {_EDGE}",

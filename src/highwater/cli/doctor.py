@@ -2,8 +2,11 @@
 
 import argparse
 
+import msgspec
+
 from highwater.cli import console
-from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError
+from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
+from highwater.launch.constants import read_constants
 from highwater.launch.probe import (
     INSTALL_COMMAND,
     INSTALL_HINT,
@@ -16,7 +19,9 @@ from highwater.launch.probe import (
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.codec import Noun
+from highwater.spec.constants import Constants, Reading
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
+from highwater.spec.study import counted_ranks
 from highwater.units import format_bytes
 
 
@@ -34,6 +39,8 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
     schema_version: int = 1
     machine: Machine
     findings: tuple[Finding, ...]
+    constants: tuple[Constants, ...] = ()
+    """With ``--measure``: by number of GPUs."""
 
     @property
     def can_run(self) -> bool:
@@ -46,6 +53,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     machine = probe()
     torch_obstacle = _torch_obstacle(machine)
     diagnosis = diagnose(machine, torch_obstacle=torch_obstacle)
+    if arguments.measure:
+        diagnosis = msgspec.structs.replace(diagnosis, constants=_measured(machine))
     code = EXIT_ANSWERED if diagnosis.can_run else EXIT_MACHINE
     if arguments.json:
         console.answer_json(diagnosis)
@@ -54,6 +63,9 @@ def doctor(arguments: argparse.Namespace) -> int:
         console.answer_table(_gpu_table(machine))
         console.answer("")
     console.answer_table(_host_table(machine))
+    if diagnosis.constants:
+        console.answer("")
+        console.answer_table(_constants_table(diagnosis.constants))
     for finding in diagnosis.findings:
         console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
@@ -134,6 +146,41 @@ def _host_table(machine: Machine) -> TextTable:
     memory = f"{format_bytes(machine.host_memory_available_bytes)} free of {format_bytes(machine.host_memory_total_bytes)}"
     rows = (("CPU cores", str(machine.cpu_cores)), ("host memory", memory), *sorted(machine.versions.items()))
     return TextTable(title="machine", columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
+
+
+def _measured(machine: Machine) -> tuple[Constants, ...]:
+    """For one GPU, and for each power of two up to all of them."""
+    if not machine.gpus:
+        raise MachineError("no GPU is visible: there is nothing to measure", hint="leave `--measure` out")
+    counts = [1]
+    while 2 * counts[-1] <= len(machine.gpus):
+        counts.append(2 * counts[-1])
+    found: list[Constants] = []
+    for count in counts:
+        console.talk(f"reading what libraries take on {counted_ranks(count, 'cuda')}, up to half a minute")
+        found.append(read_constants(count))
+    return tuple(found)
+
+
+def _constants_table(constants: tuple[Constants, ...]) -> TextTable:
+    """A row for each thing, in the order of its first use; what the allocator keeps of it in brackets."""
+    names = list(dict.fromkeys(reading.name for each in constants for reading in each.readings))
+    columns = [{reading.name: reading for reading in each.readings} for each in constants]
+    rows = [(plain(name), *(_taken(column.get(name)) for column in columns)) for name in names]
+    totals = tuple(format_bytes(each.outside_bytes(*names)) for each in constants)
+    return TextTable(
+        title="measured: memory beside tensors at the first use of each, a GPU (in brackets: kept in the allocator)",
+        columns=("", *(counted_ranks(each.gpus, "cuda") for each in constants)),
+        rows=(*rows, ("outside the allocator, together", *totals)),
+        left_columns=1,
+    )
+
+
+def _taken(reading: Reading | None) -> str:
+    if reading is None:
+        return "-"
+    kept = f" ({format_bytes(reading.allocator_bytes)})" if reading.allocator_bytes else ""
+    return f"{format_bytes(reading.outside_bytes)}{kept}"
 
 
 def _next_command(*, on_gpu: bool) -> str:

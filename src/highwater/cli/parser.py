@@ -94,6 +94,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _predict_flags(commands["predict"])
     _show_flags(commands["show"])
     commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
+    commands["doctor"].add_argument(
+        "--measure", action="store_true", help="read on the GPUs what libraries take of their memory, half a minute each count"
+    )
     for name in ("doctor", "compare-search"):
         commands[name].add_argument("--json", action="store_true", help="print one JSON document")
     return parser, commands

@@ -34,7 +34,7 @@ class Trial:
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
         self.phase = "setup"
-        self.report = RankReport(rank=int(os.environ["RANK"]), versions=_versions())
+        self.report = RankReport(rank=int(os.environ["RANK"]), versions=versions())
         self.watch: MemoryWatch | None = None
 
     def run(self) -> None:
@@ -167,7 +167,8 @@ def rehearse(trainer: Trainer, batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What this process runs on."""
     found = {"highwater": __version__, "torch": str(torch.__version__), "transformers": version("transformers")}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -185,17 +185,23 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
 
 def trial_environment(spec: TrialSpec) -> dict[str, str]:
     """The environment of a trial's processes: the user's, less what would change its memory, plus what its settings ask."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in _INHERITED and not name.startswith(_INHERITED_PREFIXES)
-    }
-    environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _ALLOCATOR[spec.settings.allocator])
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the driver's own, by which the probe looks for GPUs in use
+    environment = clean_environment(spec.settings.allocator)
     cores = len(os.sched_getaffinity(0))
     environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.layout.gpus))
     if spec.device == "cpu":
         # One arena and a fixed threshold: a freed tensor goes back to the system at once, and the same trial ends the same way.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1024**2)}
+    return environment
+
+
+def clean_environment(allocator: Allocator) -> dict[str, str]:
+    """The user's environment less what would change the memory of GPUs, with an allocator."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _INHERITED and not name.startswith(_INHERITED_PREFIXES)
+    }
+    environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _ALLOCATOR[allocator])
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the driver's own, by which the probe looks for GPUs in use
     return environment
 
 

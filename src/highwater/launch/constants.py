@@ -1,0 +1,49 @@
+"""Constants of this machine's GPUs: the processes that read them, under the leash, from the environment that trials have."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from highwater.errors import MachineError
+from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe, refuse_busy_gpus, refuse_torch_without_gpu
+from highwater.launch.torchrun import clean_environment
+from highwater.spec.codec import from_json
+from highwater.spec.constants import Constants
+
+_TIMEOUT_S = 300.0
+_TAIL_LINES = 3
+
+
+def read_constants(gpus: int) -> Constants:
+    """What one process for each of ``gpus`` GPUs of this machine reads; half a minute. Raises MachineError where nothing is."""
+    machine = probe()
+    obstacles = package_obstacles(machine)
+    if obstacles:
+        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    refuse_torch_without_gpu(machine)
+    refuse_busy_gpus(machine, count=gpus)
+    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
+        target, log = Path(folder, "constants.json"), Path(folder, "log")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={gpus}", f"--log-dir={folder}"]
+        leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
+        command = [*leash, sys.executable, *torchrun, "-m", "highwater.engine.constants", str(target)]
+        with (
+            log.open("w") as talk,
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=talk, stderr=talk, env=clean_environment("expandable")
+            ) as process,
+        ):
+            try:
+                process.wait(_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                process.terminate()
+        if not target.is_file():
+            tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:])
+            raise MachineError(
+                f"nothing was read on {gpus} GPUs: {tail}", hint="`highwater try tiny --length 1k` says whether trials run"
+            )
+        return from_json(target.read_bytes(), Constants)

@@ -1,0 +1,36 @@
+"""What ``highwater doctor --measure`` reads on a GPU: plausible sizes, and that nothing stays behind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from highwater.launch.constants import read_constants
+from highwater.launch.probe import probe
+from highwater.units import GIB, MIB
+
+
+def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl_trial() -> None:
+    found = read_constants(1)
+    names = [reading.name for reading in found.readings]
+    assert names[:2] == ["context", "cuBLAS"]
+    assert not any("NCCL" in name for name in names)
+    assert 256 * MIB < found.outside_bytes("context") < 2 * GIB
+    assert all(reading.outside_bytes >= 0 for reading in found.readings)
+    workspaces = [reading.allocator_bytes for reading in found.readings if "cuBLAS" in reading.name]
+    assert sum(workspaces) in range(8 * MIB, 129 * MIB)
+
+
+def test_two_gpus_have_communicators_whose_all_to_all_costs_more_trial() -> None:
+    if len(probe().gpus) < 2:
+        pytest.skip("needs 2 GPUs")
+    found = read_constants(2)
+    assert found.outside_bytes("NCCL group", "NCCL collectives") > 256 * MIB
+    assert found.outside_bytes("NCCL all-to-all") > 64 * MIB
+
+
+def test_the_command_prints_a_document_trial() -> None:
+    command = [sys.executable, "-m", "highwater.cli.app", "doctor", "--measure", "--json"]
+    document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert document["constants"][0]["gpus"] == 1
