@@ -1,77 +1,105 @@
-"""Traced and replayed peaks beside those of every full trial in docs/results/find; writes JSON, prints the table.
+"""Traced and replayed peaks beside those of every trial in docs/results/find; writes JSON, prints the tables.
 
 ``python docs/results/predict/traced.py`` (no GPU, half a minute a trace) goes on with ``traced.json`` beside it; ``--table`` only
-prints.
+prints. Held out are the searches whose capacities were predicted before they were measured: each has its ``NAME.prediction.json``.
+The others are of an engine before (commit 4793eda), when they were traced: their rows stay as they are.
 """
 
 import argparse
 import json
-import subprocess
-import sys
+import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 
 import highwater
+from highwater.launch.tracing import CachedTracer, fullest_rank, trace_directory
+from highwater.prediction.capacity import Prediction
+from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import replay
-from highwater.spec.events import EventLog, TraceOrder
+from highwater.spec.codec import from_json
+from highwater.spec.events import EventLog
 from highwater.spec.model import load_model
+from highwater.spec.study import Cell, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"
 FILE = Path(__file__).with_suffix(".json")
-HEADINGS = ("model", "rung", "length", "allocated: traced", "measured", "off by", "reserved: traced", "measured", "off by")
+FITS = (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+HEADINGS = (
+    "model",
+    "rung",
+    "GPUs",
+    "SP",
+    "length",
+    "allocated: traced",
+    "measured",
+    "off by",
+    "reserved: traced",
+    "measured",
+    "off by",
+)
 
 
 def main() -> None:
     """Trace what is not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table, trace nothing")
+    parser.add_argument("--table", action="store_true", help="print the tables, trace nothing")
     rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    logs: dict[tuple[str, str, int], EventLog] = {}
-    for spec, result in () if parser.parse_args().table else told():
-        if spec.key in rows:
+    if not parser.parse_args().table:
+        with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
+            for study_name, spec, result in told():
+                if spec.key not in rows:
+                    here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
+                    rows[spec.key] = beside(study_name, spec, result, tracer(here))
+                    FILE.write_text(json.dumps(rows, indent=1) + "\n")
+    for title, is_held_out in (("Held out", True), ("Development", False)):
+        print(f"{title}\n\n{table([row for row in rows.values() if row['held_out'] is is_held_out])}\n")
+    print(capacities())
+
+
+def told() -> Iterator[tuple[str, TrialSpec, TrialResult]]:
+    """Trials of held-out studies that say whether their length fits; those of one length together."""
+    for path, study in studies():
+        if not prediction_of(path).is_file():
             continue
-        same = (spec.model_name, spec.settings.loss, spec.length_tokens)
-        if same not in logs:
-            logs = {same: traced(spec)}
-        rows[spec.key] = beside(spec, result, logs[same])
-        FILE.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+        each = [(trial.spec, trial.result) for trial in study.trials if trial.result is not None]
+        for spec, result in sorted(each, key=lambda pair: (pair[0].length_tokens, pair[0].key)):
+            if result.outcome in (*FITS, Outcome.OUT_OF_MEMORY):
+                yield path.stem, spec, result
 
 
-def told() -> Iterator[tuple[TrialSpec, TrialResult]]:
-    """Full trials that say whether their length fits; those of one model and length together."""
-    studies = [highwater.open_study(path) for path in STUDIES.glob("qwen3-*.jsonl")]
-    each = [(trial.spec, trial.result) for study in studies for trial in study.trials if trial.result is not None]
-    order = sorted(each, key=lambda pair: (pair[0].model_name, pair[0].settings.loss, pair[0].length_tokens, pair[0].key))
-    return ((spec, result) for spec, result in order if result.outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY))
+def studies() -> list[tuple[Path, Study]]:
+    """By name."""
+    return [(path, highwater.open_study(path)) for path in sorted(STUDIES.glob("*.jsonl"))]
 
 
-def traced(spec: TrialSpec) -> EventLog:
-    """What the tracer, a process of its own, writes of a trial."""
-    with TemporaryDirectory() as folder:
-        source, target = Path(folder, "order.json"), Path(folder, "events.json")
-        here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
-        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here)))
-        subprocess.run([sys.executable, "-m", "highwater.engine.tracer", source, target], check=True)
-        return msgspec.json.decode(target.read_bytes(), type=EventLog)
+def prediction_of(path: Path) -> Path:
+    """Where the prediction of a study is, if it was made before."""
+    return path.with_suffix(".prediction.json")
 
 
-def beside(spec: TrialSpec, result: TrialResult, log: EventLog) -> dict[str, Any]:
-    """The replay with the trial's own capacity, and what was measured."""
-    (rank,) = result.ranks
+def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog) -> dict[str, Any]:
+    """The replay with the trial's own capacity, the formula, and what was measured on the rank that is traced."""
+    rank = result.ranks[fullest_rank(spec)]
     capacity = rank.budget.allocator_cap_bytes if rank.budget is not None else None
     is_share = spec.memory_budget_bytes is not None
     ours = replay(log, allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=is_share)
+    formula = likely_footprint(load_model(spec.model_name).shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
     return {
+        "study": study_name,
+        "held_out": True,
         "model": spec.model_name,
         "rung": spec.settings.label,
+        "gpus": spec.layout.gpus,
+        "ulysses_degree": spec.layout.ulysses_degree,
         "length_tokens": spec.length_tokens,
+        "memory_only": spec.is_memory_only,
         "capacity_bytes": capacity,
         "traced": {
             "fits": ours.fits,
@@ -81,31 +109,74 @@ def beside(spec: TrialSpec, result: TrialResult, log: EventLog) -> dict[str, Any
             "retries": ours.retries,
             "versions": log.versions,
         },
+        "formula": {"peak_allocated_bytes": formula.allocated_bytes, "peak_reserved_bytes": formula.reserved_bytes},
         "measured": {
-            "fits": result.outcome is Outcome.FIT,
+            "fits": result.outcome in FITS,
             "phase": rank.failure.phase if rank.failure else None,
             "peak_allocated_bytes": rank.memory.peak_allocated_bytes,
             "peak_reserved_bytes": rank.memory.peak_reserved_bytes,
             "retries": rank.memory.allocator_retries,
+            "versions": rank.versions,
         },
     }
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A row per trial; those that ran out say where."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row per trial; those that ran out say where. Then the errors of the reserved peak, traced and by formula."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    for row in rows.values():
+    for row in sorted(rows, key=lambda row: (row["gpus"], row["model"], row["study"], row["length_tokens"], row["rung"])):
         ours, known = row["traced"], row["measured"]
-        names = [row["model"], row["rung"], format_tokens(row["length_tokens"])]
+        length = f"{format_tokens(row['length_tokens'])}{' (memory-only)' if row['memory_only'] else ''}"
+        names = [row["model"], row["rung"], str(row["gpus"]), str(row["ulysses_degree"]), length]
         if ours["fits"] and known["fits"]:
-            pairs = [(ours[name], known[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes")]
+            pairs = [(ours[name], known[name]) for name in PEAKS]
             figures = [text for a, b in pairs for text in (f"{a / GIB:.2f}", f"{b / GIB:.2f}", f"{a / b - 1:+.3%}")]
         else:
             ends = ["fits" if side["fits"] else f"runs out in {side['phase']}" for side in (ours, known)]
             figures = [*ends, "", "", "", ""]
         lines.append(f"| {' | '.join((*names, *figures))} |")
-    right = sum(row["traced"]["fits"] == row["measured"]["fits"] for row in rows.values())
-    return "\n".join((*lines, "", f"{right} of {len(rows)} trials are told right: whether they fit"))
+    right = sum(row["traced"]["fits"] == row["measured"]["fits"] for row in rows)
+    lines += ["", f"{right} of {len(rows)} trials are told right: whether they fit"]
+    for name in ("traced", "formula"):
+        off = sorted(error(row, name) for row in rows if row["measured"]["fits"] and (name == "formula" or row["traced"]["fits"]))
+        if off:
+            most = off[min(len(off) - 1, int(0.95 * len(off)))]
+            lines.append(f"peak reserved, {name}: off by {statistics.median(off):.3%} (median), {most:.3%} (95th percentile)")
+    return "\n".join(lines)
+
+
+def error(row: dict[str, Any], by: str) -> float:
+    """Of the reserved peak, absolute, as a share of what was measured."""
+    return abs(row[by]["peak_reserved_bytes"] / row["measured"]["peak_reserved_bytes"] - 1)
+
+
+def capacities() -> str:
+    """What was predicted of each cell before, beside the edge that its trials have."""
+    headings = ("search", "cell", "predicted", "fit", "ran out", "steps off", "trials up to the edge")
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    for path, study in studies():
+        if prediction_of(path).is_file():
+            for predicted in from_json(prediction_of(path).read_bytes(), Prediction).cells:
+                told = edge(study, predicted.cell)
+                if told is not None:
+                    fit, ran_out, trials = told
+                    off = (predicted.capacity_tokens - fit) / (ran_out - fit)
+                    figures = (*map(format_tokens, (predicted.capacity_tokens, fit, ran_out)), f"{off:+.0f}", str(trials))
+                    lines.append(f"| {path.stem} | {predicted.cell.label} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def edge(study: Study, cell: Cell) -> tuple[int, int, int] | None:
+    """The longest length that fit, the next, which did not, and how many trials it took to know both; None: not known yet."""
+    fit: set[int] = set()
+    ran_out: set[int] = set()
+    for number, trial in enumerate((t for t in study.trials if Cell(layout=t.spec.layout, settings=t.spec.settings) == cell), 1):
+        if trial.result is not None and trial.result.outcome.tells:
+            (fit if trial.result.outcome in FITS else ran_out).add(trial.spec.length_tokens)
+        longest, grid = max(fit, default=0), study.question.grid
+        if fit and grid.length(grid.index_at_most(longest) + 1) in ran_out:
+            return longest, grid.length(grid.index_at_most(longest) + 1), number
+    return None
 
 
 if __name__ == "__main__":
