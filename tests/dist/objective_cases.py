@@ -14,6 +14,7 @@ from plain_objectives import Plain, plain
 from torch import Tensor, nn
 
 from highwater.attention.dense import register
+from highwater.engine import trinity
 from highwater.engine.data import Document, pack, shard
 from highwater.engine.model import Decoder, build, name_in_files, read_config
 from highwater.engine.step import Trainer, backward_of
@@ -39,10 +40,11 @@ class Case:
     model: str = "dense"
     strategy: str = "fsdp2"
     offload: bool = False
+    trainer: str = "highwater"
 
     @property
     def name(self) -> str:
-        parts = [self.objective, self.model, self.dtype, self.loss, self.strategy, f"ulysses={self.ulysses}"]
+        parts = [self.objective, self.model, self.dtype, self.loss, self.strategy, f"ulysses={self.ulysses}", self.trainer]
         return " ".join(parts + ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload)
 
 
@@ -56,6 +58,8 @@ _PLAINLY = [
 CASES = [replace(case, ulysses=ulysses) for case in _PLAINLY for ulysses in (1, 2, 4)]
 CASES += [replace(case, dtype="float32", offload=True) for case in _PLAINLY]
 CASES += [replace(case, strategy="fsdp", offload=case.critic) for case in _PLAINLY]
+_TRINITY = Case(objective="grpo", entropy=True, strategy="fsdp", trainer="trinity", dtype="float32")  # as Hugging Face's norms are
+CASES += [replace(_TRINITY, ulysses=ulysses) for ulysses in (1, 2)]
 
 
 def cases_for(processes: int) -> list[Case]:
@@ -102,7 +106,10 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
             offload=case.offload or name == "reference",
         )
 
-    policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
+    if case.trainer == "trinity":
+        policy = trinity_actor(case, weights / case.model, mesh, group)
+    else:
+        policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
     critic = model("scalar", None) if case.critic else None
     trainer = Trainer(
         policy=policy,
@@ -118,6 +125,14 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
     loss = total(backward_of(trainer, own), mesh)
     expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy)
     return deviations(loss, trainer, expected)
+
+
+def trinity_actor(case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, group: object) -> Decoder:
+    """The reference system's model; its parameters keep their names, so that they can be compared."""
+    dtype = getattr(torch, case.dtype)
+    config = read_config(str(folder), length_tokens=64, rope="auto")
+    actor = trinity.actor_on_meta(config, attention=register("flash", group=group), dtype=dtype)
+    return trinity.on_fsdp1(actor, directory=str(folder), mesh=mesh, compute_dtype=dtype, use_orig_params=True)
 
 
 def deviations(loss: Tensor, trainer: Trainer, expected: Plain) -> dict[str, float | str]:

@@ -176,3 +176,28 @@ def test_a_long_sequence_takes_no_time():
     for handle in alive[::2] + alive[1::2]:
         allocator.free(handle)
     assert allocator.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("is_expandable", KINDS)
+def test_what_another_stream_uses_is_not_allocated_and_not_free_before_it_is_done(is_expandable):
+    allocator = CachingAllocator(is_expandable=is_expandable)
+    lent = allocator.allocate(30 * MIB)
+    allocator.give_back(lent)
+    assert allocator.allocated_bytes == 0
+    allocator.free(allocator.allocate(30 * MIB))
+    assert allocator.reserved_bytes >= 60 * MIB, "its block was not to be had"
+    allocator.free(lent)
+    allocator.allocate(30 * MIB)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes < 90 * MIB
+    assert allocator.allocated_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize("is_expandable", KINDS)
+def test_memory_that_runs_short_waits_for_what_other_streams_use(is_expandable):
+    allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=100 * MIB)
+    lent = allocator.allocate(60 * MIB)
+    allocator.give_back(lent)
+    allocator.allocate(80 * MIB)
+    assert (allocator.retries, allocator.allocated_bytes) == (1, 80 * MIB)
+    assert not allocator.is_held(lent)

@@ -20,6 +20,8 @@ _CUDA = 1
 _GUARDS = 64
 _SLOTS = 120
 """More virtual functions than the hooks have."""
+heard_record_stream: list[Callable[[torch.Tensor], object]] = []
+"""Who is told of tensors that a stream other than their own uses."""
 _kept: list[Any] = []
 """What C++ points to must not be collected."""
 
@@ -107,7 +109,7 @@ def _put_streams() -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     tensor: Any = torch.Tensor
-    tensor.record_stream = lambda *_: None
+    tensor.record_stream = lambda self, _: [hear(self) for hear in heard_record_stream] and None
     tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode

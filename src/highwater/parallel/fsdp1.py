@@ -38,10 +38,12 @@ def shard_flat(
     compute_dtype: torch.dtype,
     materialise: Materialise,
     offload: bool = False,
+    use_orig_params: bool = True,
 ) -> nn.Module:
     """The model, wrapped: ``materialise`` fills one unit at a time, which is then cut. Attributes are found through the wrapper.
 
     Gradients are summed over the ranks, not averaged: each rank's loss is already its share of the whole batch's.
+    ``use_orig_params``: the model keeps its own parameters, views of the vectors; else the vectors are its parameters.
     """
     master = next(model.parameters()).dtype
     on_gpu = mesh.device_type == "cuda"
@@ -56,7 +58,7 @@ def shard_flat(
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
         ),
-        "use_orig_params": True,
+        "use_orig_params": use_orig_params,
         "sync_module_states": False,
     }
     for index, layer in enumerate(layers):

@@ -4,7 +4,7 @@ Rounding, pools, best fit, split and coalesce, one set of free blocks per stream
 segments (cudaMalloc) and expandable ones (pages mapped into an address range of each stream and pool). Nothing is allocated.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own where there is one.
-Not simulated: blocks used on other streams (``record_stream``), graph pools, ``max_split_size_mb``, the garbage collector.
+Not simulated: graph pools, ``max_split_size_mb``, the garbage collector.
 """
 
 from bisect import bisect_left, insort
@@ -100,6 +100,8 @@ class CachingAllocator:
     _free: dict[_Place, _FreeBlocks] = field(default_factory=dict)
     _unmapped: dict[_Place, _FreeBlocks] = field(default_factory=dict)
     _live: dict[int, _Block] = field(default_factory=dict)
+    _awaited: dict[int, None] = field(default_factory=dict)
+    """Given back and not free yet."""
     _next_handle: int = 0
     _next_address: int = 0
 
@@ -125,11 +127,23 @@ class CachingAllocator:
     def free(self, handle: int) -> None:
         """Give an allocation back to the cache. Raises KeyError for a handle that is not alive."""
         block = self._live.pop(handle)
-        self.allocated_bytes -= block.size
+        if handle in self._awaited:
+            del self._awaited[handle]
+        else:
+            self.allocated_bytes -= block.size
         block.is_allocated = False
         self._merge(block, block.before)
         self._merge(block, block.after)
         self._free_blocks(block).add(block)
+
+    def give_back(self, handle: int) -> None:
+        """No longer allocated, but used on another stream: free when ``free`` says so, or when memory runs short."""
+        self.allocated_bytes -= self._live[handle].size
+        self._awaited[handle] = None
+
+    def is_held(self, handle: int) -> bool:
+        """Not free yet: memory has not run short since it was given back."""
+        return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:
         """Address and rounded bytes of an allocation that is alive."""
@@ -137,7 +151,11 @@ class CachingAllocator:
         return block.address, block.size
 
     def release_cached(self) -> None:
-        """Give the device back every free native segment, and every free whole page (release_cached_blocks)."""
+        """Wait for what other streams use, then give the device back every free native segment, and every free whole page
+        (synchronize_and_free_events, release_cached_blocks).
+        """
+        for handle in tuple(self._awaited):
+            self.free(handle)
         for is_small in (False, True):
             for (_, small), free in list(self._free.items()):
                 if small is not is_small:

@@ -6,7 +6,7 @@ from collections import Counter
 from highwater.prediction.allocator import CachingAllocator, CapacityError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.spec.codec import Noun
-from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.spec.settings import Allocator
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -67,8 +67,12 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
                             peak_at, peak_phase = number + 1, phase
                 case Free():
                     found = handles.pop(event.id, None)
-                    if found is not None:
+                    if found is not None and device.is_held(found[0]):
                         device.free(found[0])
+                case GiveBack() if event.id in handles:
+                    device.give_back(handles[event.id][0])
+                case GiveBack():
+                    pass
                 case Enter():
                     phase = event.phase
                 case _:
@@ -94,7 +98,7 @@ def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
         match event:
             case Allocate():
                 living[event.id] = (event, phase)
-            case Free():
+            case Free() | GiveBack():
                 living.pop(event.id, None)
             case Enter():
                 phase = event.phase

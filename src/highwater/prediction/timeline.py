@@ -9,7 +9,7 @@ from typing import Any
 
 from highwater.prediction.allocator import CachingAllocator, CapacityError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
-from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.spec.settings import Allocator
 
 _BASE = 0x7F00_0000_0000
@@ -34,11 +34,14 @@ def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None 
                     living[event.id] = handle, entries[-1]
                 case Free() if event.id in living:
                     handle, born = living.pop(event.id)
-                    device.free(handle)
+                    if device.is_held(handle):
+                        device.free(handle)
                     entries += [{**born, "action": action, "time_us": number} for action in ("free_requested", "free_completed")]
                 case Enter():
                     phase = event.phase
-                case Allocate() | Free():
+                case GiveBack() if event.id in living:
+                    device.give_back(living[event.id][0])
+                case Allocate() | Free() | GiveBack():
                     pass
                 case _:
                     device.release_cached()

@@ -8,6 +8,8 @@ from highwater.spec.codec import Noun
 from highwater.spec.hardware import Kernel
 from highwater.spec.trial import TrialSpec
 
+Trainer = Literal["highwater", "trinity"]
+
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """Bytes are asked for."""
@@ -27,6 +29,12 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     id: int
 
 
+class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """They are given back while another stream still uses them (``record_stream``). A ``Free`` follows when the GPU is done."""
+
+    id: int
+
+
 class Enter(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A phase of the trial begins."""
 
@@ -37,7 +45,7 @@ class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """The allocator is told to give back what is cached, as ``torch.cuda.empty_cache`` does."""
 
 
-Event = Allocate | Free | Enter | ReleaseCached
+Event = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
 class TraceOrder(Noun, frozen=True, kw_only=True):
@@ -48,6 +56,8 @@ class TraceOrder(Noun, frozen=True, kw_only=True):
     """Whose events."""
     kernel: Kernel = "cudnn"
     """The attention of the GPUs that are meant."""
+    trainer: Trainer = "highwater"
+    """Whose step."""
 
 
 class EventLog(Noun, frozen=True, kw_only=True):
