@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -218,30 +219,67 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
 
 
-def simulated(name: str, case: dict[str, Any]) -> tuple[list[int], int]:
-    """Bytes reserved after each step of a random sequence, and the retries, by the simulation."""
+@dataclass(frozen=True)
+class Followed:
+    """A random sequence, taken by the simulation or by the real allocator."""
+
+    reserved: list[int]
+    """Bytes after each step."""
+    allocated: list[int]
+    ran_out: list[int]
+    """Steps whose request was not served."""
+    retries: int
+
+
+def recorded(case: dict[str, Any]) -> Followed:
+    """What the real allocator did; a request that was not served leaves the allocated bytes as they were."""
+    reserved, allocated = ([step[which] for step in case["steps"]] for which in (3, 4))
+    before = zip(case["steps"], [0, *allocated], strict=False)
+    ran_out = [number for number, (step, held) in enumerate(before) if step[0] >= 0 and step[4] == held]
+    return Followed(reserved=reserved, allocated=allocated, ran_out=ran_out, retries=case["retries"])
+
+
+def simulated(name: str, case: dict[str, Any]) -> Followed:
+    """The same steps, taken by the simulation."""
     allocator = CachingAllocator(is_expandable="expandable" in name, capacity_bytes=case["cap_bytes"], is_share=True)
     handles: dict[int, int] = {}
-    reserved: list[int] = []
+    reserved, allocated, ran_out = list[int](), list[int](), list[int]()
     for kind, number, stream, *_ in case["steps"]:
-        if kind == -1:
+        if kind == -1 and number in handles:  # or it was served there and not here
             allocator.free(handles.pop(number))
         elif kind == -2:
             allocator.release_cached()
-        else:
-            with suppress(CapacityError):
+        elif kind >= 0:
+            try:
                 handles[number] = allocator.allocate(kind, stream=stream)
+            except CapacityError:
+                ran_out.append(len(reserved))
         reserved.append(allocator.reserved_bytes)
-    return reserved, allocator.retries
+        allocated.append(allocator.allocated_bytes)
+    return Followed(reserved=reserved, allocated=allocated, ran_out=ran_out, retries=allocator.retries)
 
 
 def table(told: dict[str, Any]) -> str:
-    """Random sequences: how many steps differ. Trials: the replay of the recorded history beside the real peaks."""
-    lines = ["| sequence | steps | steps that differ | most, MiB | retries: simulated | real |", f"|{'---|' * 6}"]
+    """Sequences: at how many steps reserved or allocated bytes differ. Trials: their replayed histories beside the peaks."""
+    headings = (
+        "sequence",
+        "steps",
+        "steps that differ",
+        "most, MiB",
+        "retries: simulated",
+        "real",
+        "not served: simulated",
+        "real",
+    )
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     for name, case in told["random"].items():
-        ours, retries = simulated(name, case)
-        apart = [abs(a - step[3]) for a, step in zip(ours, case["steps"], strict=True)]
-        cells = (name, len(apart), sum(map(bool, apart)), f"{max(apart) / MIB:.0f}", retries, case["retries"])
+        ours, real = simulated(name, case), recorded(case)
+        pairs = zip((*ours.reserved, *ours.allocated), (*real.reserved, *real.allocated), strict=True)
+        apart = [abs(a - b) for a, b in pairs]
+        steps = len(case["steps"])
+        differ = sum(map(any, zip(apart[:steps], apart[steps:], strict=True)))
+        served = (len(ours.ran_out), len(real.ran_out))
+        cells = (name, steps, differ, f"{max(apart) / MIB:.0f}", ours.retries, real.retries, *served)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "| trial | events | reserved: replayed GiB | measured | off by | allocated: off by | retries |", f"|{'---|' * 7}"]
     for name, case in told["trials"].items():

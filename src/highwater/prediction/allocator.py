@@ -2,8 +2,10 @@
 
 Rounding, pools, best fit, split and coalesce, one set of free blocks per stream, release of what is cached before giving up; native
 segments (cudaMalloc) and expandable ones (pages mapped into an address range of each stream and pool). Nothing is allocated.
+Among free blocks of one size the lowest address is taken, and the driver hands addresses out from the top down: the newest segment.
 
-Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own where there is one.
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, function by function; names are its own where there is one. Checked at
+every step of what an H200's allocator did: tests/unit/test_allocator_histories.py.
 Not simulated: graph pools, ``max_split_size_mb``, the garbage collector.
 """
 
@@ -22,6 +24,10 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB
 """From here on a segment is as large as its first block, rounded up to ``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
+_TOP = LARGE_SEGMENT_BYTES << 28
+"""Addresses are handed out from here down; below 2**53, so that the viewers of memory snapshots read them."""
+_EXTENT_BYTES = LARGE_SEGMENT_BYTES << 22
+"""Addresses that an expandable range takes: 80 TiB, more than any card has."""
 
 
 class CapacityError(Exception):
@@ -68,7 +74,7 @@ class _FreeBlocks:
 
     def at_least(self, size: int) -> list[_Block]:
         """Blocks of this size or more, the best fit first."""
-        return [self.blocks[key] for key in self.keys[bisect_left(self.keys, (size, 0)) :]]
+        return [self.blocks[key] for key in self.keys[bisect_left(self.keys, (size,)) :]]
 
     def all(self) -> list[_Block]:
         return [self.blocks[key] for key in self.keys]
@@ -103,7 +109,7 @@ class CachingAllocator:
     _awaited: dict[int, None] = field(default_factory=dict)
     """Given back and not free yet."""
     _next_handle: int = 0
-    _next_address: int = 0
+    _lowest_address: int = _TOP
 
     def allocate(self, size: int, *, stream: int = 0) -> int:
         """Serve ``size`` bytes on a stream; returns the handle to free them by. Raises CapacityError."""
@@ -213,8 +219,8 @@ class CachingAllocator:
             start = before if before is not None and not before.is_allocated else unmapped
             if _room_from(start, size):
                 return start
-        extent = 1 << 60
-        block = _Block(self._addresses(extent), extent, place[0], place[1], is_expandable=True, is_mapped=False)
+        start = self._addresses(_EXTENT_BYTES)
+        block = _Block(start, _EXTENT_BYTES, place[0], place[1], is_expandable=True, is_mapped=False)
         self._unmapped[place].add(block)
         return block
 
@@ -302,10 +308,11 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """A range that nobody has."""
-        start = self._next_address
-        self._next_address += -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
-        return start
+        """A range that nobody had, below all others. A driver takes up ranges again that were given back: in none of the recorded
+        histories does it matter whether and which.
+        """
+        self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
+        return self._lowest_address
 
 
 def round_size(size: int) -> int:

@@ -12,9 +12,6 @@ from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.spec.settings import Allocator
 
-_BASE = 0x7F00_0000_0000
-"""Addresses start here, as a driver's would: the viewer takes 0 for none."""
-
 
 def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None) -> bytes:
     """The pickle, up to the last event, or to the one that does not fit."""
@@ -61,4 +58,4 @@ def _entry(
         {"name": phase, "filename": "phase", "line": 0},
     ]
     address, size = device.place_of(handle)
-    return {"action": "alloc", "addr": _BASE + address, "size": size, "stream": stream, "time_us": number, "frames": frames}
+    return {"action": "alloc", "addr": address, "size": size, "stream": stream, "time_us": number, "frames": frames}
