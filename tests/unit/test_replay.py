@@ -1,4 +1,9 @@
+"""A replay tells peaks, by phase and by what is alive; and never less reserved than allocated."""
+
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.prediction.replay import replay
@@ -29,6 +34,36 @@ LOG = EventLog(
         Free(6),
     ),
 )
+
+SIZES = st.one_of(st.integers(0, 3 * MIB), st.integers(0, 200 * MIB))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(SIZES, st.sampled_from([0, 0, 1])).map(lambda pair: Allocate(0, *pair, 0)),
+        st.integers(0, 30).map(Free),
+        st.sampled_from(["forward", "backward", "optimizer"]).map(Enter),
+        st.just(ReleaseCached()),
+    ),
+    max_size=80,
+)
+
+
+def log_of(steps, source) -> EventLog:
+    """Allocations numbered in their order; what is freed may be no more, or not yet."""
+    events = tuple(Allocate(n, step.bytes, step.stream, 0) if isinstance(step, Allocate) else step for n, step in enumerate(steps))
+    return EventLog(source=source, versions={}, operators=("mm",), events=events)
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+@given(STEPS, st.sampled_from(["traced", "recorded"]), st.one_of(st.none(), st.integers(16, 600)), st.booleans())
+def test_no_replay_reports_less_reserved_than_allocated(allocator, steps, source, spare, is_share):
+    log = log_of(steps, source)
+    capacity = None if spare is None else WORKSPACES + spare * MIB
+    for end in range(0, len(log.events) + 1, 3):
+        part = msgspec.structs.replace(log, events=log.events[:end])
+        result = replay(part, allocator=allocator, capacity_bytes=capacity, is_share=is_share)
+        assert result.peak_reserved_bytes >= result.peak_allocated_bytes
+        assert result.peak_allocated_bytes == max(result.allocated_by_phase.values(), default=WORKSPACES * (source == "traced"))
+        assert capacity is None or result.peak_reserved_bytes <= capacity
 
 
 def test_peaks_are_told_by_phase_and_by_what_is_alive():

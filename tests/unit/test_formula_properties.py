@@ -1,0 +1,136 @@
+"""What holds of the formula for shapes, settings and layouts of any size: monotone, never growing, growing by name."""
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from highwater.prediction.formula import FAMILIES, Footprint, footprint, likely_footprint
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, catalog_names, load_model
+from highwater.spec.settings import Settings
+
+FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
+DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
+LENGTHS = st.one_of(st.integers(2, 4096), st.integers(2, 2**22))
+PERSISTENT = {"states", "process"}
+SAVED = {"ids, cosines and sines", "kept by recompute", "activations of all layers"}
+GROWS_WITH_SHARDS = {"gradient reduction", "NCCL"}
+"""From one GPU to several there is a reduction, and the library that makes it."""
+GROWS_WITH_ULYSSES = {*GROWS_WITH_SHARDS, "exchange between GPUs", "NCCL, all-to-all"}
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """Decoders that nobody made, and those of the catalog."""
+    if draw(st.booleans()):
+        return load_model(draw(st.sampled_from(catalog_names()))).shape
+    experts = draw(st.sampled_from([1, 1, 1, 8, 128]))
+    kv_heads = 2 ** draw(st.integers(0, 5))
+    return ModelShape(
+        model_type=draw(st.sampled_from(FAMILIES)),
+        hidden_size=64 * draw(st.integers(1, 128)),
+        layers=draw(st.integers(1, 100)),
+        query_heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_dim=2 ** draw(st.integers(4, 8)),
+        intermediate_size=64 * draw(st.integers(1, 512)),
+        vocab_size=draw(st.integers(2, 300_000)),
+        native_length_tokens=32_768,
+        tied_embeddings=draw(st.booleans()),
+        experts=experts,
+        experts_per_token=min(experts, draw(st.integers(1, 8))),
+    )
+
+
+@st.composite
+def rungs(draw: st.DrawFn) -> Settings:
+    """Any settings but a token budget: it packs fewer sequences the longer they are."""
+    objective = draw(st.sampled_from(["sft", "grpo", "ppo", "rw"]))
+    return Settings(
+        objective=objective,
+        strategy=draw(st.sampled_from(["fsdp", "fsdp2"])),
+        allocator=draw(st.sampled_from(["native", "expandable"])),
+        loss=draw(st.sampled_from(["full", "chunked"])),
+        entropy=draw(st.sampled_from(["none", "full", "chunked"])) if objective in ("grpo", "ppo") else "none",
+        critic=objective == "ppo" and draw(st.booleans()),
+        offload=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "layer", "all-but-attention"])),
+        mlp_tiles=draw(st.sampled_from([None, 1, 4])),
+        sequences_per_micro_batch=draw(st.sampled_from([2, 4] if objective == "rw" else [1, 2, 3, 8])),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    gpus, ulysses, copies = (2 ** draw(st.integers(0, 6)) for _ in range(3))
+    return Layout(gpus=gpus, ulysses_degree=min(gpus, ulysses), replicate_degree=min(gpus, copies))
+
+
+def terms(result: Footprint) -> dict[tuple[str, str], int]:
+    phases = {(phase.name, term.name): term.bytes for phase in result.phases for term in phase.terms}
+    return phases | {("outside", term.name): term.bytes for term in result.outside}
+
+
+def assert_no_less(one: Footprint, other: Footprint) -> None:
+    """In every phase, and so at the peak; nor in what is reserved and used for it."""
+    assert all(a.bytes <= b.bytes for a, b in zip(one.phases, other.phases, strict=True))
+    for name in ("allocated_bytes", "reserved_bytes", "device_used_bytes", "host_bytes"):
+        assert getattr(one, name) <= getattr(other, name)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, LENGTHS)
+def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, one, other):
+    short, long = (formula(shape, rung, layout, length_tokens=length, device=device) for length in sorted((one, other)))
+    assert_no_less(short, long)
+
+
+def test_with_a_token_budget_a_longer_sequence_may_need_less():
+    """Two of 8,192 tokens are packed where one of 8,193 is alone."""
+    shape, rung = load_model("Qwen3-0.6B").shape, Settings(token_budget_tokens=16_384)
+    packed, alone = (footprint(shape, rung, Layout(), length_tokens=length).allocated_bytes for length in (8192, 8193))
+    assert alone < packed
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("field", ["vocab_size", "layers", "intermediate_size"])
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, st.integers(1, 300_000))
+def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, device, length, more):
+    larger = msgspec.structs.replace(shape, **{field: getattr(shape, field) + more})
+    small, large = (formula(each, rung, layout, length_tokens=length, device=device) for each in (shape, larger))
+    assert_no_less(small, large)
+
+
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
+def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_has_a_name(shape, rung, layout, device, length):
+    wider = msgspec.structs.replace(layout, gpus=2 * layout.gpus)
+    fewer, more = (footprint(shape, rung, each, length_tokens=length, device=device) for each in (layout, wider))
+    assert_growth_is_named(fewer, more, GROWS_WITH_SHARDS)
+
+
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
+def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(shape, rung, layout, device, length):
+    """On the same GPUs, which share longer sequences, and on twice as many; there are heads and tokens for all.
+
+    With fewer tokens than GPUs it is not so: each has one token before and after, and its keys are repeated for more heads.
+    """
+    degree = 2 * layout.ulysses_degree
+    assume(shape.query_heads % degree == 0)
+    assume(rung.sequences_per_micro_batch * length >= degree)
+    for gpus in {max(layout.gpus, degree), 2 * layout.gpus}:
+        higher = Layout(gpus=gpus, ulysses_degree=degree, replicate_degree=layout.replicate_degree)
+        fewer, more = (footprint(shape, rung, each, length_tokens=length, device=device) for each in (layout, higher))
+        assert_growth_is_named(fewer, more, GROWS_WITH_ULYSSES)
+
+
+def assert_growth_is_named(fewer: Footprint, more: Footprint, may_grow: set[str]) -> None:
+    before, after = terms(fewer), terms(more)
+    grown = {key for key, size in after.items() if size > before.get(key, 0)}
+    assert not {name for _, name in grown} & (PERSISTENT | SAVED)
+    assert {name for _, name in grown} <= may_grow
+    for old, new in zip(fewer.phases, more.phases, strict=True):
+        if new.bytes > old.bytes:
+            assert any(phase == new.name for phase, _ in grown)
+    if more.outside_bytes > fewer.outside_bytes:
+        assert any(phase == "outside" for phase, _ in grown)
