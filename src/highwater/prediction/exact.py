@@ -46,20 +46,20 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPre
         return replays[index].fits
 
     try:
-        edge = _edge(start, size, fits)
+        longest = edge(start, size, fits)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # who owns the tracer ends what is tracing
         raise
     pool.shutdown()
-    found = _at(question, cell, room, grid.length(max(1, edge)), replays[max(1, edge)])
-    if edge < size:
-        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(edge + 1))
+    found = _at(question, cell, room, grid.length(max(1, longest)), replays[max(1, longest)])
+    if longest < size:
+        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(longest + 1))
     if guessed.binding == "host":
         return msgspec.structs.replace(found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens)
     return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
 
 
-def _edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
+def edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
     """The last index that fits below one that does not, 0 for none: strides that double away from the start, then halves."""
     low, high, index, stride = 0, size + 1, start, 1
     while high - low > 1:

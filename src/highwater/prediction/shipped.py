@@ -1,0 +1,78 @@
+"""Shipped: traces of the reference system's step, one for each model and layout of the published table, for any length.
+
+``docs/results/predict/trinity.py`` makes the file, by ``highwater.engine.tracer`` with the trainer ``trinity``. A cell that it has
+is answered by replay, with the fragmentation that follows from the order of allocations; every other cell by the closed form.
+"""
+
+import lzma
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from highwater.prediction.affine import AffineLog
+from highwater.prediction.capacity import CellPrediction, Room, predict_at
+from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
+from highwater.prediction.exact import edge
+from highwater.prediction.formula import Term
+from highwater.prediction.replay import Replayed, replay
+from highwater.prediction.trinity import footprint
+from highwater.spec.codec import Noun, from_json
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.study import Cell, Question
+
+FILE = Path(__file__).with_name("trinity.json.xz")
+
+
+class ShippedTrace(Noun, frozen=True, kw_only=True):
+    """The step of one model on one layout, on the fullest rank."""
+
+    shape: ModelShape
+    layout: Layout
+    log: AffineLog
+
+
+def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
+    """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in float32."""
+    if cell.settings.offload or room.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
+        return None
+    return _logs().get((shape, cell.layout))
+
+
+def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, guessed: CellPrediction) -> CellPrediction:
+    """The cell's longest length by replay, from where the closed form guesses it."""
+    grid, size = question.grid, max(1, question.size_of(cell))
+    outside_bytes = TRINITY_OUTSIDE_BYTES[min(cell.layout.gpus, 2)]
+    replays: dict[int, Replayed] = {}
+
+    def fits(index: int) -> bool:
+        tokens = -(
+            -cell.settings.sequences(grid.length(index), context_degree=cell.layout.context_degree)
+            * grid.length(index)
+            // cell.layout.context_degree
+        )
+        capacity_bytes = room.device_bytes - question.margin_bytes - outside_bytes
+        replays[index] = replay(log.at(tokens), allocator=cell.settings.allocator, capacity_bytes=capacity_bytes)
+        return replays[index].fits
+
+    longest = edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
+    at = max(1, longest)
+    found = predict_at(question, cell, room, footprint, grid.length(at))
+    outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
+    found = msgspec.structs.replace(
+        found, footprint=msgspec.structs.replace(found.footprint, outside=outside), replayed=replays[at]
+    )
+    return msgspec.structs.replace(
+        found,
+        capacity_tokens=grid.length(longest) if longest else 0,
+        does_not_fit_tokens=grid.length(longest + 1) if longest < size else None,
+        binding="device" if longest < size else "ceiling",
+        headroom_bytes=room.device_bytes - found.device_used_bytes,
+    )
+
+
+@cache
+def _logs() -> dict[tuple[ModelShape, Layout], AffineLog]:
+    traces = from_json(lzma.decompress(FILE.read_bytes()), tuple[ShippedTrace, ...])
+    return {(trace.shape, trace.layout): trace.log for trace in traces}
