@@ -39,6 +39,6 @@ TRINITY_EMBEDDING_BYTES = 4
 """Per element of embedding and head, whole on every GPU while in use. Fitted to the published A100 tables."""
 TRINITY_FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
 """Fitted to the published A100 tables, where the native allocator loses 12 to 14 %."""
-TRINITY_OUTSIDE_BYTES: Mapping[int, int] = {1: round(2.9 * GIB), 2: round(3.2 * GIB)}
-"""By replay: what is not in the trace of its step, on one GPU and on more: context, NCCL, whatever else its workers hold. Fitted to
-the published A100 table, of which 2.7 to 3.4 GiB give all but a few cells."""
+TRINITY_OUTSIDE_BYTES: Mapping[bool, int] = {False: round(3.0 * GIB), True: round(3.6 * GIB)}
+"""By replay: what is not in the trace of its step, by whether GPUs share sequences: context, NCCL, whatever else its workers hold.
+Fitted to the published A100 table, of whose cells 2.9 to 3.1 and 3.6 to 3.8 GiB give the most."""

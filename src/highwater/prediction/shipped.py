@@ -43,7 +43,7 @@ def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
 def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, guessed: CellPrediction) -> CellPrediction:
     """The cell's longest length by replay, from where the closed form guesses it."""
     grid, size = question.grid, max(1, question.size_of(cell))
-    outside_bytes = TRINITY_OUTSIDE_BYTES[min(cell.layout.gpus, 2)]
+    outside_bytes = TRINITY_OUTSIDE_BYTES[cell.layout.context_degree > 1]
     replays: dict[int, Replayed] = {}
 
     def fits(index: int) -> bool:
