@@ -31,13 +31,13 @@ from highwater.launch.probe import (
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, trace_directory, traceable
+from highwater.prediction.asked import predicted_question, room_in
 from highwater.prediction.capacity import (
     ACCURACY,
     NOT_MODELLED,
     NOT_TRACED,
     TRACED_ACCURACY,
     Prediction,
-    Room,
     Score,
     Trainer,
     predict_cells,
@@ -48,13 +48,13 @@ from highwater.prediction.formula import refuse_unknown_family
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
-from highwater.spec.cluster import Cluster, cluster
+from highwater.spec.cluster import cluster
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, kernels, refuse_unfit_gpu
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
-from highwater.spec.plan import Plan, plan, plan_trial, ulysses_obstacle, used_gpus
+from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
 from highwater.spec.protocols import Runner
-from highwater.spec.published import PUBLISHED_SETTINGS, read_capacity_table
+from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
@@ -62,17 +62,10 @@ from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import check_checkpoint_directory, check_log_directory, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import format_bytes, format_seconds, parse_bytes, parse_tokens
+from highwater.units import format_seconds, parse_bytes, parse_tokens
 
 Listener = Callable[[Event], None]
 
-_TRINITY_SETTINGS = frozenset(
-    (
-        *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
-        *("margin", "start_length", "resolution", "max_length"),
-    )
-)
-"""What that trainer's formula depends on, and what names a grid."""
 _TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 """From launch to first step a trial takes seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 
@@ -132,9 +125,9 @@ def predict(
     named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
     is_here = gpus is None or gpus.strip().isdecimal()
     where = cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
-    room = _room(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
+    room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     length_tokens = None if length is None else parse_tokens(str(length))
-    question, notes = _predicted_question(model, where, trainer, length_tokens, settings)
+    question, notes = predicted_question(model, where, trainer, length_tokens, settings)
     prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -159,22 +152,6 @@ def predict(
         if timeline is not None:
             _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction
-
-
-def _predicted_question(
-    model: str, where: Cluster, trainer: Trainer, length_tokens: int | None, settings: dict[str, Any]
-) -> tuple[Question, tuple[str, ...]]:
-    """Every rung, on a grid or at one length; and the notes of its plan."""
-    named = [name for name in ("start_length", "resolution", "max_length") if length_tokens is not None and name in settings]
-    if named:
-        raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
-    if length_tokens is not None and length_tokens < 2:
-        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
-    if length_tokens is not None:
-        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-    plans = [plan(request, where.machine()) for request in _predicted_requests(model, where.gpus, trainer, settings)]
-    cells = tuple(cell for each in plans for cell in each.question.cells)
-    return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
 
 
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:
@@ -293,40 +270,6 @@ def study_file(request: Request, question: Question) -> Path | None:
     if request.study is not None:
         return Path(request.study)
     return None if request.dry_run else study_path(Path(request.log_dir), question)
-
-
-def _room(where: Cluster, *, host_memory: str | int | None, reserved: str | int, state_bytes_per_param: int) -> Room:
-    reserved_bytes = parse_bytes(str(reserved))
-    if reserved_bytes >= where.device_bytes:
-        raise UsageError(
-            f"{format_bytes(reserved_bytes)} are reserved of a GPU of {format_bytes(where.device_bytes)}",
-            hint="use a smaller `--reserved`, or leave it out",
-        )
-    if state_bytes_per_param < 1:
-        raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint="for example `--state-bytes-per-param 8`")
-    return Room(
-        device_bytes=where.device_bytes - reserved_bytes,
-        host_bytes=None if host_memory is None else parse_bytes(str(host_memory)),
-        state_bytes_per_parameter=state_bytes_per_param,
-    )
-
-
-def _predicted_requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]) -> list[Request]:
-    """What is asked of each ladder: without offload and, unless the settings say, with it; every Ulysses degree that works."""
-    shape = load_model(model).shape
-    degrees = [degree for degree in range(1, gpus + 1) if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None]
-    common: dict[str, Any] = {"model": model, "gpus": [gpus], "ulysses": degrees, "device": "cuda", "dry_run": True}
-    if trainer == "trinity":
-        same = ("objective", "entropy", "sequences_per_micro_batch")
-        common |= {name: getattr(PUBLISHED_SETTINGS["vanilla"], name) for name in same} | {"loss": "full", "strategy": "fsdp"}
-        refused = sorted(set(settings) - _TRINITY_SETTINGS)
-        if refused:
-            name = refused[0].replace("_", "-")
-            raise UsageError(f"the trainer trinity is not known with another {name}", hint=f"leave `--{name}` out")
-    ladders = [{**common, **settings}]
-    if "offload" not in settings and settings.get("allocator") != "native":
-        ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})
-    return [request_from(asked, keywords=True) for asked in ladders]
 
 
 def _search(

@@ -1,0 +1,75 @@
+"""Asked: the question of a prediction, every rung and layout on GPUs that need not be here, and the memory that it is about."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.prediction.capacity import Room, Trainer
+from highwater.spec.cluster import Cluster
+from highwater.spec.model import load_model
+from highwater.spec.plan import plan, ulysses_obstacle
+from highwater.spec.published import PUBLISHED_SETTINGS
+from highwater.spec.request import Request, request_from
+from highwater.spec.study import Question
+from highwater.units import format_bytes, parse_bytes
+
+_TRINITY_SETTINGS = frozenset(
+    (
+        *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
+        *("margin", "start_length", "resolution", "max_length"),
+    )
+)
+"""What that trainer's formula depends on, and what names a grid."""
+
+
+def predicted_question(
+    model: str, where: Cluster, trainer: Trainer, length_tokens: int | None, settings: dict[str, Any]
+) -> tuple[Question, tuple[str, ...]]:
+    """Every rung, on a grid or at one length; and the notes of its plan."""
+    named = [name for name in ("start_length", "resolution", "max_length") if length_tokens is not None and name in settings]
+    if named:
+        raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
+    if length_tokens is not None and length_tokens < 2:
+        raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
+    if length_tokens is not None:
+        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
+    plans = [plan(request, where.machine()) for request in _requests(model, where.gpus, trainer, settings)]
+    cells = tuple(cell for each in plans for cell in each.question.cells)
+    return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
+
+
+def _requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]) -> list[Request]:
+    """What is asked of each ladder: without offload and, unless the settings say, with it; every Ulysses degree that works."""
+    shape = load_model(model).shape
+    degrees = [degree for degree in range(1, gpus + 1) if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None]
+    common: dict[str, Any] = {"model": model, "gpus": [gpus], "ulysses": degrees, "device": "cuda", "dry_run": True}
+    if trainer == "trinity":
+        same = ("objective", "entropy", "sequences_per_micro_batch")
+        common |= {name: getattr(PUBLISHED_SETTINGS["vanilla"], name) for name in same} | {"loss": "full", "strategy": "fsdp"}
+        refused = sorted(set(settings) - _TRINITY_SETTINGS)
+        if refused:
+            name = refused[0].replace("_", "-")
+            raise UsageError(f"the trainer trinity is not known with another {name}", hint=f"leave `--{name}` out")
+    ladders = [{**common, **settings}]
+    if "offload" not in settings and settings.get("allocator") != "native":
+        ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})
+    return [request_from(asked, keywords=True) for asked in ladders]
+
+
+def room_in(where: Cluster, *, host_memory: str | int | None, reserved: str | int, state_bytes_per_param: int) -> Room:
+    """What each GPU has for training; raises UsageError where nothing is left, or for sizes that cannot be."""
+    reserved_bytes = parse_bytes(str(reserved))
+    if reserved_bytes >= where.device_bytes:
+        raise UsageError(
+            f"{format_bytes(reserved_bytes)} are reserved of a GPU of {format_bytes(where.device_bytes)}",
+            hint="use a smaller `--reserved`, or leave it out",
+        )
+    if state_bytes_per_param < 1:
+        raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint="for example `--state-bytes-per-param 8`")
+    return Room(
+        device_bytes=where.device_bytes - reserved_bytes,
+        host_bytes=None if host_memory is None else parse_bytes(str(host_memory)),
+        state_bytes_per_parameter=state_bytes_per_param,
+    )
