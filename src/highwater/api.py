@@ -32,12 +32,14 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, trace_directory, traceable
 from highwater.prediction.asked import predicted_question, room_in
+from highwater.prediction.calibration import Calibration, calibrate
 from highwater.prediction.capacity import (
     ACCURACY,
     NOT_MODELLED,
     NOT_TRACED,
     TRACED_ACCURACY,
     Prediction,
+    Room,
     Score,
     Trainer,
     predict_cells,
@@ -45,6 +47,7 @@ from highwater.prediction.capacity import (
 )
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
+from highwater.prediction.residuals import Residual, shipped_residuals, study_residuals
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
@@ -103,10 +106,14 @@ def predict(
     state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
     exact: bool = False,
     timeline: str | Path | None = None,
+    calibrate_with: Sequence[str | Path] = (),
     on_trace: Callable[[TrialSpec], None] | None = None,
     **settings: Any,
 ) -> Prediction:
     """The longest context that ``model`` is predicted to train with on each rung; with ``length`` the rungs that it fits.
+
+    It fits where the upper end of its interval does, which recorded trials taught; ``calibrate_with`` are studies whose trials are
+    to teach too.
 
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are meant. ``gpu_memory`` is the memory
     of one, for a kind that no catalog has; ``host_memory`` the machine's, unknown unless it is said; ``reserved`` what others take
@@ -125,9 +132,11 @@ def predict(
     named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
     is_here = gpus is None or gpus.strip().isdecimal()
     where = cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
+    own = _own_residuals(calibrate_with, exact=exact, trainer=trainer)
     room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
+    known = _calibration(question, room, own, exact=exact, trainer=trainer)
     prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -140,18 +149,40 @@ def predict(
         cells=(),
         method="trace" if exact else "formula",
         accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
+        calibration=known,
         not_modelled=NOT_TRACED if exact else NOT_MODELLED,
         notes=notes,
     )
     if not exact:
-        return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer))
+        return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer, known))
     question, left_out = traceable(question)
     prediction = msgspec.structs.replace(prediction, notes=notes + left_out)
     with CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace) as tracer:
-        prediction = msgspec.structs.replace(prediction, cells=predict_exactly(question, room, tracer))
+        prediction = msgspec.structs.replace(prediction, cells=predict_exactly(question, room, tracer, known))
         if timeline is not None:
             _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction
+
+
+def _own_residuals(studies: Sequence[str | Path], *, exact: bool, trainer: Trainer) -> tuple[Residual, ...]:
+    """Of the trials in these files. Raises HighwaterError for those that teach nothing about what is predicted."""
+    if studies and exact:
+        raise UsageError("trials of your own calibrate the formula; traces do not learn from them yet", hint="leave `--exact` out")
+    if studies and trainer != "highwater":
+        raise UsageError(f"trials of this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
+    return tuple(residual for path in studies for residual in study_residuals(open_study(path)))
+
+
+def _calibration(question: Question, room: Room, own: Sequence[Residual], *, exact: bool, trainer: Trainer) -> Calibration | None:
+    if trainer != "highwater":
+        return None
+    return calibrate(
+        question,
+        "trace" if exact else "formula",
+        shipped=shipped_residuals(),
+        own=own,
+        state_bytes_per_parameter=room.state_bytes_per_parameter,
+    )
 
 
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:

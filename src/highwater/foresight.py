@@ -20,7 +20,7 @@ from highwater.spec.study import Cell, Question
 from highwater.units import format_bytes
 
 Expected = Callable[[Cell], int | None]
-"""The longest length that is predicted to fit, 0 for none; None: nothing but the formula is known of this cell."""
+"""The longest length that is likely to fit, 0 for none; None: nothing but the formula is known of this cell."""
 
 _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same kind: drivers keep back a little."""
@@ -35,7 +35,7 @@ def foresight(request: Request, question: Question) -> Generator[Expected]:
         with _traced(question) as expected:
             yield expected
     else:
-        yield _capacities(read_prediction(Path(request.prediction), question).cells).get
+        yield _likely_lengths(read_prediction(Path(request.prediction), question).cells).get
 
 
 def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
         if question.device != "cuda" or request.dry_run:
             raise UsageError("what is traced are trials on GPUs", hint="leave `--prediction trace` out")
         return traceable(question)[1]
-    known = _capacities(read_prediction(Path(request.prediction), question).cells)
+    known = _likely_lengths(read_prediction(Path(request.prediction), question).cells)
     missing = [cell.label for cell in question.cells if cell not in known]
     return (f"{request.prediction} says nothing of {', '.join(missing)}",) if missing else ()
 
@@ -67,7 +67,7 @@ def read_prediction(path: Path, question: Question) -> Prediction:
         theirs, ours = format_bytes(found.room.device_bytes), format_bytes(memory_bytes)
         problem = f"{path} speaks of GPUs with {theirs}, these trials have {ours}"
         raise UsageError(problem, hint=f"predict with `--gpu-memory {memory_bytes}`")
-    if not _capacities(found.cells).keys() & set(question.cells):
+    if not _likely_lengths(found.cells).keys() & set(question.cells):
         raise UsageError(f"{path} says nothing of {question.cells[0].label}", hint=hint)
     return found
 
@@ -87,13 +87,13 @@ def _traced(question: Question) -> Generator[Expected]:
         pool = ThreadPoolExecutor(max_workers=1)
         futures: dict[Cell, Future[CellPrediction]] = {cell: pool.submit(predicted, cell) for cell in traceable(question)[0].cells}
         try:
-            yield lambda cell: futures[cell].result().capacity_tokens if cell in futures else None
+            yield lambda cell: futures[cell].result().likely_edge_tokens if cell in futures else None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _capacities(cells: tuple[CellPrediction, ...]) -> dict[Cell, int]:
-    return {cell.cell: cell.capacity_tokens for cell in cells}
+def _likely_lengths(cells: tuple[CellPrediction, ...]) -> dict[Cell, int]:
+    return {cell.cell: cell.likely_edge_tokens for cell in cells}
 
 
 def _memory_bytes(question: Question) -> int | None:

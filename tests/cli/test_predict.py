@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from conftest import Run, refusal
 
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 A100S = ("--gpus", "4xA100-80GB")
 
@@ -51,6 +53,58 @@ def test_a_prediction_is_one_document(highwater: Run) -> None:
     first = document["cells"][0]
     assert first["capacity_tokens"] < first["does_not_fit_tokens"]
     assert {phase["name"] for phase in first["footprint"]["phases"]} == {"loss", "backward of a layer"}
+
+
+def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-8B", *A100S)
+    heading, row = done.stdout.splitlines()[2:4]
+    assert re.search(r"capacity +likely +ended by +predicted GPU memory +headroom, at least", heading)
+    assert re.search(r"\d GiB to \d+\.\d\d GiB", row)
+    assert "each end is to hold for 95 % of trials like those it was learned from" in done.stdout
+    assert "native, 9 trials: 0." in done.stdout
+    assert "NVIDIA H200; 1 GPU; sft, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B" in done.stdout
+    assert "below 19 trials no count gives 95 %, so the ends are the extremes, widened" in done.stdout
+    assert "nobody knows its coverage there: A100-80GB, Qwen3-8B, 4 GPUs, Ulysses, offload" in done.stdout
+    document = json.loads(highwater("predict", "Qwen3-8B", *A100S, "--json").stdout)
+    assert document["calibration"]["coverage"] == 0.95
+    for cell in document["cells"]:
+        assert cell["interval"]["low_bytes"] < cell["interval"]["high_bytes"] <= document["room"]["device_bytes"]
+        assert (cell["interval"]["coverage"], cell["interval"]["residuals"], cell["interval"]["is_widened"]) == (0.95, 9, True)
+        assert cell["capacity_tokens"] <= cell["likely_tokens"]
+
+
+def test_another_trainers_prediction_has_no_interval_and_says_so(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")
+    assert "a prediction without an interval" in done.stdout
+    assert not re.search(r"GiB to|likely|learned", done.stdout)
+
+
+def test_own_trials_are_learned_from(highwater: Run) -> None:
+    shipped = str(FOUND / "qwen3-0.6b-79gib-full.jsonl")
+    alone = highwater("predict", "Qwen3-0.6B", "--gpus", "H200-141GB")
+    for words in (("Qwen3-0.6B", "--calibrate", shipped, shipped), ("--calibrate", shipped, "Qwen3-0.6B")):
+        again = highwater("predict", *words, "--gpus", "H200-141GB")
+        assert again.returncode == 0, again.stderr
+        assert again.stdout == alone.stdout, "these trials come along: they count once"
+    explained = shlex.split(again.stderr.removeprefix("next: highwater "))
+    assert highwater(*explained).returncode == 0
+
+
+def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(highwater: Run, tmp_path: Path) -> None:
+    real, simulated = str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), str(tmp_path / "simulated.jsonl")
+    search = ("find", "tiny", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--max-length", "8k", "--study", simulated)
+    assert highwater(*search).returncode == 0
+    asked = ("predict", "Qwen3-8B", *A100S)
+    problem, hint = refusal(highwater(*asked, "--calibrate", simulated), 2)
+    assert problem == f"{simulated} is of simulated trials: nothing was measured"
+    assert hint.startswith(f"leave `--calibrate {simulated}` out, or name a study")
+    for name in ("exact", "trainer"):
+        more = {"exact": ("--exact",), "trainer": ("--trainer", "trinity")}[name]
+        problem, hint = refusal(highwater(*asked, *more, "--calibrate", real), 2)
+        assert hint == f"leave `--{name}` out"
+    problem, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), "--calibrate", real), 2)
+    assert hint == "leave `--calibrate` out"
+    assert highwater(*asked, "--calibrate", real).returncode == 0
 
 
 def test_predictions_are_scored_against_a_table(highwater: Run) -> None:

@@ -5,6 +5,10 @@ import pytest
 import highwater
 from highwater.api import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
+from highwater.prediction.calibration import calibrate
+from highwater.prediction.capacity import Room, predict_cell, predict_cells
+from highwater.prediction.formula import likely_footprint
+from highwater.prediction.residuals import shipped_residuals
 from highwater.spec.cluster import cluster
 from highwater.spec.hardware import gpu_catalog
 from highwater.units import GIB
@@ -40,6 +44,50 @@ def test_a_capacity_is_the_longest_length_that_fits():
         found = [next(each for each in cells if each.cell == cell.cell) for cells in fits]
         assert [bool(each.capacity_tokens) for each in found] == [True, False]
         assert found[0].headroom_bytes == cell.headroom_bytes >= 0 > found[1].headroom_bytes
+
+
+def test_a_length_fits_where_the_upper_end_of_its_interval_does():
+    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB")
+    room = prediction.room.device_bytes - 2 * GIB
+    for cell in prediction.cells:
+        assert cell.interval is not None
+        assert cell.interval.low_bytes <= cell.device_used_bytes <= cell.interval.high_bytes <= room
+        assert cell.headroom_bytes == prediction.room.device_bytes - cell.interval.high_bytes
+        for length in (cell.does_not_fit_tokens, cell.likely_tokens):
+            beyond = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB", length=length)
+            found = next(each for each in beyond.cells if each.cell == cell.cell)
+            assert found.interval is not None
+            assert (found.interval.high_bytes <= room) == bool(found.capacity_tokens) == (length <= cell.capacity_tokens)
+            assert (found.device_used_bytes <= room) == bool(found.likely_tokens) == (length <= cell.likely_tokens)
+
+
+def test_a_search_begins_where_the_prediction_itself_fits():
+    question = highwater.find("Qwen3-4B", gpus=[1], memory="79.15GiB", device="cuda", dry_run=True, max_length="64k").question
+    room = Room(device_bytes=question.memory_budget_bytes)
+    known = calibrate(question, "formula", shipped=shipped_residuals())
+    for cell, sure in zip(question.cells, predict_cells(question, room, "highwater", known), strict=True):
+        likely = predict_cell(question, cell, room, likely_footprint)
+        assert likely.interval is None
+        assert sure.likely_tokens == likely.likely_tokens == likely.capacity_tokens >= sure.capacity_tokens
+
+
+def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
+    prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity")
+    assert prediction.calibration is None
+    assert {cell.interval for cell in prediction.cells} == {None}
+    assert all(cell.likely_tokens == cell.capacity_tokens for cell in prediction.cells)
+    assert "without an interval" in prediction.accuracy
+
+
+def test_what_no_recorded_trial_had_is_named():
+    def unlike(model, gpus, **settings):
+        return highwater.predict(model, gpus=gpus, **settings).calibration.unlike
+
+    assert unlike("Qwen3-4B", "H200-141GB", offload=False) == ()
+    assert unlike("Qwen3-4B", "NVIDIA H200", offload=False, state_bytes_per_param=8) == ("states of 8 bytes a parameter",)
+    assert unlike("Qwen3-8B", "2xA100-80GB", objective="grpo", recompute="none") == (
+        *("A100-80GB", "Qwen3-8B", "2 GPUs", "grpo", "recompute none", "Ulysses", "offload"),
+    )
 
 
 def test_host_memory_can_be_what_binds():

@@ -1,5 +1,6 @@
 """Prediction by traces: the edge is that of the traced steps, wherever the formula begins, and each length is traced once."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,10 +8,12 @@ from hypothesis import strategies as st
 import highwater
 from highwater.errors import UsageError
 from highwater.launch.tracing import traceable
+from highwater.prediction.calibration import Calibration, Factors, calibrate, most_predicted_bytes
 from highwater.prediction.capacity import Room, predict_cell
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import replay
+from highwater.prediction.residuals import shipped_residuals
 from highwater.spec.events import Allocate, Enter, EventLog
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -69,6 +72,35 @@ def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_toke
     assert found.replayed.fits == bool(fits)
     if fits:
         assert found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**23), st.floats(1, 1.5))
+def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_traced_twice(bytes_per_token, upper):
+    tracer = Tracer(bytes_per_token)
+    known = calibration(upper)
+    (likely,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), Tracer(bytes_per_token))
+    (found,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), tracer, known)
+    outside = sum(term.bytes for term in found.footprint.outside)
+    capacity = most_predicted_bytes(DEVICE_BYTES, known.factors[0]) - outside
+    specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
+    every = Tracer(bytes_per_token)
+    fits = [spec for spec in specs if replay(every(spec), allocator="expandable", capacity_bytes=capacity).fits]
+    assert found.capacity_tokens == len(fits) * STEP <= found.likely_tokens == likely.capacity_tokens
+    assert likely.likely_tokens == likely.capacity_tokens
+    assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
+    assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
+    assert len(tracer.asked) == len(set(tracer.asked))
+    assert found.interval is not None
+    assert found.headroom_bytes == DEVICE_BYTES - found.interval.high_bytes
+    if fits:
+        assert found.headroom_bytes >= 0
+
+
+def calibration(upper: float) -> Calibration:
+    factors = Factors(allocator="expandable", coverage=0.95, lower=0.9, upper=upper, residuals=20, is_widened=False)
+    known = calibrate(ask(), "trace", shipped=shipped_residuals())
+    return msgspec.structs.replace(known, factors=(factors,))
 
 
 def test_where_the_formula_is_right_two_traces_answer():

@@ -13,10 +13,10 @@ import highwater
 from highwater import foresight
 from highwater.errors import UsageError
 from highwater.launch.simulated import SimulatedRunner
-from highwater.prediction.capacity import Room, predict_cells
+from highwater.prediction.capacity import Prediction, Room, predict_cells
 from highwater.search.bracket import HINT_COST
 from highwater.search.campaign import CellAnswered, campaign
-from highwater.spec.codec import to_json
+from highwater.spec.codec import from_json, to_json
 from highwater.spec.events import Allocate, Enter, EventLog
 from highwater.spec.hardware import Gpu
 from highwater.spec.layout import Layout
@@ -27,6 +27,7 @@ from highwater.spec.study import Cell, Grid, Question, Study
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.units import GIB
 
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 STEP, SIZE = 1000, 64
 ASKED: dict[str, Any] = {"gpus": [1], "memory": "79.15GiB", "allocator": "expandable", "loss": "full"}
 
@@ -73,9 +74,25 @@ def find(path: Path, **changes: Any) -> Study:
 def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path: Path) -> None:
     path = predicted(tmp_path)
     told = json.loads(path.read_text())
+    told["cells"][0]["likely_tokens"] = 61_440
+    path.write_text(json.dumps(told))
+    assert find(path).trials[0].spec.length_tokens == 61_440
+
+
+def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_capacity(tmp_path: Path) -> None:
+    path = predicted(tmp_path)
+    told = json.loads(path.read_text())
+    del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
     told["cells"][0]["capacity_tokens"] = 61_440
     path.write_text(json.dumps(told))
     assert find(path).trials[0].spec.length_tokens == 61_440
+
+
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.prediction.json")), ids=lambda path: path.name)
+def test_every_prediction_that_was_made_before_can_still_be_read(path: Path) -> None:
+    found = from_json(path.read_bytes(), Prediction)
+    assert found.cells
+    assert all(cell.likely_edge_tokens >= cell.capacity_tokens for cell in found.cells)
 
 
 def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(tmp_path: Path) -> None:

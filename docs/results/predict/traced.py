@@ -161,8 +161,8 @@ def capacities() -> str:
                 told = edge(study, predicted.cell)
                 if told is not None:
                     fit, ran_out, trials = told
-                    off = (predicted.capacity_tokens - fit) / (ran_out - fit)
-                    figures = (*map(format_tokens, (predicted.capacity_tokens, fit, ran_out)), f"{off:+.0f}", str(trials))
+                    off = (predicted.likely_edge_tokens - fit) / (ran_out - fit)
+                    figures = (*map(format_tokens, (predicted.likely_edge_tokens, fit, ran_out)), f"{off:+.0f}", str(trials))
                     lines.append(f"| {path.stem} | {predicted.cell.label} | {' | '.join(figures)} |")
     return "\n".join(lines)
 

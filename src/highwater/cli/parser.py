@@ -142,6 +142,13 @@ def _predict_flags(parser: Parser) -> None:
         metavar="FILE",
         help="with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="STUDY",
+        nargs="+",
+        default=[],
+        help="studies that `highwater find` wrote: intervals are learned from their trials too",
+    )
     parser.add_argument("--explain", action="store_true", help="bytes by term at the peak; with --exact tensors by operator")
     parser.add_argument(
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"

@@ -20,6 +20,8 @@ def predict(arguments: argparse.Namespace) -> int:
     """Print the prediction, or the score against a table."""
     if arguments.against is not None:
         return _against(arguments)
+    if arguments.model is None and len(arguments.calibrate) > 1:
+        arguments.model = arguments.calibrate.pop()  # `--calibrate STUDY MODEL`: argparse gives both to the flag
     settings = typed_values(arguments)
     model = settings.pop("model", None)
     if model is None:
@@ -36,6 +38,7 @@ def predict(arguments: argparse.Namespace) -> int:
         state_bytes_per_param=arguments.state_bytes_per_param,
         exact=arguments.exact,
         timeline=arguments.timeline,
+        calibrate_with=arguments.calibrate,
         on_trace=partial(_say_traced, count(1)),
         **settings,
     )
@@ -52,6 +55,8 @@ def predict(arguments: argparse.Namespace) -> int:
 def _against(arguments: argparse.Namespace) -> int:
     if arguments.exact or arguments.timeline is not None:
         raise UsageError("a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out")
+    if arguments.calibrate:
+        raise UsageError("a table is compared with predictions, not with their intervals", hint="leave `--calibrate` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
         raise UsageError("the table of `--against` names its models, GPUs and lengths", hint="leave those on the command line out")
     result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)

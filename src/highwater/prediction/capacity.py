@@ -7,32 +7,30 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.prediction import formula, trinity
+from highwater.prediction.calibration import Calibration, Factors, Interval, interval
 from highwater.prediction.formula import Footprint, Formula
 from highwater.prediction.replay import Replayed
+from highwater.prediction.residuals import Method
 from highwater.spec.codec import Noun
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
 
 Trainer = Literal["highwater", "trinity"]
-Method = Literal["formula", "trace"]
-"""Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
 Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked about."""
 
-FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.footprint, "trinity": trinity.footprint}
+FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.likely_footprint, "trinity": trinity.footprint}
 ACCURACY: Mapping[Trainer, str] = {
-    "highwater": "fitted to trials of dense Qwen3 models on one H200, `sft`: with expandable segments the GPU memory of 10 trials "
-    "was off by 2.0 % at most, the native allocator needed up to 12 % less than is said here (docs/results/predict); other "
-    "settings, models, GPUs, and several of them, have not been compared yet",
+    "highwater": "its constants were fitted to the very trials that come with its interval (docs/results/predict): for others the "
+    "interval may be too narrow",
     "trinity": "fitted to the published A100 table, of which it has 69 of 80 cells with expandable segments and 30 of 40 without, "
-    "and the others within one step of the grid",
+    "and the others within one step of the grid; nobody recorded that trainer's trials: a prediction without an interval",
 }
-"""What is known of the errors, as text: intervals come with calibration."""
+"""What is known of the errors besides the intervals."""
 TRACED_ACCURACY = (
-    "the engine's own steps, traced, in a simulated allocator: of 26 trials of an earlier version on one H200, `sft`, each was "
-    "told right, whether it fits, and reserved memory was off by 1.2 % at most (docs/results/predict); other GPUs, and several of "
-    "them, have not been compared in full yet"
+    "the engine's own steps, traced, in a simulated allocator: whether each of 26 trials of an earlier version fits was told right "
+    "(docs/results/predict)"
 )
 NOT_TRACED = (
     "LoRA",
@@ -58,15 +56,26 @@ class CellPrediction(Noun, frozen=True, kw_only=True):
 
     cell: Cell
     capacity_tokens: int
-    """0: nothing on the grid fits."""
+    """Longest length whose upper end fits: where there is no interval, the prediction itself. 0: nothing on the grid fits."""
     does_not_fit_tokens: int | None
+    """The next length, whose upper end does not."""
     binding: Binding
     footprint: Footprint
     """By formula, at the capacity; at the shortest length where nothing fits."""
     headroom_bytes: int
-    """Of a GPU's memory, at that length; below 0 where nothing fits."""
+    """What the upper end leaves of a GPU's memory, at that length; below 0 where nothing fits."""
     replayed: Replayed | None = None
     """The traced steps in the allocator, at that length."""
+    likely_tokens: int | None = None
+    """Longest length where the prediction itself fits: as likely too long as too short, where a search is to begin. None in files
+    from before there were intervals, where it is the capacity."""
+    interval: Interval | None = None
+    """Of the GPU's memory, at that length; None where nobody has recorded trials to learn it from."""
+
+    @property
+    def likely_edge_tokens(self) -> int:
+        """``likely_tokens``, wherever they are written."""
+        return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
     def device_used_bytes(self) -> int:
@@ -98,6 +107,8 @@ class Prediction(Noun, frozen=True, kw_only=True):
     cells: tuple[CellPrediction, ...]
     method: Method = "formula"
     accuracy: str
+    calibration: Calibration | None = None
+    """What the intervals were learned from; None: there are none."""
     not_modelled: tuple[str, ...] = NOT_MODELLED
     notes: tuple[str, ...] = ()
 
@@ -108,34 +119,46 @@ class Prediction(Noun, frozen=True, kw_only=True):
         return fitting[0] if self.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
 
 
-def predict_cells(question: Question, room: Room, trainer: Trainer) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order."""
-    return tuple(predict_cell(question, cell, room, FORMULAS[trainer]) for cell in question.cells)
+def predict_cells(
+    question: Question, room: Room, trainer: Trainer, calibration: Calibration | None = None
+) -> tuple[CellPrediction, ...]:
+    """Every cell of the question, in its order; without a calibration the prediction itself tells what fits."""
+    return tuple(
+        predict_cell(question, cell, room, FORMULAS[trainer], calibration and calibration.of(cell.settings.allocator))
+        for cell in question.cells
+    )
 
 
-def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:
-    """One cell, by bisection: a footprint never shrinks with the length, unless a token budget packs fewer sequences then."""
+def predict_cell(question: Question, cell: Cell, room: Room, trainer: Formula, factors: Factors | None = None) -> CellPrediction:
+    """One cell: the longest length whose upper end fits, and the longest that fits if the prediction is right."""
+    likely = _longest(question, cell, room, trainer, None)
+    found = likely if factors is None else _longest(question, cell, room, trainer, factors)
+    return msgspec.structs.replace(found, likely_tokens=likely.capacity_tokens)
+
+
+def _longest(question: Question, cell: Cell, room: Room, trainer: Formula, factors: Factors | None) -> CellPrediction:
+    """By bisection: a footprint never shrinks with the length, unless a token budget packs fewer sequences then."""
     if cell.settings.token_budget_tokens is not None:
-        return _predict_from_the_top(question, cell, room, trainer)
+        return _longest_from_the_top(question, cell, room, trainer, factors)
     grid = question.grid
     fits, fails = 0, question.size_of(cell) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        if predict_at(question, cell, room, trainer, grid.length(middle)).capacity_tokens:
+        if predict_at(question, cell, room, trainer, grid.length(middle), factors).capacity_tokens:
             fits = middle
         else:
             fails = middle
-    found = predict_at(question, cell, room, trainer, grid.length(max(1, fits)))
+    found = predict_at(question, cell, room, trainer, grid.length(max(1, fits)), factors)
     if fails > question.size_of(cell):
         return msgspec.structs.replace(found, binding="ceiling")
-    beyond = predict_at(question, cell, room, trainer, grid.length(fails))
+    beyond = predict_at(question, cell, room, trainer, grid.length(fails), factors)
     return msgspec.structs.replace(found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens)
 
 
-def _predict_from_the_top(question: Question, cell: Cell, room: Room, trainer: Formula) -> CellPrediction:
+def _longest_from_the_top(question: Question, cell: Cell, room: Room, trainer: Formula, factors: Factors | None) -> CellPrediction:
     """The longest length that fits, whatever does not fit below it; where none does, the shortest."""
     size = max(1, question.size_of(cell))
-    each = (predict_at(question, cell, room, trainer, question.grid.length(index)) for index in range(size, 0, -1))
+    each = (predict_at(question, cell, room, trainer, question.grid.length(index), factors) for index in range(size, 0, -1))
     beyond = None
     for found in each:
         if found.capacity_tokens:
@@ -147,8 +170,10 @@ def _predict_from_the_top(question: Question, cell: Cell, room: Room, trainer: F
     return beyond
 
 
-def predict_at(question: Question, cell: Cell, room: Room, trainer: Formula, length_tokens: int) -> CellPrediction:
-    """Whether one length fits a cell."""
+def predict_at(
+    question: Question, cell: Cell, room: Room, trainer: Formula, length_tokens: int, factors: Factors | None = None
+) -> CellPrediction:
+    """Whether one length fits a cell: with factors, whether the upper end does."""
     footprint = trainer(
         question.model.shape,
         cell.settings,
@@ -157,16 +182,18 @@ def predict_at(question: Question, cell: Cell, room: Room, trainer: Formula, len
         device=question.device,
         state_bytes_per_parameter=room.state_bytes_per_parameter,
     )
-    headroom = room.device_bytes - question.margin_bytes - footprint.device_used_bytes
+    around = None if factors is None else interval(footprint.device_used_bytes, factors)
+    headroom = room.device_bytes - (footprint.device_used_bytes if around is None else around.high_bytes)
     fits_host = room.host_bytes is None or footprint.host_bytes <= room.host_bytes
-    fits = headroom >= 0 and fits_host
+    fits = headroom >= question.margin_bytes and fits_host
     return CellPrediction(
         cell=cell,
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
         binding="device" if fits_host else "host",
         footprint=footprint,
-        headroom_bytes=headroom + question.margin_bytes,
+        headroom_bytes=headroom,
+        interval=around,
     )
 
 

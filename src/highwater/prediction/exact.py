@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
+from highwater.prediction.calibration import Calibration, Factors, interval, most_predicted_bytes
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cell
 from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import Replayed, replay
@@ -16,15 +18,27 @@ Tracer = Callable[[TrialSpec], EventLog]
 """What the fullest rank of a trial allocates and frees; called from two threads at once."""
 
 
-def predict_exactly(question: Question, room: Room, tracer: Tracer) -> tuple[CellPrediction, ...]:
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """One length: with all of the room, and with what the upper end of an interval leaves of it."""
+
+    likely: Replayed
+    sure: Replayed
+
+
+def predict_exactly(
+    question: Question, room: Room, tracer: Tracer, calibration: Calibration | None = None
+) -> tuple[CellPrediction, ...]:
     """Every cell of the question, in its order; raises what the tracer raises.
 
-    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the formula begins at the edge.
+    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the formula begins at the edge, and
+    with a calibration one more for each length that fits if the prediction is right, but not at the upper end.
     """
-    return tuple(_cell(question, cell, room, tracer) for cell in question.cells)
+    factors = [calibration and calibration.of(cell.settings.allocator) for cell in question.cells]
+    return tuple(_cell(question, cell, room, tracer, each) for cell, each in zip(question.cells, factors, strict=True))
 
 
-def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPrediction:
+def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: Factors | None) -> CellPrediction:
     guessed = predict_cell(question, cell, room, likely_footprint)
     grid, size = question.grid, max(1, question.size_of(cell))
     if guessed.binding == "host":
@@ -32,28 +46,34 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer) -> CellPre
     if not size:
         return guessed  # not even the shortest: no trace would change that
     start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
-    replays: dict[int, Replayed] = {}
+    replays: dict[int, _Replays] = {}
     pool = ThreadPoolExecutor(max_workers=2)
     # Both sides of the edge at once: where the formula is right, that is all.
     traces = {index: pool.submit(tracer, question.trial(cell, grid.length(index))) for index in (start, start + 1) if index <= size}
 
-    def fits(index: int) -> bool:
-        spec = question.trial(cell, grid.length(index))
-        log = traces.pop(index).result() if index in traces else tracer(spec)
-        replays[index] = _replayed(question, cell, room, log, spec.length_tokens)
-        if index == 1 and not replays[index].fits:  # what it would need, where nothing fits
-            replays[index] = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
-        return replays[index].fits
+    def at(index: int) -> _Replays:
+        if index not in replays:
+            spec = question.trial(cell, grid.length(index))
+            log = traces.pop(index).result() if index in traces else tracer(spec)
+            replays[index] = _replays(question, cell, room, log, spec.length_tokens, factors)
+            if index == 1 and not replays[index].likely.fits:  # what it would need, where nothing fits
+                needed = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
+                replays[index] = _Replays(needed, needed)
+        return replays[index]
 
     try:
-        longest = edge(start, size, fits)
+        likely = edge(start, size, lambda index: at(index).likely.fits)
+        sure = edge(likely, likely, lambda index: at(index).sure.fits) if likely else 0
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # who owns the tracer ends what is tracing
         raise
     pool.shutdown()
-    found = _at(question, cell, room, grid.length(max(1, longest)), replays[max(1, longest)])
-    if longest < size:
-        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(longest + 1))
+    found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
+    found = msgspec.structs.replace(
+        found, capacity_tokens=grid.length(sure) if sure else 0, likely_tokens=grid.length(likely) if likely else 0
+    )
+    if sure < size:
+        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(sure + 1))
     if guessed.binding == "host":
         return msgspec.structs.replace(found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens)
     return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
@@ -73,18 +93,24 @@ def edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _replayed(question: Question, cell: Cell, room: Room, log: EventLog, length_tokens: int) -> Replayed:
+def _replays(question: Question, cell: Cell, room: Room, log: EventLog, length_tokens: int, factors: Factors | None) -> _Replays:
+    """The upper end fits where a GPU so much smaller would do: near its end an allocator takes less than it would like to."""
     outside = predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside_bytes
-    capacity = room.device_bytes - question.margin_bytes - outside
-    return replay(log, allocator=cell.settings.allocator, capacity_bytes=capacity)
+    room_bytes = room.device_bytes - question.margin_bytes
+    likely = replay(log, allocator=cell.settings.allocator, capacity_bytes=room_bytes - outside)
+    if factors is None or not likely.fits:
+        return _Replays(likely, likely)
+    sure_bytes = most_predicted_bytes(room_bytes, factors) - outside
+    if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
+        return _Replays(likely, likely)  # it never came to the end of the smaller one
+    return _Replays(likely, replay(log, allocator=cell.settings.allocator, capacity_bytes=sure_bytes))
 
 
-def _at(question: Question, cell: Cell, room: Room, length_tokens: int, replayed: Replayed) -> CellPrediction:
+def _at(
+    question: Question, cell: Cell, room: Room, length_tokens: int, replayed: Replayed, factors: Factors | None
+) -> CellPrediction:
     """The formula's answer at a length, its memory of a GPU put right."""
     predicted = msgspec.structs.replace(predict_at(question, cell, room, likely_footprint, length_tokens), replayed=replayed)
-    return msgspec.structs.replace(
-        predicted,
-        capacity_tokens=length_tokens if replayed.fits else 0,
-        does_not_fit_tokens=None if replayed.fits else length_tokens,
-        headroom_bytes=room.device_bytes - predicted.device_used_bytes,
-    )
+    around = None if factors is None else interval(predicted.device_used_bytes, factors)
+    used_bytes = predicted.device_used_bytes if around is None else around.high_bytes
+    return msgspec.structs.replace(predicted, interval=around, headroom_bytes=room.device_bytes - used_bytes)

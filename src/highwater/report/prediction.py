@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from highwater.prediction.capacity import Binding, CellPrediction, Method, Miss, Prediction, Score
+from highwater.prediction.calibration import Calibration, least_residuals
+from highwater.prediction.capacity import Binding, CellPrediction, Miss, Prediction, Score
 from highwater.prediction.formula import Phase, Term
 from highwater.prediction.replay import Replayed
+from highwater.prediction.residuals import Method
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
@@ -17,12 +19,16 @@ _BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", 
 
 
 def prediction_table(prediction: Prediction) -> TextTable:
-    """For each cell the capacity, what ends it, and the peak there; or at one length, whether it fits."""
+    """For each cell the capacity, what ends it, and the peak there; or at one length, whether it fits: by the upper ends."""
     at_length = prediction.length_tokens is not None
     heading = "fits" if at_length else "capacity"
+    learned = prediction.calibration is not None
     return TextTable(
         title=f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
-        columns=("rung", "GPUs", "SP", heading, "ended by", "GPU memory", "headroom", "host memory", "peak in"),
+        columns=(
+            *("rung", "GPUs", "SP", heading, *(("likely",) if learned else ()), "ended by", "predicted GPU memory"),
+            *("headroom, at least" if learned else "headroom", "host memory", "peak in"),
+        ),
         rows=tuple(_row(prediction, cell) for cell in prediction.cells),
         footnotes=tuple(_footnotes(prediction)),
     )
@@ -102,31 +108,69 @@ def _title(prediction: Prediction) -> str:
 def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
     cell, footprint = predicted.cell, predicted.footprint
     if prediction.length_tokens is not None:
-        answer = "yes" if predicted.capacity_tokens else "no"
+        answer, likely = ("yes" if tokens else "no" for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens))
         ended = "-" if predicted.capacity_tokens else _BINDINGS[predicted.binding]
     else:
-        past_native = "*" if predicted.capacity_tokens > prediction.native_length_tokens else ""
-        answer = f"{format_tokens(predicted.capacity_tokens)}{past_native}" if predicted.capacity_tokens else "none"
+        native = prediction.native_length_tokens
+        answer, likely = (_length(tokens, native) for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens))
         ended = _BINDINGS[predicted.binding]
         if predicted.does_not_fit_tokens is not None:
             ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
     return (
         *(cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)),
-        *(answer, ended, format_bytes(predicted.device_used_bytes), format_bytes(predicted.headroom_bytes)),
+        *((answer,) if prediction.calibration is None else (answer, likely)),
+        *(ended, _device_memory(predicted), format_bytes(predicted.headroom_bytes)),
         *(format_bytes(footprint.host_bytes), predicted.peak_phase),
     )
+
+
+def _length(tokens: int, native_length_tokens: int) -> str:
+    return f"{format_tokens(tokens)}{'*' if tokens > native_length_tokens else ''}" if tokens else "none"
+
+
+def _device_memory(predicted: CellPrediction) -> str:
+    """The interval; without one the prediction itself."""
+    if predicted.interval is None:
+        return format_bytes(predicted.device_used_bytes)
+    return f"{format_bytes(predicted.interval.low_bytes)} to {format_bytes(predicted.interval.high_bytes)}"
 
 
 def _footnotes(prediction: Prediction) -> list[str]:
     notes: list[str] = []
     lengths = [predicted.capacity_tokens for predicted in prediction.cells]
-    if max(lengths, default=0) > prediction.native_length_tokens:
+    longest = max((predicted.likely_edge_tokens for predicted in prediction.cells), default=0)
+    if longest > prediction.native_length_tokens:
         notes.append(f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN")
+    if prediction.calibration is not None:
+        notes += _learned(prediction.calibration)
     notes.append(prediction.accuracy)
     notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
     if prediction.length_tokens is None and any(lengths):
         best = max(prediction.cells, key=lambda predicted: predicted.capacity_tokens)
         notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), predicted")
+    return notes
+
+
+def _learned(calibration: Calibration) -> list[str]:
+    """What the intervals promise, what they were learned from, and for what they were not."""
+    notes = ["a length fits where the upper end of its GPU memory does; likely is where the prediction between the ends does"]
+    each = [
+        f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to {factors.upper:.3f} of the prediction"
+        for factors in calibration.factors
+    ]
+    gpus = "1 GPU" if calibration.gpus == (1,) else f"{', '.join(map(str, calibration.gpus))} GPUs"
+    where = plain(
+        f"{', '.join(calibration.device_names)}; {gpus}; {', '.join((*calibration.objectives, *calibration.model_names))}"
+    )
+    own = f", {calibration.own_trials} of them yours" if calibration.own_trials else ""
+    coverage = f"{calibration.coverage:.0%}".replace("%", " %")
+    notes.append(f"each end is to hold for {coverage} of trials like those it was learned from ({'; '.join(each)}{own}): {where}")
+    few = [factors.allocator for factors in calibration.factors if factors.is_widened]
+    if few:
+        needed = least_residuals(calibration.coverage)
+        notes.append(f"{', '.join(few)}: below {needed} trials no count gives {coverage}, so the ends are the extremes, widened")
+    if calibration.unlike:
+        notes.append(f"not among those trials, so nobody knows its coverage there: {plain(', '.join(calibration.unlike))}")
     return notes
 
 

@@ -32,7 +32,7 @@ def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
     """Our engine: the line through what is predicted at the predicted capacity and at twice that length."""
     room = Room(device_bytes=usable_bytes + question.margin_bytes)
     predicted = predict_cell(question, cell, room, likely_footprint)
-    length_tokens = predicted.capacity_tokens or question.grid.length(1)
+    length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
         likely_footprint(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).device_used_bytes

@@ -1,0 +1,128 @@
+"""Residuals: what recorded trials used of a GPU, over what had been predicted of them: those that come along, and a study's own."""
+
+import shlex
+from importlib.resources import files
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.prediction.formula import likely_footprint, refuse_unknown_family
+from highwater.spec.codec import Noun, from_json
+from highwater.spec.settings import Allocator, Objective, Recompute, Strategy
+from highwater.spec.study import Study
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.version import __version__
+
+Method = Literal["formula", "trace"]
+"""Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
+
+_FITS = (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+
+
+class Residual(Noun, frozen=True, kw_only=True):
+    """One trial: what it used of its fullest GPU, what had been predicted, and what the two may depend on."""
+
+    method: Method
+    trial: str
+    """Digest of its specification."""
+    measured_bytes: int
+    """Most that the driver reported of a GPU; of a trial that ran out though it was predicted to fit, all that it was given."""
+    predicted_bytes: int
+    device_name: str
+    model_name: str
+    length_tokens: int
+    allocator: Allocator
+    gpus: int
+    ulysses: bool
+    offload: bool
+    strategy: Strategy
+    recompute: Recompute
+    objective: Objective
+
+    @property
+    def factor(self) -> float:
+        """Measured over predicted."""
+        return self.measured_bytes / self.predicted_bytes
+
+
+def shipped_residuals() -> tuple[Residual, ...]:
+    """Those that come along: ``residuals.json`` beside this file, which docs/results/predict/residuals.py makes."""
+    text = (files("highwater.prediction") / "residuals.json").read_bytes()
+    return from_json(text, tuple[Residual, ...])
+
+
+def study_residuals(study: Study) -> tuple[Residual, ...]:
+    """By formula, of every trial of a study that tells; a trial and its repeats count once.
+
+    Raises UsageError for a study of other trials than predictions are about, ModelError for a family that
+    the formula does not know.
+    """
+    _refuse(study)
+    refuse_unknown_family(study.question.model)
+    shape = study.question.model.shape
+    told: dict[str, Residual] = {}
+    for trial in study.trials:
+        if trial.result is not None:
+            spec = trial.spec
+            footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+            found = residual(spec, trial.result, "formula", footprint.device_used_bytes)
+            if found is not None:
+                told.setdefault(spec.key, found)
+    if not told:
+        raise UsageError(f"{study.path} has no trial that says how much memory it used", hint=_leave_out(study))
+    return tuple(told.values())
+
+
+def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_bytes: int) -> Residual | None:
+    """Of one trial; None for one that does not tell how much memory it needs.
+
+    One that ran out where more than it was given had been predicted needs anything above that: it says nothing. One that ran out
+    where less had been predicted needs more than it was given, which is the least that the prediction was short by.
+    """
+    used = [rank.memory.device_used_bytes for rank in result.ranks if rank.memory.device_used_bytes is not None]
+    given = max((given for rank in result.ranks if (given := _given_bytes(rank)) is not None), default=None)
+    if result.outcome in _FITS and used:
+        measured_bytes = max(used)
+    elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > predicted_bytes:
+        measured_bytes = given
+    else:
+        return None
+    return Residual(
+        method=method,
+        trial=spec.key,
+        measured_bytes=measured_bytes,
+        predicted_bytes=predicted_bytes,
+        device_name=result.ranks[0].device_name or "a GPU that told no name",
+        model_name=spec.model_name,
+        length_tokens=spec.length_tokens,
+        allocator=spec.settings.allocator,
+        gpus=spec.layout.gpus,
+        ulysses=spec.layout.ulysses_degree > 1,
+        offload=spec.settings.offload,
+        strategy=spec.settings.strategy,
+        recompute=spec.settings.recompute,
+        objective=spec.settings.objective,
+    )
+
+
+def _given_bytes(rank: RankReport) -> int | None:
+    return rank.memory.device_total_bytes if rank.budget is None else rank.budget.budget_bytes
+
+
+def _refuse(study: Study) -> None:
+    question = study.question
+    results = [trial.result for trial in study.trials if trial.result is not None]
+    versions = {rank.versions.get("highwater", "unknown") for result in results for rank in result.ranks if rank.versions}
+    others = sorted(versions - {__version__})
+    refusals = (
+        (question.simulated or any(result.simulated for result in results), "is of simulated trials: nothing was measured"),
+        (question.device != "cuda", "is of trials on the CPU: predictions are about GPUs"),
+        (question.data is not None, "is of trials on data of their own: predictions are about synthetic sequences"),
+        (bool(others), f"is of highwater {', '.join(others)}: this is {__version__}, another engine"),
+    )
+    for is_refused, what in refusals:
+        if is_refused:
+            raise UsageError(f"{study.path} {what}", hint=_leave_out(study))
+
+
+def _leave_out(study: Study) -> str:
+    return f"leave `--calibrate {shlex.quote(study.path or '')}` out, or name a study that `highwater find` wrote on GPUs"

@@ -1,0 +1,218 @@
+"""Intervals: the stated share of exchangeable residuals is covered, by counting; too few are said to be; studies that teach."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import highwater
+from highwater.errors import HighwaterError, UsageError
+from highwater.prediction.calibration import (
+    COVERAGE,
+    LEAST_WIDENING,
+    Factors,
+    calibrate,
+    factors_of,
+    interval,
+    least_residuals,
+    most_predicted_bytes,
+)
+from highwater.prediction.residuals import residual, shipped_residuals, study_residuals
+from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.units import GIB
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+STUDY = RESULTS / "find" / "qwen3-0.6b-79gib-full.jsonl"
+SHARES = st.floats(0.5, 2)
+COVERAGES = st.sampled_from([0.5, 0.6, 0.75, 0.8, 0.9, 0.95, 0.99])
+
+
+def learned(residuals: list[float], coverage: float = COVERAGE) -> Factors:
+    found = factors_of(residuals, "expandable", coverage)
+    assert found is not None
+    return found
+
+
+@given(st.lists(SHARES, min_size=2, max_size=120), COVERAGES)
+def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residuals: list[float], coverage: float) -> None:
+    """Exchangeable: each was as likely to be the one that is predicted. So this is the coverage, counted, with no luck in it."""
+    each = [(value, learned([*residuals[:i], *residuals[i + 1 :]], coverage)) for i, value in enumerate(residuals)]
+    if any(factors.is_widened for _, factors in each):
+        return
+    needed = coverage * len(residuals) - 1e-9
+    assert sum(value <= factors.upper for value, factors in each) >= needed
+    assert sum(value >= factors.lower for value, factors in each) >= needed
+    assert sum(factors.lower <= value <= factors.upper for value, factors in each) >= (2 * coverage - 1) * len(residuals) - 1e-9
+
+
+@given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
+def test_an_interval_never_shrinks_with_the_coverage_and_holds_the_prediction(
+    residuals: list[float], one: float, other: float
+) -> None:
+    narrow, wide = (learned(residuals, coverage) for coverage in sorted((one, other)))
+    assert wide.lower <= narrow.lower <= 1 <= narrow.upper <= wide.upper
+    assert narrow.lower >= 0
+
+
+@given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES)
+def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(residuals: list[float], coverage: float) -> None:
+    found = learned(residuals, coverage)
+    assert found.residuals == len(residuals)
+    assert found.is_widened == (len(residuals) < least_residuals(coverage))
+    if found.is_widened:
+        assert found.upper >= max(residuals) + LEAST_WIDENING
+        assert found.lower <= max(0, min(residuals) - LEAST_WIDENING)
+
+
+def test_nineteen_trials_are_what_95_percent_take() -> None:
+    assert least_residuals(0.95) == 19
+    assert not learned([1.0] * 19).is_widened
+    assert learned([1.0] * 18).is_widened
+
+
+def test_nothing_is_learned_from_nothing() -> None:
+    assert factors_of([], "native") is None
+
+
+@given(st.lists(SHARES, min_size=1, max_size=30), st.integers(1, 200 * GIB))
+def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residuals: list[float], room_bytes: int) -> None:
+    factors = learned(residuals)
+    most = most_predicted_bytes(room_bytes, factors)
+    assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("residuals_script", RESULTS / "predict" / "residuals.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_shipped_is_what_the_committed_results_say() -> None:
+    assert (ROOT / "src" / "highwater" / "prediction" / "residuals.json").read_text() == script().text()
+
+
+def test_no_trial_that_is_held_out_is_shipped() -> None:
+    rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
+    shipped = {each.trial for each in shipped_residuals()}
+    assert shipped <= {key for key, row in rows.items() if not row["held_out"]}
+    assert len(shipped) >= 18
+
+
+def test_the_intervals_hold_every_trial_that_they_were_learned_from() -> None:
+    for method in ("formula", "trace"):
+        for allocator in ("native", "expandable"):
+            own = [each.factor for each in shipped_residuals() if (each.method, each.allocator) == (method, allocator)]
+            found = learned(own)
+            assert found.is_widened
+            assert all(found.lower < factor < found.upper for factor in own)
+
+
+def another_gpu(folder: Path, share: float, **changes: str) -> Path:
+    """The study of trials that took this share of what an H200 measured, and more where they ran out."""
+    path = folder / "mine.jsonl"
+    lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
+    for line in lines:
+        for rank in line.get("result", {}).get("ranks", ()):
+            rank["memory"]["device_used_bytes"] = round(rank["memory"]["device_used_bytes"] * share)
+            rank["device_name"] = "NVIDIA H100 80GB HBM3"
+            rank["versions"] |= changes
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_own_trials_move_the_interval(tmp_path: Path) -> None:
+    asked = {"gpus": "1xH200-141GB", "allocator": "expandable", "loss": "full", "offload": False}
+    alone = highwater.predict("Qwen3-0.6B", **asked)
+    taught = highwater.predict("Qwen3-0.6B", calibrate_with=[another_gpu(tmp_path, 1.08)], **asked)
+    assert alone.calibration is not None
+    assert taught.calibration is not None
+    assert taught.calibration.own_trials == 1
+    assert taught.calibration.device_names == ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    (before,), (after,) = alone.calibration.factors, taught.calibration.factors
+    assert after.residuals == before.residuals + 1
+    assert after.upper > 1.08 > before.upper
+    assert taught.cells[0].capacity_tokens < alone.cells[0].capacity_tokens
+    assert taught.cells[0].likely_tokens == alone.cells[0].likely_tokens
+
+
+def test_trials_that_come_along_teach_nothing_twice() -> None:
+    asked = {"gpus": "1xH200-141GB"}
+    alone = highwater.predict("Qwen3-0.6B", **asked)
+    again = highwater.predict("Qwen3-0.6B", calibrate_with=[STUDY, STUDY], **asked)
+    assert again.calibration == alone.calibration
+
+
+def test_enough_own_trials_make_the_coverage_by_counting() -> None:
+    (question,) = {highwater.open_study(STUDY).question}
+    (example, *_) = study_residuals(highwater.open_study(STUDY))
+    own = [
+        msgspec.structs.replace(example, allocator="expandable", measured_bytes=example.predicted_bytes + number)
+        for number in range(40)
+    ]
+    found = calibrate(question, "formula", shipped=shipped_residuals(), own=own).of("expandable")
+    assert found is not None
+    assert not found.is_widened
+    assert found.upper < max(each.factor for each in shipped_residuals() if each.method == "formula")
+
+
+def ran_out(given_bytes: int) -> TrialResult:
+    budget = MemoryBudget(budget_bytes=given_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=given_bytes)
+    rank = RankReport(rank=0, memory=RankMemory(device_used_bytes=given_bytes // 3), budget=budget, device_name="NVIDIA H200")
+    return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out of memory", ranks=(rank,))
+
+
+def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit() -> None:
+    spec = highwater.open_study(STUDY).trials[0].spec
+    missed = residual(spec, ran_out(80 * GIB), "formula", 78 * GIB)
+    assert missed is not None
+    assert missed.factor == 80 / 78
+    assert residual(spec, ran_out(80 * GIB), "formula", 81 * GIB) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"), "is of highwater 0.0.1: this is "),
+        (lambda folder: simulated(folder, "cuda"), "is of simulated trials"),
+        (lambda folder: RESULTS / "find" / "README.md", "is not a study"),
+        (lambda folder: folder / "none.jsonl", "cannot be read"),
+        (lambda folder: emptied(folder), "has no trial that says how much memory it used"),
+    ],
+)
+def test_a_study_that_teaches_nothing_about_predictions_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], problem: str
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(HighwaterError) as refused:
+        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[path])
+    assert problem in refused.value.problem
+    assert str(path) in refused.value.problem
+
+
+def simulated(folder: Path, device: str) -> Path:
+    path = folder / "simulated.jsonl"
+    highwater.find("Qwen3-0.6B", gpus=[1], memory="80GiB", device=device, dry_run=True, study=str(path), max_length="32k")
+    return path
+
+
+def emptied(folder: Path) -> Path:
+    """A study whose search was killed in its first trial."""
+    path = folder / "emptied.jsonl"
+    path.write_text("".join(line + "\n" for line in STUDY.read_text().splitlines() if '"trial_finished"' not in line))
+    return path
+
+
+@pytest.mark.parametrize("other", [{"exact": True}, {"trainer": "trinity"}])
+def test_only_the_formula_learns_from_own_trials(other: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"trials of (your own|this engine)"):
+        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], **other)
