@@ -51,9 +51,9 @@ from highwater.prediction.residuals import Residual, shipped_residuals, study_re
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
-from highwater.spec.cluster import cluster
+from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.footprint import checkpoint_bytes
-from highwater.spec.hardware import Machine, kernels, refuse_unfit_gpu
+from highwater.spec.hardware import Kernel, Machine, kernels, refuse_unfit_gpu
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.plan import Plan, plan, plan_trial, used_gpus
 from highwater.spec.protocols import Runner
@@ -125,13 +125,9 @@ def predict(
     Raises HighwaterError for what cannot be asked.
     """
     refuse_unknown_family(load_model(model))
-    _check_exact(
-        exact=exact, timeline=timeline, is_ours=trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
-    )
-    gpus = None if gpus is None else str(gpus)
-    named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
-    is_here = gpus is None or gpus.strip().isdecimal()
-    where = cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
+    is_ours = trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
+    _check_exact(exact=exact, timeline=timeline, is_ours=is_ours)
+    where = _where(None if gpus is None else str(gpus), gpu_memory)
     own = _own_residuals(calibrate_with, exact=exact, trainer=trainer)
     room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     length_tokens = None if length is None else parse_tokens(str(length))
@@ -155,13 +151,32 @@ def predict(
     )
     if not exact:
         return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer, known))
+    kernel = kernels(where.compute_capability)[0]
+    return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
+
+
+def _traced(
+    prediction: Prediction,
+    question: Question,
+    kernel: Kernel,
+    on_trace: Callable[[TrialSpec], None] | None,
+    timeline: Path | None,
+) -> Prediction:
+    """With the cells that can be traced, and a note about the others."""
     question, left_out = traceable(question)
-    prediction = msgspec.structs.replace(prediction, notes=notes + left_out)
-    with CachedTracer(trace_directory(os.environ), kernel=kernels(where.compute_capability)[0], on_trace=on_trace) as tracer:
-        prediction = msgspec.structs.replace(prediction, cells=predict_exactly(question, room, tracer, known))
+    with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
+        cells = predict_exactly(question, prediction.room, tracer, prediction.calibration)
+        prediction = msgspec.structs.replace(prediction, cells=cells, notes=prediction.notes + left_out)
         if timeline is not None:
-            _write_timeline(Path(timeline), question, prediction, tracer)
+            _write_timeline(timeline, question, prediction, tracer)
     return prediction
+
+
+def _where(gpus: str | None, gpu_memory: str | int | None) -> Cluster:
+    """The GPUs that are meant; this machine's where none is named."""
+    named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
+    is_here = gpus is None or gpus.strip().isdecimal()
+    return cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
 
 
 def _own_residuals(studies: Sequence[str | Path], *, exact: bool, trainer: Trainer) -> tuple[Residual, ...]:

@@ -229,7 +229,7 @@ class Score(Noun, frozen=True, kw_only=True):
 
 
 def score(table: CapacityTable, trainer: Trainer) -> Score:
-    """Predict every cell of a table and compare. Raises UsageError for a GPU whose memory nobody has read."""
+    """Predict every cell of a table, without intervals, and compare. Raises UsageError for a GPU whose memory nobody has read."""
     steps: dict[str, list[int]] = {}
     misses: list[Miss] = []
     for question in table.questions:

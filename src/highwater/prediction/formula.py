@@ -172,7 +172,8 @@ def likely_footprint(
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Footprint:
     """The same as often too much as too little, where ``footprint`` is to be enough: what intervals lie around, and what a search
-    begins with."""
+    begins with.
+    """
     enough = footprint(
         shape, settings, layout, length_tokens=length_tokens, device=device, state_bytes_per_parameter=state_bytes_per_parameter
     )
