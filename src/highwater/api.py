@@ -40,14 +40,14 @@ from highwater.prediction.capacity import (
     TRACED_ACCURACY,
     Prediction,
     Room,
-    Score,
     Trainer,
     predict_cells,
-    score,
 )
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
 from highwater.prediction.residuals import Residual, shipped_residuals, study_residuals
+from highwater.prediction.score import Score, score
+from highwater.prediction.shipped import predict_trinity
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
@@ -150,7 +150,9 @@ def predict(
         notes=notes,
     )
     if not exact:
-        return msgspec.structs.replace(prediction, cells=predict_cells(question, room, trainer, known))
+        by_formula = trainer == "highwater"
+        cells = predict_cells(question, room, trainer, known) if by_formula else predict_trinity(question, room)
+        return msgspec.structs.replace(prediction, cells=cells)
     kernel = kernels(where.compute_capability)[0]
     return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
 

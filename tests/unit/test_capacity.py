@@ -16,11 +16,17 @@ from highwater.units import GIB
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 
 
-def test_the_closed_form_of_trinity_explains_the_published_table():
+@pytest.mark.timeout(120)
+def test_the_published_table_is_explained_by_replay_and_less_well_in_closed_form():
     score = predict_against(PUBLISHED_A100, trainer="trinity")
-    found = {row.settings: (row.cells, row.exact, row.within_one_step) for row in score.per_settings}
-    assert found == {"vanilla": (40, 30, 40), "env": (40, 34, 40), "env+offload+never": (40, 35, 40)}
-    assert len(score.misses) == 21
+    alone = {row.settings: (row.cells, row.exact, row.within_one_step) for row in score.closed_form}
+    assert alone == {"vanilla": (40, 30, 40), "env": (40, 34, 40), "env+offload+never": (40, 35, 40)}
+    found = {row.settings: (row.exact, row.within_one_step) for row in score.per_settings}
+    assert found["env+offload+never"] == (35, 40), "no trace of it is shipped"
+    assert found["vanilla"][0] >= 36
+    assert found["env"][0] >= 36
+    assert all(within == 40 for _, within in found.values())
+    assert score.replayed_cells == 80
     assert all(miss.steps_off in (-1, 1) for miss in score.misses)
 
 
@@ -85,8 +91,8 @@ def test_what_no_recorded_trial_had_is_named():
 
     assert unlike("Qwen3-4B", "H200-141GB", offload=False) == ()
     assert unlike("Qwen3-4B", "NVIDIA H200", offload=False, state_bytes_per_param=8) == ("states of 8 bytes a parameter",)
-    assert unlike("Qwen3-8B", "2xA100-80GB", objective="grpo", recompute="none") == (
-        *("A100-80GB", "Qwen3-8B", "2 GPUs", "grpo", "recompute none", "Ulysses", "offload"),
+    assert unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none") == (
+        *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses", "offload"),
     )
 
 

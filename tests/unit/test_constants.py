@@ -1,12 +1,16 @@
 """Constants of a machine: refused without a GPU, summed by name, drawn a row for each thing."""
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 
 from highwater.cli.doctor import _constants_table, doctor
 from highwater.errors import MachineError
 from highwater.launch.probe import probe
+from highwater.prediction.constants import CONTEXT_BYTES, CUBLAS_WORKSPACES_BYTES, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
+from highwater.spec.codec import from_builtins
 from highwater.spec.constants import Constants, Reading
 from highwater.units import MIB
 
@@ -38,3 +42,16 @@ def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count() -> Non
 def test_without_a_gpu_there_is_nothing_to_measure() -> None:
     with pytest.raises(MachineError, match="no GPU is visible"):
         doctor(argparse.Namespace(measure=True, json=False))
+
+
+def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200() -> None:
+    document = json.loads((Path(__file__).parents[2] / "docs" / "results" / "predict" / "constants-h200.json").read_text())
+    one, two, four = from_builtins(document["constants"], tuple[Constants, ...])
+    assert [each.gpus for each in (one, two, four)] == [1, 2, 4]
+    alone = sum(reading.outside_bytes for reading in one.readings)
+    assert CONTEXT_BYTES["cuda"] == pytest.approx(alone, rel=0.005)
+    for each in (two, four):
+        assert NCCL_BYTES[each.gpus] == pytest.approx(each.outside_bytes("NCCL group", "NCCL collectives"), rel=0.002)
+        assert NCCL_ALL_TO_ALL_BYTES[each.gpus] == pytest.approx(each.outside_bytes("NCCL all-to-all"), rel=0.02)
+    kept = [reading.allocator_bytes for reading in one.readings if reading.name in ("cuBLAS", "cuBLAS, backward")]
+    assert tuple(kept) == CUBLAS_WORKSPACES_BYTES

@@ -1,7 +1,7 @@
 """Intervals beside the trials that are held out: how many lie within, and how many of those that were said to fit did.
 
-``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the searches of docs/results/find that have a
-``NAME.prediction.json``; what comes with the package was not learned from them. By formula, by formula with each search judged by
+``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the trials that ``traced.json`` calls so; what comes
+with the package was not learned from them. By formula, by formula with each search judged by
 an interval that learned from the other held-out ones too, as ``--calibrate`` does, and by the traces that ``traced.json`` has.
 """
 
@@ -89,13 +89,14 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
                 or result is None
                 or trial.repeat
                 or not result.outcome.tells
+                or not rows.get(spec.key, {}).get("held_out")
                 or spec.settings.allocator != allocator
             ):
                 continue
             formula = likely_footprint(study.question.model.shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
             if method == "formula":
                 tally.add(spec, result, method, formula.device_used_bytes, factors)
-            elif spec.key in rows and rows[spec.key]["traced"]["fits"]:
+            elif rows[spec.key]["traced"]["fits"]:
                 predicted = rows[spec.key]["traced"]["peak_reserved_bytes"] + formula.outside_bytes
                 tally.add(spec, result, method, predicted, factors)
     return tally

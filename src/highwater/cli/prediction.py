@@ -10,7 +10,8 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.flags import typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.prediction.capacity import Prediction, Score
+from highwater.prediction.capacity import Prediction
+from highwater.prediction.score import Score
 from highwater.report.prediction import prediction_table, score_table, term_table
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens

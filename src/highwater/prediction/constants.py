@@ -10,17 +10,18 @@ from highwater.units import GIB, MIB
 
 CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
 """Device memory in use outside the allocator after every kernel of a step ran once: context, cuBLAS, cuDNN, Triton. Read on an H200
-(torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find. Other GPUs are taken to have the same."""
+(torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find, and part by part ``highwater doctor --measure``
+(docs/results/predict/constants-h200.json). Other GPUs are taken to have the same."""
 CPU_PROCESS_BYTES = 412 * MIB
 """Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make demo`` hold more than their terms
 (torch 2.13)."""
 CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
 """In the allocator for as long as the process lives: one for the thread that runs forward, one for autograd's. 32 MiB on Hopper.
-Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; and that traces without them fall short of trials by just that."""
+Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; read by ``highwater doctor --measure``."""
 
 NCCL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
-"""Outside the allocator, by number of GPUs: one communicator after its first collective. 2 and 4 read on H200s (NCCL 2.28.9); 8
-from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
+"""Outside the allocator, by number of GPUs: one communicator after its first collective. 2 and 4 read on H200s (NCCL 2.28.9) by
+``highwater doctor --measure``; 8 from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
 NCCL_ALL_TO_ALL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """What the first all-to-all, Ulysses, adds to it. Same sources."""
 

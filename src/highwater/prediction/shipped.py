@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.prediction.affine import AffineLog
-from highwater.prediction.capacity import CellPrediction, Room, predict_at
+from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cells
 from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
 from highwater.prediction.exact import edge
 from highwater.prediction.formula import Term
@@ -31,6 +31,16 @@ class ShippedTrace(Noun, frozen=True, kw_only=True):
     shape: ModelShape
     layout: Layout
     log: AffineLog
+
+
+def predict_trinity(question: Question, room: Room) -> tuple[CellPrediction, ...]:
+    """Every cell of the question for the reference system's trainer, in its order: by replay where a trace is shipped."""
+    guessed = predict_cells(question, room, "trinity")
+    logs = [shipped(question.model.shape, cell, room) for cell in question.cells]
+    return tuple(
+        guess if log is None else replay_cell(question, cell, room, log, guess)
+        for cell, log, guess in zip(question.cells, logs, guessed, strict=True)
+    )
 
 
 def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
@@ -66,6 +76,7 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
     return msgspec.structs.replace(
         found,
         capacity_tokens=grid.length(longest) if longest else 0,
+        likely_tokens=grid.length(longest) if longest else 0,
         does_not_fit_tokens=grid.length(longest + 1) if longest < size else None,
         binding="device" if longest < size else "ceiling",
         headroom_bytes=room.device_bytes - found.device_used_bytes,

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from highwater.prediction.calibration import Calibration, least_residuals
-from highwater.prediction.capacity import Binding, CellPrediction, Miss, Prediction, Score
+from highwater.prediction.capacity import Binding, CellPrediction, Prediction
 from highwater.prediction.formula import Phase, Term
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
+from highwater.prediction.score import Miss, Score
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
@@ -83,11 +84,16 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
 
 def score_table(score: Score, *, name: str) -> TextTable:
     """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
+    closed = {row.settings: (str(row.exact), str(row.within_one_step)) for row in score.closed_form}
+    notes = (f"{score.replayed_cells} cells by replay of a shipped trace, the others by the closed form",) if closed else ()
     return TextTable(
         title=f"predicted against {plain(name)}",
-        columns=("settings", "cells", "exact", "within one step"),
-        rows=tuple((row.settings, str(row.cells), str(row.exact), str(row.within_one_step)) for row in score.per_settings),
-        footnotes=tuple(map(_missed, score.misses)),
+        columns=("settings", "cells", "exact", "within one step", *(("closed form: exact", "within one step") if closed else ())),
+        rows=tuple(
+            (row.settings, str(row.cells), str(row.exact), str(row.within_one_step), *closed.get(row.settings, ()))
+            for row in score.per_settings
+        ),
+        footnotes=(*notes, *map(_missed, score.misses)),
         left_columns=1,
     )
 
