@@ -112,6 +112,23 @@ def test_where_the_formula_is_right_two_traces_answer():
     assert sorted(tracer.asked) == [guessed, guessed + STEP]
 
 
+def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_edge():
+    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    tracer = Tracer(3 * (34 * GIB) // guessed)
+    (found,) = predict_exactly(question, room, tracer)
+    assert 0 < found.capacity_tokens < 0.4 * guessed
+    assert sorted(tracer.asked) == [found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP]
+
+
+def test_the_hosts_limit_is_the_longest_that_is_traced():
+    question = ask(cells=(Cell(layout=Layout(), settings=Settings(offload=True, loss="chunked", allocator="expandable")),))
+    tracer = Tracer(1)
+    (found,) = predict_exactly(question, Room(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB), tracer)
+    assert found.binding in ("host", "ceiling")
+    assert max(tracer.asked) == found.capacity_tokens
+
+
 def test_a_margin_is_kept_free():
     tracer = Tracer(2**18)
     room = Room(device_bytes=DEVICE_BYTES)

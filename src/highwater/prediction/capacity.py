@@ -28,8 +28,8 @@ ACCURACY: Mapping[Trainer, str] = {
 }
 """What is known of the errors besides the intervals."""
 TRACED_ACCURACY = (
-    "the engine's own steps, traced, in a simulated allocator: of 63 trials on one and two H200s, of which 22 were held out, each was "
-    "told right, whether it fits (docs/results/predict)"
+    "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of each of 63 trials on H200s, 22 of "
+    "them held out (docs/results/predict)"
 )
 NOT_TRACED = (
     "LoRA",

@@ -1,8 +1,9 @@
 """Exact: the longest length whose traced steps fit the allocator, replayed; the formula only says where to begin."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
@@ -31,8 +32,9 @@ def predict_exactly(
 ) -> tuple[CellPrediction, ...]:
     """Every cell of the question, in its order; raises what the tracer raises.
 
-    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the formula begins at the edge, and
-    with a calibration one more for each length that fits if the prediction is right, but not at the upper end.
+    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the formula begins at the edge, two
+    more where it does not and the line through the first two aims well; and with a calibration one more for each length that fits
+    if the prediction is right, but not at the upper end.
     """
     factors = [calibration and calibration.of(cell.settings.allocator) for cell in question.cells]
     return tuple(_cell(question, cell, room, tracer, each) for cell, each in zip(question.cells, factors, strict=True))
@@ -45,30 +47,23 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
         size = grid.index_at_most(guessed.capacity_tokens)
     if not size:
         return guessed  # not even the shortest: no trace would change that
-    start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
     replays: dict[int, _Replays] = {}
-    pool = ThreadPoolExecutor(max_workers=2)
-    # Both sides of the edge at once: where the formula is right, that is all.
-    traces = {index: pool.submit(tracer, question.trial(cell, grid.length(index))) for index in (start, start + 1) if index <= size}
 
-    def at(index: int) -> _Replays:
-        if index not in replays:
-            spec = question.trial(cell, grid.length(index))
-            log = traces.pop(index).result() if index in traces else tracer(spec)
-            replays[index] = _replays(question, cell, room, log, spec.length_tokens, factors)
-            if index == 1 and not replays[index].likely.fits:  # what it would need, where nothing fits
-                needed = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
-                replays[index] = _Replays(needed, needed)
-        return replays[index]
+    with _Traces(question, cell, tracer, size) as traces:
 
-    try:
+        def at(index: int) -> _Replays:
+            if index not in replays:
+                log = traces.of(index)
+                replays[index] = _replays(question, cell, room, log, grid.length(index), factors)
+                if index == 1 and not replays[index].likely.fits:  # what it would need, where nothing fits
+                    needed = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
+                    replays[index] = _Replays(needed, needed)
+            return replays[index]
+
+        start = _aimed(question, cell, room, traces, min(size, max(1, grid.index_at_most(guessed.capacity_tokens))))
         likely = edge(start, size, lambda index: at(index).likely.fits)
         sure = edge(likely, likely, lambda index: at(index).sure.fits) if likely else 0
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)  # who owns the tracer ends what is tracing
-        raise
-    pool.shutdown()
-    found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
+        found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
     found = msgspec.structs.replace(
         found, capacity_tokens=grid.length(sure) if sure else 0, likely_tokens=grid.length(likely) if likely else 0
     )
@@ -77,6 +72,54 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
     if guessed.binding == "host":
         return msgspec.structs.replace(found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens)
     return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
+
+
+class _Traces:
+    """Of one cell: two lengths at once, each traced once. Leaving its context forgets what nobody waits for any more."""
+
+    def __init__(self, question: Question, cell: Cell, tracer: Tracer, size: int) -> None:
+        self._question = question
+        self._cell = cell
+        self._tracer = tracer
+        self.size = size
+        self._pool = ThreadPoolExecutor(max_workers=2)
+        self._begun: dict[int, Future[EventLog]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)  # who owns the tracer ends what is tracing
+
+    def begin(self, *indices: int) -> None:
+        """Trace these soon, as far as they are on the grid."""
+        for index in indices:
+            if 1 <= index <= self.size and index not in self._begun:
+                spec = self._question.trial(self._cell, self._question.grid.length(index))
+                self._begun[index] = self._pool.submit(self._tracer, spec)
+
+    def of(self, index: int) -> EventLog:
+        """The events of a length; raises what the tracer raises."""
+        self.begin(index)
+        return self._begun[index].result()
+
+
+def _aimed(question: Question, cell: Cell, room: Room, traces: _Traces, start: int) -> int:
+    """Where the edge is by the line through two traces, next to the formula's; both sides of it are begun.
+
+    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked for step by step.
+    """
+    traces.begin(start, start + 1)
+    if start == traces.size:
+        return start
+    one, other = (replay(traces.of(index), allocator=cell.settings.allocator) for index in (start, start + 1))
+    capacity_bytes = room.device_bytes - question.margin_bytes - _outside_bytes(question, cell, room, question.grid.length(start))
+    slope = other.peak_reserved_bytes - one.peak_reserved_bytes
+    if slope <= 0:
+        return start
+    aimed = min(traces.size, max(1, start + (capacity_bytes - one.peak_reserved_bytes) // slope))
+    traces.begin(aimed, aimed + 1)
+    return aimed
 
 
 def edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
@@ -95,7 +138,7 @@ def edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
 
 def _replays(question: Question, cell: Cell, room: Room, log: EventLog, length_tokens: int, factors: Factors | None) -> _Replays:
     """The upper end fits where a GPU so much smaller would do: near its end an allocator takes less than it would like to."""
-    outside = predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside_bytes
+    outside = _outside_bytes(question, cell, room, length_tokens)
     room_bytes = room.device_bytes - question.margin_bytes
     likely = replay(log, allocator=cell.settings.allocator, capacity_bytes=room_bytes - outside)
     if factors is None or not likely.fits:
@@ -104,6 +147,10 @@ def _replays(question: Question, cell: Cell, room: Room, log: EventLog, length_t
     if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
         return _Replays(likely, likely)  # it never came to the end of the smaller one
     return _Replays(likely, replay(log, allocator=cell.settings.allocator, capacity_bytes=sure_bytes))
+
+
+def _outside_bytes(question: Question, cell: Cell, room: Room, length_tokens: int) -> int:
+    return predict_at(question, cell, room, likely_footprint, length_tokens).footprint.outside_bytes
 
 
 def _at(
