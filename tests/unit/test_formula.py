@@ -1,3 +1,5 @@
+"""The formula beside the trials of docs/results/find; what it says of offload and of other optimizers."""
+
 from pathlib import Path
 
 import pytest

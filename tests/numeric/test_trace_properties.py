@@ -1,0 +1,183 @@
+"""What holds of real traces: monotone in length, vocabulary and layers; what persists and is saved never grows with the GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.launch.tracing import fullest_rank
+from highwater.prediction.replay import Alive, replay
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.events import Allocate, Enter, EventLog, Free, TraceOrder
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Allocator, Settings
+from highwater.spec.trial import TrialSpec
+
+CONFIG = {**json.loads(Path(load_model("tiny").directory, "config.json").read_text()), "vocab_size": 20_000}
+TRIALS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "longer": {"length_tokens": 5001},
+    "more words": {"vocab_size": 20_001},
+    "more layers": {"num_hidden_layers": 3},
+    "2 shards": {"layout": Layout(gpus=2)},
+    "2 share a sequence": {"layout": Layout(gpus=2, ulysses_degree=2)},
+    "4 share a sequence": {"layout": Layout(gpus=4, ulysses_degree=4)},  # more than there are key heads
+    "offloaded": {"settings": Settings(offload=True, loss="chunked"), "length_tokens": 512},
+    "offloaded, 2 shards": {"settings": Settings(offload=True, loss="chunked"), "length_tokens": 512, "layout": Layout(gpus=2)},
+}
+LARGER = ["longer", "more words", "more layers"]
+MORE_GPUS = [
+    ("base", "2 shards"),
+    ("base", "2 share a sequence"),
+    ("2 shards", "2 share a sequence"),
+    ("2 share a sequence", "4 share a sequence"),
+    ("offloaded", "offloaded, 2 shards"),
+]
+MAY_GROW = {("aten.empty.memory_format", "backward", "")}
+"""What FSDP2 lays gradients out in to reduce them, and what they are reduced to."""
+ONE_AFTER_THE_OTHER = """
+import os, sys
+from pathlib import Path
+from highwater.engine import tracer
+for order in sys.argv[1:]:
+    if not os.fork():
+        sys.argv[1:] = [order, str(Path(order).with_suffix('.events'))]
+        tracer.main()
+    if os.wait()[1]:
+        sys.exit(order)
+"""
+"""Each in a process of its own, as always, which here need not import everything anew."""
+Kind = tuple[str, str, str]
+
+
+def trial(directory: Path, *, length_tokens: int = 4096, layout: Layout | None = None, settings: Settings | None = None, **config):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG | config))
+    model = load_model(str(directory))
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=layout or Layout(),
+        settings=settings or Settings(),
+        length_tokens=length_tokens,
+    )
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
+    """Every trial's trace."""
+    root = tmp_path_factory.mktemp("traces")
+    orders: list[Path] = []
+    for number, asked in enumerate(TRIALS.values()):
+        spec = trial(root / str(number), **asked)
+        orders.append(root / f"{number}.order")
+        orders[-1].write_text(to_json(TraceOrder(spec=spec, rank=fullest_rank(spec))))
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, *map(str, orders)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        name: from_json(order.with_suffix(".events").read_bytes(), EventLog) for name, order in zip(TRIALS, orders, strict=True)
+    }
+
+
+def requested_bytes(log: EventLog) -> dict[str, int]:
+    """The most that is asked for at once, by phase: no rounding, no allocator."""
+    most: Counter[str] = Counter()
+    phase, alive = "setup", dict[int, int]()
+    for event in log.events:
+        match event:
+            case Allocate():
+                alive[event.id] = event.bytes
+                most[phase] = max(most[phase], sum(alive.values()))
+            case Free():
+                alive.pop(event.id, None)
+            case Enter():
+                phase = event.phase
+            case _:
+                pass
+    return dict(most)
+
+
+def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
+    """Bytes by kind, as this phase begins for the first time."""
+    born, alive = "setup", dict[int, tuple[Kind, int]]()
+    for event in log.events:
+        match event:
+            case Allocate():
+                alive[event.id] = (log.operators[event.operator], born, log.modules[event.module]), event.bytes
+            case Free():
+                alive.pop(event.id, None)
+            case Enter():
+                if event.phase == phase:
+                    break
+                born = event.phase
+            case _:
+                pass
+    sizes: Counter[Kind] = Counter()
+    for kind, size in alive.values():
+        sizes[kind] += size
+    return sizes
+
+
+@pytest.mark.parametrize("larger", LARGER)
+def test_a_longer_sequence_and_a_larger_model_ask_for_more_in_every_phase(logs: dict[str, EventLog], larger: str) -> None:
+    small, large = requested_bytes(logs["base"]), requested_bytes(logs[larger])
+    assert small.keys() == large.keys()
+    assert all(small[phase] <= large[phase] for phase in small)
+    assert max(small.values()) < max(large.values())
+
+
+@pytest.mark.parametrize(("fewer", "more"), MORE_GPUS)
+def test_nothing_that_persists_or_is_saved_grows_with_the_gpus(logs: dict[str, EventLog], fewer: str, more: str) -> None:
+    """States before the first forward pass; before the first backward pass these and all activations; each kind for itself."""
+    for phase in ("forward", "backward"):
+        before, after = alive_at(logs[fewer], phase), alive_at(logs[more], phase)
+        assert sum(after.values()) > 0
+        assert not {kind: size for kind, size in after.items() if size > before[kind]}
+
+
+@pytest.mark.parametrize(("fewer", "more"), MORE_GPUS)
+def test_what_grows_with_the_gpus_is_named_at_the_peak(logs: dict[str, EventLog], fewer: str, more: str) -> None:
+    before, after = (replay(logs[name], allocator="expandable") for name in (fewer, more))
+    sizes = {kind_of(alive): alive.bytes for alive in before.alive}
+    grown = {kind_of(alive) for alive in after.alive if alive.bytes > sizes.get(kind_of(alive), 0)}
+    assert grown <= MAY_GROW
+    assert grown or after.peak_allocated_bytes <= before.peak_allocated_bytes
+
+
+def test_there_is_growth_to_be_named(logs: dict[str, EventLog]) -> None:
+    """With the states in host memory, what reduces gradients is more than what is saved."""
+    one, two = (replay(logs[name], allocator="expandable") for name in ("offloaded", "offloaded, 2 shards"))
+    assert two.peak_allocated_bytes > one.peak_allocated_bytes
+
+
+def kind_of(alive: Alive) -> Kind:
+    return alive.operator, alive.phase, alive.module
+
+
+@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+def test_no_replay_of_a_trace_reports_less_reserved_than_allocated(
+    logs: dict[str, EventLog], name: str, allocator: Allocator
+) -> None:
+    free = replay(logs[name], allocator=allocator)
+    assert free.peak_reserved_bytes >= free.peak_allocated_bytes == max(free.allocated_by_phase.values())
+    for share in (1.0, 0.9, 0.5):
+        tight = replay(logs[name], allocator=allocator, capacity_bytes=int(share * free.peak_reserved_bytes))
+        assert tight.fits or share < 1
+        assert tight.peak_allocated_bytes <= tight.peak_reserved_bytes <= share * free.peak_reserved_bytes
