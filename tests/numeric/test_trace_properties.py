@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 from highwater.launch.tracing import fullest_rank
 from highwater.prediction.replay import Alive, replay
 from highwater.spec.codec import from_json, to_json
-from highwater.spec.events import Allocate, Enter, EventLog, Free, TraceOrder
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Allocator, Settings
@@ -30,6 +30,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "2 shards": {"layout": Layout(gpus=2)},
     "2 share a sequence": {"layout": Layout(gpus=2, ulysses_degree=2)},
     "4 share a sequence": {"layout": Layout(gpus=4, ulysses_degree=4)},  # more than there are key heads
+    "2 shards, FSDP1": {"layout": Layout(gpus=2), "settings": Settings(strategy="fsdp")},
     "offloaded": {"settings": Settings(offload=True, loss="chunked"), "length_tokens": 512},
     "offloaded, 2 shards": {"settings": Settings(offload=True, loss="chunked"), "length_tokens": 512, "layout": Layout(gpus=2)},
 }
@@ -104,7 +105,7 @@ def requested_bytes(log: EventLog) -> dict[str, int]:
             case Allocate():
                 alive[event.id] = event.bytes
                 most[phase] = max(most[phase], sum(alive.values()))
-            case Free():
+            case Free() | GiveBack():
                 alive.pop(event.id, None)
             case Enter():
                 phase = event.phase
@@ -120,7 +121,7 @@ def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
         match event:
             case Allocate():
                 alive[event.id] = (log.operators[event.operator], born, log.modules[event.module]), event.bytes
-            case Free():
+            case Free() | GiveBack():
                 alive.pop(event.id, None)
             case Enter():
                 if event.phase == phase:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.prediction.replay import replay
 from highwater.spec.codec import from_builtins, to_builtins
-from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import MIB
 
 WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)
@@ -40,6 +40,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(SIZES, st.sampled_from([0, 0, 1])).map(lambda pair: Allocate(0, *pair, 0)),
         st.integers(0, 30).map(Free),
+        st.integers(0, 30).map(GiveBack),
         st.sampled_from(["forward", "backward", "optimizer"]).map(Enter),
         st.just(ReleaseCached()),
     ),
@@ -48,9 +49,19 @@ STEPS = st.lists(
 
 
 def log_of(steps, source) -> EventLog:
-    """Allocations numbered in their order; what is freed may be no more, or not yet."""
-    events = tuple(Allocate(n, step.bytes, step.stream, 0) if isinstance(step, Allocate) else step for n, step in enumerate(steps))
-    return EventLog(source=source, versions={}, operators=("mm",), events=events)
+    """Allocations numbered in their order; what is freed may be no more, or not yet; given back is what is alive, and once."""
+    events, alive = [], set()
+    for number, step in enumerate(steps):
+        match step:
+            case Allocate():
+                events.append(Allocate(number, step.bytes, step.stream, 0))
+                alive.add(number)
+            case GiveBack() if step.id not in alive:
+                pass
+            case _:
+                events.append(step)
+                alive.discard(getattr(step, "id", None))
+    return EventLog(source=source, versions={}, operators=("mm",), events=tuple(events))
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
