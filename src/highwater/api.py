@@ -40,7 +40,6 @@ from highwater.prediction.capacity import (
     TRACED_ACCURACY,
     Prediction,
     Room,
-    Trainer,
     predict_cells,
 )
 from highwater.prediction.exact import predict_exactly
@@ -52,6 +51,7 @@ from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
 from highwater.spec.cluster import Cluster, cluster
+from highwater.spec.events import Trainer
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Kernel, Machine, kernels, refuse_unfit_gpu
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
@@ -150,11 +150,19 @@ def predict(
         notes=notes,
     )
     if not exact:
-        by_formula = trainer == "highwater"
-        cells = predict_cells(question, room, trainer, known) if by_formula else predict_trinity(question, room)
-        return msgspec.structs.replace(prediction, cells=cells)
+        return _by_formula(prediction, question, known)
     kernel = kernels(where.compute_capability)[0]
     return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
+
+
+def _by_formula(prediction: Prediction, question: Question, known: Calibration | None) -> Prediction:
+    """Every cell in closed form; the reference system's by replay, where its trace comes along."""
+    if prediction.trainer == "highwater":
+        return msgspec.structs.replace(prediction, cells=predict_cells(question, prediction.room, "highwater", known))
+    cells = predict_trinity(question, prediction.room)
+    replayed = sum(cell.replayed is not None for cell in cells)
+    note = f"{replayed} of {len(cells)} cells by replay of a trace that comes with the package, the others by formula"
+    return msgspec.structs.replace(prediction, cells=cells, notes=(*prediction.notes, note) if replayed else prediction.notes)
 
 
 def _traced(

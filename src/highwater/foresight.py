@@ -22,6 +22,8 @@ from highwater.units import format_bytes
 Expected = Callable[[Cell], int | None]
 """The longest length that is likely to fit, 0 for none; None: nothing but the formula is known of this cell."""
 
+_SCHEMA_VERSION = 1
+"""Of the files that are read."""
 _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same kind: drivers keep back a little."""
 
@@ -53,13 +55,17 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
 
 def read_prediction(path: Path, question: Question) -> Prediction:
     """The answer of ``highwater predict --json`` in a file; raises UsageError for one that speaks of other trials."""
-    hint = "write one: `highwater predict MODEL --gpus 4xH200-141GB --exact --json > FILE`, or leave `--prediction` out"
+    hint = "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` with the settings of this search"
     try:
         found = from_json(path.read_bytes(), Prediction)
     except OSError as error:
         raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a prediction of this version: {error}", hint=hint) from error
+    if found.length_tokens is not None or found.trainer != "highwater" or found.schema_version != _SCHEMA_VERSION:
+        raise UsageError(f"{path} does not say the longest lengths of this engine", hint=hint)
+    if question.device != "cuda":
+        raise UsageError(f"{path} speaks of GPUs, and these trials run on the CPU", hint="leave `--prediction` out")
     if found.model_name != question.model.name:
         raise UsageError(f"{path} speaks of {found.model_name}, not of {question.model.name}", hint=hint)
     memory_bytes = _memory_bytes(question)

@@ -114,6 +114,15 @@ def test_a_file_that_speaks_of_other_trials_is_refused(tmp_path: Path, changes: 
         find(predicted(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("changes", [{"length": "32k"}, {"trainer": "trinity", "allocator": "native"}])
+def test_a_file_without_this_engines_longest_lengths_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"gpus": "1xH200-141GB", "gpu_memory": "79.15GiB", "offload": False} | changes
+    path = tmp_path / "prediction.json"
+    path.write_text(to_json(highwater.predict("Qwen3-0.6B", **asked)), encoding="utf-8")
+    with pytest.raises(UsageError, match="does not say the longest lengths of this engine"):
+        find(path)
+
+
 def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         find(tmp_path / "none.json")

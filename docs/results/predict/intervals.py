@@ -81,7 +81,9 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
     shipped = shipped_residuals()
     for study in studies:
         others = [each for other in studies if other is not study for each in study_residuals(other)] if from_others else []
-        factors = factors_of([each.factor for each in (*shipped, *others) if is_of(each, method, allocator)], allocator)
+        factors = factors_of(
+            [each.factor for each in dict.fromkeys((*shipped, *others)) if is_of(each, method, allocator)], allocator
+        )
         for trial in study.trials:
             spec, result = trial.spec, trial.result
             if (

@@ -1,4 +1,4 @@
-"""Residuals that come with the package, from the development trials of ``traced.json`` ; never from one that is held out.
+"""Residuals that come with the package, from the development trials of ``traced.json``; never from one that is held out.
 
 ``python docs/results/predict/residuals.py`` (no GPU, no trace) writes ``src/highwater/prediction/residuals.json``: traced and by
 formula, of every trial of an H200 that was there while tracer and formula were being made.

@@ -1,8 +1,8 @@
 """Traced and replayed peaks beside those of every trial in docs/results/find; writes JSON, prints the tables.
 
 ``python docs/results/predict/traced.py`` (no GPU, half a minute a trace) goes on with ``traced.json`` beside it; ``--table`` only
-prints. Held out are the searches whose capacities were predicted before they were measured: each has its ``NAME.prediction.json``.
-The others are of an engine before (commit 4793eda), when they were traced: their rows stay as they are.
+prints. Held out are the searches that were predicted before they were measured (``NAME.prediction.json``), but for FSDP1's, from
+which the tracer has learned since. The others are of an engine before (commit 4793eda): their rows stay as they are.
 """
 
 import argparse

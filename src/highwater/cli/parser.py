@@ -146,6 +146,7 @@ def _predict_flags(parser: Parser) -> None:
         "--calibrate",
         metavar="STUDY",
         nargs="+",
+        action="extend",
         default=[],
         help="studies that `highwater find` wrote: intervals are learned from their trials too",
     )

@@ -109,11 +109,16 @@ def _put_streams() -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     tensor: Any = torch.Tensor
-    tensor.record_stream = lambda self, _: [hear(self) for hear in heard_record_stream] and None
+    tensor.record_stream = _tell_of_use
     tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
     fake.avoid_device_init = property(lambda _: True)  # there is no device to initialise, whatever is_available says
+
+
+def _tell_of_use(tensor: torch.Tensor, _: object) -> None:
+    for hear in heard_record_stream:
+        hear(tensor)
 
 
 def _put_guard() -> None:

@@ -37,8 +37,9 @@ def read_constants(gpus: int) -> Constants:
         ):
             try:
                 process.wait(_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
+            except subprocess.TimeoutExpired as error:
+                problem = f"reading {gpus} GPUs took more than {_TIMEOUT_S:.0f} s"
+                raise MachineError(problem, hint="`highwater try tiny --length 1k` says whether trials run") from error
             finally:
                 process.terminate()
         if not target.is_file():

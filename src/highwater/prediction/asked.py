@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.prediction.capacity import Room, Trainer
+from highwater.prediction.capacity import Room
 from highwater.spec.cluster import Cluster
+from highwater.spec.events import Trainer
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan, ulysses_obstacle
 from highwater.spec.published import PUBLISHED_SETTINGS

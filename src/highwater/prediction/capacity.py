@@ -11,10 +11,10 @@ from highwater.prediction.formula import Footprint, Formula
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
 from highwater.spec.codec import Noun
+from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.study import Cell, Question
 
-Trainer = Literal["highwater", "trinity"]
 Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked about."""
 
@@ -23,8 +23,8 @@ ACCURACY: Mapping[Trainer, str] = {
     "highwater": "its constants were fitted to some of the trials that come with its interval, which may be too narrow for others; "
     "none of 15 trials that were held out (GRPO with FSDP2, one and two H200s) took more than the upper end; `--calibrate` learns "
     "from trials of your own (docs/results/predict)",
-    "trinity": "fitted to the published A100 table, of which it has 69 of 80 cells with expandable segments and 30 of 40 without, "
-    "and the others within one step of the grid; nobody recorded that trainer's trials: a prediction without an interval",
+    "trinity": "fitted to the published A100 table, of which it has 72 of 80 cells with expandable segments and 31 of 40 without, "
+    "and all but two of the others within one step of the grid; nobody recorded its trials: a prediction without an interval",
 }
 """What is known of the errors besides the intervals."""
 TRACED_ACCURACY = (

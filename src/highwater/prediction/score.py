@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from highwater.errors import UsageError
-from highwater.prediction.capacity import CellPrediction, Room, Trainer, predict_cells
+from highwater.prediction.capacity import CellPrediction, Room, predict_cells
 from highwater.prediction.shipped import predict_trinity
 from highwater.spec.codec import Noun
+from highwater.spec.events import Trainer
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
 

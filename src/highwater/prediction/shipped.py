@@ -53,6 +53,10 @@ def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
 def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, guessed: CellPrediction) -> CellPrediction:
     """The cell's longest length by replay, from where the closed form guesses it."""
     grid, size = question.grid, max(1, question.size_of(cell))
+    if guessed.binding == "host":
+        size = grid.index_at_most(guessed.capacity_tokens)
+    if not size:
+        return guessed  # not even the shortest, which no replay would change
     outside_bytes = TRINITY_OUTSIDE_BYTES[cell.layout.context_degree > 1]
     replays: dict[int, Replayed] = {}
 
@@ -64,10 +68,13 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
         )
         capacity_bytes = room.device_bytes - question.margin_bytes - outside_bytes
         replays[index] = replay(log.at(tokens), allocator=cell.settings.allocator, capacity_bytes=capacity_bytes)
+        if index == 1 and not replays[index].fits:  # what it would need, where nothing fits
+            needed = replay(log.at(tokens), allocator=cell.settings.allocator)
+            replays[index] = msgspec.structs.replace(needed, fits=False)
         return replays[index].fits
 
     longest = edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
-    at = max(1, longest)
+    at, at_host = max(1, longest), guessed.binding == "host"
     found = predict_at(question, cell, room, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
     found = msgspec.structs.replace(
@@ -77,8 +84,8 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
         found,
         capacity_tokens=grid.length(longest) if longest else 0,
         likely_tokens=grid.length(longest) if longest else 0,
-        does_not_fit_tokens=grid.length(longest + 1) if longest < size else None,
-        binding="device" if longest < size else "ceiling",
+        does_not_fit_tokens=grid.length(longest + 1) if longest < size else guessed.does_not_fit_tokens if at_host else None,
+        binding="device" if longest < size else "host" if at_host else "ceiling",
         headroom_bytes=room.device_bytes - found.device_used_bytes,
     )
 
