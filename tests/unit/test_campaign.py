@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.errors import MachineError
-from highwater.launch.simulated import CONTEXT_BYTES, FormulaLaw, Law, SimulatedRunner
+from highwater.launch.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.prediction.constants import CONTEXT_BYTES
 from highwater.search.bracket import HINT_COST
 from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
 from highwater.search.guess import Line

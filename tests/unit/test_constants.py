@@ -9,7 +9,13 @@ import pytest
 from highwater.cli.doctor import _constants_table, doctor
 from highwater.errors import MachineError
 from highwater.launch.probe import probe
-from highwater.prediction.constants import CONTEXT_BYTES, CUBLAS_WORKSPACES_BYTES, NCCL_ALL_TO_ALL_BYTES, NCCL_BYTES
+from highwater.prediction.constants import (
+    CONTEXT_BYTES,
+    CONTEXT_OF_SEVERAL_BYTES,
+    CUBLAS_WORKSPACES_BYTES,
+    NCCL_ALL_TO_ALL_BYTES,
+    NCCL_BYTES,
+)
 from highwater.spec.codec import from_builtins
 from highwater.spec.constants import Constants, Reading
 from highwater.units import MIB
@@ -50,7 +56,9 @@ def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200() -> N
     assert [each.gpus for each in (one, two, four)] == [1, 2, 4]
     alone = sum(reading.outside_bytes for reading in one.readings)
     assert CONTEXT_BYTES["cuda"] == pytest.approx(alone, rel=0.005)
+    ours = [reading.name for reading in one.readings if reading.name != "FSDP2"]
     for each in (two, four):
+        assert CONTEXT_OF_SEVERAL_BYTES["cuda"] == pytest.approx(each.outside_bytes(*ours), rel=0.015)
         assert NCCL_BYTES[each.gpus] == pytest.approx(each.outside_bytes("NCCL group", "NCCL collectives"), rel=0.002)
         assert NCCL_ALL_TO_ALL_BYTES[each.gpus] == pytest.approx(each.outside_bytes("NCCL all-to-all"), rel=0.02)
     kept = [reading.allocator_bytes for reading in one.readings if reading.name in ("cuBLAS", "cuBLAS, backward")]

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.launch.simulated import CONTEXT_BYTES, FormulaLaw, SimulatedRunner, TableLaw
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
+from highwater.prediction.constants import CONTEXT_BYTES
 from highwater.spec.layout import Layout
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.settings import Settings

@@ -10,8 +10,7 @@ from functools import cache
 
 import msgspec
 
-from highwater.prediction.constants import CONTEXT_BYTES
-from highwater.prediction.formula import footprint
+from highwater.prediction.formula import context_bytes, footprint
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
@@ -91,7 +90,7 @@ class SimulatedRunner:
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
         """What the allocator may reserve; below zero where not even a context fits."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
-        return None if limit_bytes is None else limit_bytes - CONTEXT_BYTES[spec.device]
+        return None if limit_bytes is None else limit_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
 
     def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
         """Peaks of one rank. A trial that failed had reserved all it could."""
@@ -100,7 +99,7 @@ class SimulatedRunner:
             return RankMemory(peak_data_segment_bytes=reserved_bytes)
         return RankMemory(
             peak_reserved_bytes=reserved_bytes,
-            device_used_bytes=reserved_bytes + CONTEXT_BYTES[spec.device],
+            device_used_bytes=reserved_bytes + context_bytes(spec.device, gpus=spec.layout.gpus),
             device_total_bytes=self._device_total_bytes,
         )
 
@@ -108,12 +107,12 @@ class SimulatedRunner:
 def _budget(spec: TrialSpec) -> MemoryBudget | None:
     if spec.memory_budget_bytes is None:
         return None
-    context_bytes = CONTEXT_BYTES[spec.device]
+    taken_bytes = context_bytes(spec.device, gpus=spec.layout.gpus)
     return MemoryBudget(
         budget_bytes=spec.memory_budget_bytes,
-        context_bytes=context_bytes,
+        context_bytes=taken_bytes,
         nccl_bytes=0,
-        allocator_cap_bytes=max(0, spec.memory_budget_bytes - context_bytes),
+        allocator_cap_bytes=max(0, spec.memory_budget_bytes - taken_bytes),
     )
 
 
@@ -128,7 +127,7 @@ class FormulaLaw:
         """Bytes that each GPU's allocator must reserve; what NCCL takes beside it counts as if it were the allocator's."""
         shape = self.shape or _shape(spec.model_directory)
         needed = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
-        return needed.device_used_bytes - CONTEXT_BYTES[spec.device]
+        return needed.device_used_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

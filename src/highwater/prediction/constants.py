@@ -12,6 +12,8 @@ CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
 """Device memory in use outside the allocator after every kernel of a step ran once: context, cuBLAS, cuDNN, Triton. Read on an H200
 (torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find, and part by part ``highwater doctor --measure``
 (docs/results/predict/constants-h200.json). Other GPUs are taken to have the same."""
+CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 779 * MIB, "cpu": 0}
+"""The same where there are several GPUs: FSDP2 then takes nothing that NCCL has not. The most of four searches on two H200s."""
 CPU_PROCESS_BYTES = 412 * MIB
 """Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make demo`` hold more than their terms
 (torch 2.13)."""

@@ -15,6 +15,7 @@ import msgspec
 from highwater.errors import ModelError
 from highwater.prediction.constants import (
     CONTEXT_BYTES,
+    CONTEXT_OF_SEVERAL_BYTES,
     CPU_PROCESS_BYTES,
     FILLED_SHARE,
     LIKELY_FILLED_SHARE,
@@ -156,7 +157,7 @@ def footprint(
     )
     return Footprint(
         phases=phases,
-        outside=_present(Term(name="context", bytes=CONTEXT_BYTES[device]), *_nccl_terms(layout, device)),
+        outside=_present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)), *_nccl_terms(layout, device)),
         host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
     )
@@ -332,6 +333,11 @@ def _layer_parameters(shape: ModelShape) -> int:
 
 def _is_offloaded(step: _Step) -> bool:
     return step.settings.offload and step.device == "cuda"
+
+
+def context_bytes(device: Device, *, gpus: int) -> int:
+    """What a rank's process takes of its GPU besides the allocator and NCCL."""
+    return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]
 
 
 def _nccl_terms(layout: Layout, device: Device) -> tuple[Term, ...]:
