@@ -6,7 +6,7 @@ import pytest
 
 from highwater.prediction.replay import replay
 from highwater.prediction.timeline import timeline
-from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import GIB, MIB
 
 LOG = EventLog(
@@ -53,3 +53,26 @@ def test_what_does_not_fit_is_the_last_entry():
     assert [entry["action"] for entry in entries].count("oom") == 1
     assert entries[-1]["action"] == "oom"
     assert entries[-1]["size"] == 300 * MIB
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+def test_no_place_is_taken_twice_where_memory_waits_for_what_was_given_back(allocator):
+    events = (
+        Allocate(1, 300 * MIB, 0, 0),
+        GiveBack(1),
+        Allocate(2, 400 * MIB, 0, 0),
+        Free(1),
+        GiveBack(2),
+        ReleaseCached(),
+        Free(2),
+    )
+    log = EventLog(source="traced", versions={}, operators=("mm",), events=events)
+    (entries,) = pickle.loads(timeline(log, allocator=allocator, capacity_bytes=600 * MIB))["device_traces"]  # noqa: S301 -- ours
+    alive = {}
+    for entry in entries:
+        if entry["action"] == "alloc":
+            assert not any(at < entry["addr"] + entry["size"] and entry["addr"] < at + size for at, size in alive.items())
+            alive[entry["addr"]] = entry["size"]
+        elif entry["action"] == "free_completed":
+            assert alive.pop(entry["addr"]) == entry["size"]
+    assert [entry["action"] for entry in entries][2:] == ["alloc", "free_requested", "free_completed"] * 2

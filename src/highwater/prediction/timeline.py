@@ -25,15 +25,17 @@ def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None 
         for number, event in enumerate(log.events):
             match event:
                 case Allocate() if event.bytes:
+                    retries = device.retries
                     handle = device.allocate(event.bytes, stream=event.stream)
+                    if device.retries != retries:
+                        entries += _let_go(device, living, number)
                     names = (log.operators[event.operator], log.modules[event.module], phase)
                     entries.append(_entry(device, handle, event.stream, number, *names))
                     living[event.id] = handle, entries[-1]
                 case Free() if event.id in living:
                     handle, born = living.pop(event.id)
-                    if device.is_held(handle):
-                        device.free(handle)
-                    entries += [{**born, "action": action, "time_us": number} for action in ("free_requested", "free_completed")]
+                    device.free(handle)
+                    entries += _freed(born, number)
                 case Enter():
                     phase = event.phase
                 case GiveBack() if event.id in living:
@@ -42,11 +44,22 @@ def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None 
                     pass
                 case _:
                     device.release_cached()
+                    entries += _let_go(device, living, number)
     except CapacityError as error:
         free = max(0, (capacity_bytes or 0) - device.reserved_bytes)
         size = error.requested_bytes
         entries.append({"action": "oom", "size": size, "device_free": free, "stream": 0, "time_us": len(log.events), "frames": []})
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
+
+
+def _let_go(device: CachingAllocator, living: dict[int, tuple[int, dict[str, Any]]], number: int) -> list[dict[str, Any]]:
+    """The ends of what had been given back, and what the allocator has just waited for."""
+    early = [name for name, (handle, _) in living.items() if not device.is_held(handle)]
+    return [entry for name in early for entry in _freed(living.pop(name)[1], number)]
+
+
+def _freed(born: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    return [{**born, "action": action, "time_us": number} for action in ("free_requested", "free_completed")]
 
 
 def _entry(
