@@ -118,7 +118,8 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
     tracer = Tracer(3 * (34 * GIB) // guessed)
     (found,) = predict_exactly(question, room, tracer)
     assert 0 < found.capacity_tokens < 0.4 * guessed
-    assert sorted(tracer.asked) == [found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP]
+    assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(tracer.asked)
+    assert len(tracer.asked) <= 6
 
 
 def test_the_hosts_limit_is_the_longest_that_is_traced():

@@ -9,6 +9,7 @@ import msgspec
 
 from highwater.prediction.calibration import Calibration, Factors, interval, most_predicted_bytes
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cell
+from highwater.prediction.constants import LIKELY_FILLED_SHARE
 from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import Replayed, replay
 from highwater.spec.events import EventLog
@@ -60,7 +61,9 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
                     replays[index] = _Replays(needed, needed)
             return replays[index]
 
-        start = _aimed(question, cell, room, traces, min(size, max(1, grid.index_at_most(guessed.capacity_tokens))))
+        start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
+        capacity_bytes = room.device_bytes - question.margin_bytes - _outside_bytes(question, cell, room, grid.length(start))
+        start = _aimed(cell, traces, start, capacity_bytes, lambda index: at(index).likely.fits)
         likely = edge(start, size, lambda index: at(index).likely.fits)
         sure = edge(likely, likely, lambda index: at(index).sure.fits) if likely else 0
         found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
@@ -104,20 +107,21 @@ class _Traces:
         return self._begun[index].result()
 
 
-def _aimed(question: Question, cell: Cell, room: Room, traces: _Traces, start: int) -> int:
+def _aimed(cell: Cell, traces: _Traces, start: int, capacity_bytes: int, fits: Callable[[int], bool]) -> int:
     """Where the edge is by the line through two traces, next to the formula's; both sides of it are begun.
 
-    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked for step by step.
+    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked for step by step. The line is
+    that of allocated bytes: what is reserved without end says little of what would have to be.
     """
     traces.begin(start, start + 1)
-    if start == traces.size:
+    if start == traces.size or (fits(start) and not fits(start + 1)):
         return start
-    one, other = (replay(traces.of(index), allocator=cell.settings.allocator) for index in (start, start + 1))
-    capacity_bytes = room.device_bytes - question.margin_bytes - _outside_bytes(question, cell, room, question.grid.length(start))
-    slope = other.peak_reserved_bytes - one.peak_reserved_bytes
-    if slope <= 0:
+    allocator = cell.settings.allocator
+    one, other = (replay(traces.of(index), allocator=allocator).peak_allocated_bytes for index in (start, start + 1))
+    if other <= one:
         return start
-    aimed = min(traces.size, max(1, start + (capacity_bytes - one.peak_reserved_bytes) // slope))
+    aimed = start + (round(LIKELY_FILLED_SHARE[allocator] * capacity_bytes) - one) // (other - one)
+    aimed = min(traces.size, max(aimed, start + 2)) if fits(start) else max(1, min(aimed, start - 1))
     traces.begin(aimed, aimed + 1)
     return aimed
 
