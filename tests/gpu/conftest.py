@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py")
-"""All their tests launch trials."""
+TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py", "test_machine_constants.py")
+"""All their tests launch trials, or other processes that want a GPU of their own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

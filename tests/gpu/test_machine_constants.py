@@ -11,7 +11,7 @@ from highwater.launch.probe import probe
 from highwater.units import GIB, MIB
 
 
-def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl_trial() -> None:
+def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl() -> None:
     found = read_constants(1)
     names = [reading.name for reading in found.readings]
     assert names[:2] == ["context", "cuBLAS"]
@@ -22,7 +22,7 @@ def test_one_gpu_has_a_context_and_a_workspace_and_no_nccl_trial() -> None:
     assert sum(workspaces) in range(8 * MIB, 129 * MIB)
 
 
-def test_two_gpus_have_communicators_whose_all_to_all_costs_more_trial() -> None:
+def test_two_gpus_have_communicators_whose_all_to_all_costs_more() -> None:
     if len(probe().gpus) < 2:
         pytest.skip("needs 2 GPUs")
     found = read_constants(2)
@@ -30,7 +30,7 @@ def test_two_gpus_have_communicators_whose_all_to_all_costs_more_trial() -> None
     assert found.outside_bytes("NCCL all-to-all") > 64 * MIB
 
 
-def test_the_command_prints_a_document_trial() -> None:
+def test_the_command_prints_a_document() -> None:
     command = [sys.executable, "-m", "highwater.cli.app", "doctor", "--measure", "--json"]
     document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert document["constants"][0]["gpus"] == 1

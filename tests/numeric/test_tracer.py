@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 import highwater
+from highwater.prediction.affine import affine
 from highwater.prediction.replay import Replayed, replay
-from highwater.spec.events import EventLog, TraceOrder
+from highwater.spec.events import EventLog, TraceOrder, Trainer
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -82,6 +83,22 @@ def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_
     assert abs(grpo - plain) < 0.2 * plain
 
 
+def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens() -> None:
+    settings = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+    logs: dict[int, EventLog] = {}
+    for length in (8192, 24_576, 32_768):
+        spec = msgspec.structs.replace(small(Layout()), settings=settings, length_tokens=length)
+        with TemporaryDirectory() as folder:
+            target = Path(folder, "events.json")
+            done = run(spec, target, ("-m", "highwater.engine.tracer"), trainer="trinity")
+            assert done.returncode == 0, done.stderr
+            logs[2 * length] = msgspec.json.decode(target.read_bytes(), type=EventLog)
+    lines = affine(logs)  # which refuses a third length that is not on the line through two
+    peaks = [replay(lines.at(tokens), allocator="expandable").peak_allocated_bytes for tokens in (2**16, 2**17)]
+    vocabulary = load_model("tiny").shape.vocab_size
+    assert (peaks[1] - peaks[0]) / 2**16 / vocabulary > 8, "four vectors of logits, and what else a token costs"
+
+
 def small(layout: Layout, **settings: Any) -> TrialSpec:
     model = load_model("tiny")
     return TrialSpec(
@@ -113,11 +130,13 @@ def traced(spec: TrialSpec, command: tuple[str, ...] = ("-m", "highwater.engine.
         return msgspec.json.decode(target.read_bytes(), type=EventLog)
 
 
-def run(spec: TrialSpec, target: Path, command: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+def run(
+    spec: TrialSpec, target: Path, command: tuple[str, ...], trainer: Trainer = "highwater"
+) -> "subprocess.CompletedProcess[str]":
     with TemporaryDirectory() as folder:
         source = Path(folder, "order.json")
         here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
-        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here)))
+        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here, trainer=trainer)))
         return subprocess.run([sys.executable, *command, str(source), str(target)], capture_output=True, text=True, check=False)
 
 

@@ -32,19 +32,22 @@ STEP, SIZE = 1000, 64
 ASKED: dict[str, Any] = {"gpus": [1], "memory": "79.15GiB", "allocator": "expandable", "loss": "full"}
 
 
+def ask(*cells: Cell, memory_budget_bytes: int | None = None) -> Question:
+    return Question(
+        model=load_model("Qwen3-0.6B"),
+        device="cuda",
+        device_name="a GPU",
+        device_total_bytes=80 * GIB,
+        memory_budget_bytes=memory_budget_bytes,
+        cells=cells,
+        grid=Grid(start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP),
+    )
+
+
 @given(st.integers(0, SIZE), st.integers(0, 2 * SIZE))
 def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(capacity: int, expected: int) -> None:
     cell = Cell(layout=Layout(), settings=Settings())
-    grid = Grid(start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP)
-    question = Question(
-        model=load_model("Qwen3-0.6B"),
-        device="cuda",
-        device_name="simulated GPU",
-        device_total_bytes=80 * GIB,
-        memory_budget_bytes=None,
-        cells=(cell,),
-        grid=grid,
-    )
+    question = ask(cell)
     runner = SimulatedRunner(lambda spec: Outcome.FIT if spec.length_tokens <= capacity * STEP else Outcome.OUT_OF_MEMORY)
     (answer,) = [
         event.answer
@@ -138,16 +141,7 @@ def test_simulated_trials_are_not_traced() -> None:
 
 def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_end(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = tuple(Cell(layout=Layout(), settings=Settings(allocator=name)) for name in ("native", "expandable"))
-    grid = Grid(start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP)
-    question = Question(
-        model=load_model("Qwen3-0.6B"),
-        device="cuda",
-        device_name="a GPU",
-        device_total_bytes=80 * GIB,
-        memory_budget_bytes=40 * GIB,
-        cells=cells,
-        grid=grid,
-    )
+    question = ask(*cells, memory_budget_bytes=40 * GIB)
     gpu = Gpu(index=0, name="a GPU", memory_total_bytes=80 * GIB, memory_used_bytes=0, compute_capability=(9, 0), processes=())
     monkeypatch.setattr(foresight, "probe", lambda: SimpleNamespace(gpus=(gpu,)))
     monkeypatch.setattr(foresight, "CachedTracer", Tracer)

@@ -25,7 +25,7 @@ from highwater.spec.trial import TrialSpec
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 LENGTHS = (8192, 24_576)
-"""Two lengths make the lines; that a third is on them was tried for Qwen3-0.6B."""
+"""Two lengths make the lines; ``tests/numeric/test_tracer.py`` tries a third, of a small model."""
 SETTINGS = Settings(strategy="fsdp", loss="full", objective="grpo", entropy="full", sequences_per_micro_batch=2)
 
 

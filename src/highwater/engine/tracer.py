@@ -74,7 +74,7 @@ def trace(order: TraceOrder) -> EventLog:
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
     rehearsal = rehearsal_batch(spec, place)
     ledger = EventLedger()
-    if order.trainer == "highwater":  # the reference's attention reads a number of the GPU in every layer: its host is never ahead
+    if order.trainer == "highwater":  # the reference's attention is taken to wait for the GPU in every layer
         fake_cuda.heard_record_stream.append(ledger.lend)
         ledger.most_awaited = _LENT_BY_FSDP1 if place.mesh.size() > 1 else None
     _mute_while_shapes_are_asked(ledger)
@@ -264,7 +264,8 @@ _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched and the GPU not run: CUDA's queue. With it FSDP1's trials on an H200 reserve at
 most 1.7 % more than their traces, without 7.6 % (docs/results/predict)."""
 _LENT_BY_FSDP1 = 4
-"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the shards that these came from."""
+"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the shards that these
+came from. Compared with no trial yet."""
 _QUADRATIC = (aten._softmax.default, aten._safe_softmax.default)
 
 

@@ -1,8 +1,9 @@
 """Trinity: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they allocate: published tables are of it.
 
-What differs from our own, each read in verl's source: Hugging Face's layers as they are; logits of every token, the prompts' too,
+What differs from our own, as that trainer is known to work: Hugging Face's layers as they are; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients are two more vectors of logits;
-optimizer states made by the first update; gradients dropped after each. The step around them is our ``grpo``.
+optimizer states made by the first update; gradients dropped after each. The step around them is our ``grpo``. It was traced, and
+compared with the plain objective on the CPU; no GPU has run it.
 
 Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained tokens
 """

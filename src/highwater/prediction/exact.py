@@ -11,7 +11,7 @@ from highwater.prediction.calibration import Calibration, Factors, interval, mos
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cell
 from highwater.prediction.constants import LIKELY_FILLED_SHARE
 from highwater.prediction.formula import likely_footprint
-from highwater.prediction.replay import Replayed, replay
+from highwater.prediction.replay import Replayed, needed, replay
 from highwater.spec.events import EventLog
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
@@ -56,9 +56,9 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
             if index not in replays:
                 log = traces.of(index)
                 replays[index] = _replays(question, cell, room, log, grid.length(index), factors)
-                if index == 1 and not replays[index].likely.fits:  # what it would need, where nothing fits
-                    needed = msgspec.structs.replace(replay(log, allocator=cell.settings.allocator), fits=False)
-                    replays[index] = _Replays(needed, needed)
+                if index == 1 and not replays[index].likely.fits:
+                    whole = needed(log, allocator=cell.settings.allocator)
+                    replays[index] = _Replays(whole, whole)
             return replays[index]
 
         start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
@@ -67,11 +67,16 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
         likely = edge(start, size, lambda index: at(index).likely.fits)
         sure = edge(likely, likely, lambda index: at(index).sure.fits) if likely else 0
         found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
-    found = msgspec.structs.replace(
-        found, capacity_tokens=grid.length(sure) if sure else 0, likely_tokens=grid.length(likely) if likely else 0
-    )
-    if sure < size:
-        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(sure + 1))
+    found = msgspec.structs.replace(found, likely_tokens=grid.length(likely) if likely else 0)
+    return ended(question, found, sure, size, guessed)
+
+
+def ended(question: Question, found: CellPrediction, longest: int, size: int, guessed: CellPrediction) -> CellPrediction:
+    """With the index of the longest length that fits, of ``size`` that were asked about, and with what ends there."""
+    grid = question.grid
+    found = msgspec.structs.replace(found, capacity_tokens=grid.length(longest) if longest else 0)
+    if longest < size:
+        return msgspec.structs.replace(found, binding="device", does_not_fit_tokens=grid.length(longest + 1))
     if guessed.binding == "host":
         return msgspec.structs.replace(found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens)
     return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)

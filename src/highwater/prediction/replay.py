@@ -3,6 +3,8 @@
 import re
 from collections import Counter
 
+import msgspec
+
 from highwater.prediction.allocator import CachingAllocator, CapacityError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.spec.codec import Noun
@@ -88,6 +90,11 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
         allocated_by_phase=by_phase,
         alive=_alive_at(log, peak_at),
     )
+
+
+def needed(log: EventLog, *, allocator: Allocator) -> Replayed:
+    """What a log that does not fit would need: its replay without end."""
+    return msgspec.structs.replace(replay(log, allocator=allocator), fits=False)
 
 
 def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:

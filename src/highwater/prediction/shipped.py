@@ -13,10 +13,10 @@ import msgspec
 from highwater.prediction.affine import AffineLog
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cells
 from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
-from highwater.prediction.exact import edge
+from highwater.prediction.exact import edge, ended
 from highwater.prediction.formula import Term
-from highwater.prediction.replay import Replayed, replay
-from highwater.prediction.trinity import footprint
+from highwater.prediction.replay import Replayed, needed, replay
+from highwater.prediction.trinity import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
@@ -58,36 +58,26 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
     if not size:
         return guessed  # not even the shortest, which no replay would change
     outside_bytes = TRINITY_OUTSIDE_BYTES[cell.layout.context_degree > 1]
+    capacity_bytes = room.device_bytes - question.margin_bytes - outside_bytes
     replays: dict[int, Replayed] = {}
 
     def fits(index: int) -> bool:
-        tokens = -(
-            -cell.settings.sequences(grid.length(index), context_degree=cell.layout.context_degree)
-            * grid.length(index)
-            // cell.layout.context_degree
-        )
-        capacity_bytes = room.device_bytes - question.margin_bytes - outside_bytes
-        replays[index] = replay(log.at(tokens), allocator=cell.settings.allocator, capacity_bytes=capacity_bytes)
-        if index == 1 and not replays[index].fits:  # what it would need, where nothing fits
-            needed = replay(log.at(tokens), allocator=cell.settings.allocator)
-            replays[index] = msgspec.structs.replace(needed, fits=False)
+        events = log.at(tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index)))
+        replays[index] = replay(events, allocator=cell.settings.allocator, capacity_bytes=capacity_bytes)
+        if index == 1 and not replays[index].fits:
+            replays[index] = needed(events, allocator=cell.settings.allocator)
         return replays[index].fits
 
     longest = edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
-    at, at_host = max(1, longest), guessed.binding == "host"
+    at = max(1, longest)
     found = predict_at(question, cell, room, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
     found = msgspec.structs.replace(
         found, footprint=msgspec.structs.replace(found.footprint, outside=outside), replayed=replays[at]
     )
-    return msgspec.structs.replace(
-        found,
-        capacity_tokens=grid.length(longest) if longest else 0,
-        likely_tokens=grid.length(longest) if longest else 0,
-        does_not_fit_tokens=grid.length(longest + 1) if longest < size else guessed.does_not_fit_tokens if at_host else None,
-        binding="device" if longest < size else "host" if at_host else "ceiling",
-        headroom_bytes=room.device_bytes - found.device_used_bytes,
-    )
+    found = ended(question, found, longest, size, guessed)
+    headroom_bytes = room.device_bytes - found.device_used_bytes
+    return msgspec.structs.replace(found, likely_tokens=found.capacity_tokens, headroom_bytes=headroom_bytes)
 
 
 @cache

@@ -15,6 +15,12 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 
 
+def tokens_of_a_gpu(settings: Settings, layout: Layout, length_tokens: int) -> int:
+    """In a micro-batch; ranks that share a sequence have equal parts, the last one padded."""
+    sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
+    return -(-sequences * length_tokens // layout.context_degree)
+
+
 def footprint(
     shape: ModelShape,
     settings: Settings,
@@ -25,8 +31,7 @@ def footprint(
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the settings say otherwise."""
-    sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
-    tokens = -(-sequences * length_tokens // layout.context_degree)
+    tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     terms = (
