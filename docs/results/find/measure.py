@@ -39,7 +39,9 @@ _ENV = "--loss full --entropy full --allocator expandable"
 _SAVING = "--loss full --entropy chunked --allocator expandable"
 _LONG = "--loss chunked --allocator expandable --proof memory --timeout 5m"
 _GRID = "--start-length 32768 --resolution 32768"
-_EDGE = "--start-length 8192 --resolution 8192 --memory 79.15GiB --proof memory --timeout 2m"
+_TO_EDGE = "--start-length 8192 --resolution 8192 --memory 79.15GiB --proof memory"
+_EDGE = f"{_TO_EDGE} --timeout 2m"
+_EDGE_OFFLOAD = f"{_TO_EDGE} --timeout 5m"
 PAGES: dict[str, dict[str, str]] = {
     "sft": {
         # The longest searches first, so that no GPU is left with one at the end.
@@ -79,8 +81,8 @@ PAGES: dict[str, dict[str, str]] = {
         "edge-8b-2-full": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full --allocator expandable {_EDGE}",
         "edge-4b-2-full-native": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator native {_EDGE}",
         "edge-4b-2-full": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator expandable {_EDGE}",
-        "edge-4b-1-full-offload": f"Qwen3-4B --gpus 1 --offload --loss full --allocator expandable {_EDGE}",
-        "edge-4b-1-chunked-offload": f"Qwen3-4B --gpus 1 --offload --loss chunked --allocator expandable {_EDGE}",
+        "edge-4b-1-full-offload": f"Qwen3-4B --gpus 1 --offload --loss full --allocator expandable {_EDGE_OFFLOAD}",
+        "edge-4b-1-chunked-offload": f"Qwen3-4B --gpus 1 --offload --loss chunked --allocator expandable {_EDGE_OFFLOAD}",
         "edge-1.7b-1-full-offload": f"Qwen3-1.7B --gpus 1 --offload --loss full --allocator expandable {_EDGE}",
         "edge-1.7b-1-chunked": f"Qwen3-1.7B --gpus 1 --loss chunked --allocator expandable {_EDGE}",
         "edge-4b-1-full-native": f"Qwen3-4B --gpus 1 --loss full --allocator native {_EDGE}",
