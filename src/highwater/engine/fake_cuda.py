@@ -1,8 +1,9 @@
 """What a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard, an accelerator, streams.
 
-For the tracer's own process only: nothing here is undone. On a CUDA build without a GPU the first two are there already. On a CPU
-build they are put into PyTorch's C++ registries from outside, which reaches into a binary interface that nobody promises: tried
-with torch 2.13 on Linux; where it does not hold, ``install`` raises or the process dies, and nothing else is traced instead.
+For the tracer's own process only: nothing here is undone. On a CPU build a guard and the accelerator's hooks are put into PyTorch's
+C++ registries from outside; on a CUDA build without a GPU they are there, and one of the hooks, which knows no device, is told to
+say that none was used. Both reach into a binary interface that nobody promises: tried with torch 2.13 (CPU build) and 2.11 (CUDA
+13.0) on Linux; where it does not hold, ``install`` raises or the process dies, and nothing else is traced instead.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CUDA = 1
@@ -28,9 +30,8 @@ _kept: list[Any] = []
 
 def install() -> None:
     """Make fake CUDA tensors work here, streams included. Raises RuntimeError where this PyTorch cannot be made to."""
-    if not torch.backends.cuda.is_built():
-        _put_guard()
-        _put_hooks()
+    _put_guard()
+    _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()
     with FakeTensorMode():
         probe = torch.ones(2, 2, device="cuda", requires_grad=True)
@@ -102,6 +103,7 @@ def _put_streams() -> None:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "synchronize": lambda *_: None,
+        "is_current_stream_capturing": lambda: False,
         "empty_cache": lambda: None,
         "is_bf16_supported": lambda *_, **__: True,
         "get_device_capability": lambda *_: (9, 0),
@@ -114,6 +116,7 @@ def _put_streams() -> None:
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
     fake.avoid_device_init = property(lambda _: True)  # there is no device to initialise, whatever is_available says
+    fake_tensor.init_gpu_context = lambda device: None  # which a CUDA build without a GPU would fail at
 
 
 def _tell_of_use(tensor: torch.Tensor, _: object) -> None:
@@ -122,7 +125,7 @@ def _tell_of_use(tensor: torch.Tensor, _: object) -> None:
 
 
 def _put_guard() -> None:
-    """Put c10's own guard without effect into the registry. PyTorch does it by itself where the slot is not empty."""
+    """Put c10's own guard without effect into the registry. PyTorch does it by itself where there is one for no device."""
     library = ctypes.CDLL(str(_library("libc10.so")))
     registry = (ctypes.c_void_p * _GUARDS).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     ensure: Any = torch._C._ensureCUDADeviceGuardSet  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
@@ -140,20 +143,22 @@ def _put_guard() -> None:
     ensure()
 
 
-def _put_hooks() -> None:
+def _put_hooks(*, is_built: bool) -> None:
     """Let PyTorch believe that CUDA is built in, and that no device has been used: autograd asks before it runs."""
     library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
     hooks = get_hooks()
-    base, own = (_virtual_functions(name) for name in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"))
+    functions = _virtual_functions("AcceleratorHooksInterface.h")
     old = (ctypes.c_void_p * (_SLOTS + 2)).from_address(ctypes.c_void_p.from_address(hooks).value - 16)  # pyright: ignore[reportOperatorIssue, reportOptionalOperand]
     new = (ctypes.c_void_p * (_SLOTS + 2))(*old)
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: True)
+    no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda *_: False)
     first = 2 + 2  # past the table's head, and two destructors
-    new[first + base.index("isBuilt")] = ctypes.cast(yes, ctypes.c_void_p).value
-    new[first + base.index("hasPrimaryContext")] = old[first + len(base) + own.index("hasCUDA")]  # which answers no
-    _kept.extend([new, yes, library])
+    new[first + functions.index("hasPrimaryContext")] = ctypes.cast(no, ctypes.c_void_p).value
+    if not is_built:
+        new[first + functions.index("isBuilt")] = ctypes.cast(yes, ctypes.c_void_p).value
+    _kept.extend([new, yes, no, library])
     ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(new) + 16
 
 

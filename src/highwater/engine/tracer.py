@@ -285,7 +285,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _stand_in(kernel: Kernel) -> None:
     """Put what allocates alike in the place of what does not run on fake tensors of a CPU build."""
-    norm = F.rms_norm
+    norm, add_product = F.rms_norm, torch.addmm
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _RmsNorm.apply(x, weight) if x.device.type == "cuda" else norm(x, list(shape), weight, eps)
@@ -302,8 +302,14 @@ def _stand_in(kernel: Kernel) -> None:
     def in_place(*_: Any, **__: Any) -> None:
         """Write over what is there."""
 
+    def addmm(*tensors: Tensor, out_dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+        # Into a wider sum: torch 2.11 has no shapes for it, and it allocates nothing.
+        return add_product(*tensors, **more) if out_dtype is None else more["out"].zero_()
+
     names: Any = F
     names.rms_norm = rms_norm
+    operators: Any = torch
+    operators.addmm = addmm
     names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
     loose: Any = (gate_kernels, rotary_kernels, row_kernels, model, trinity, weights, transformers.masking_utils)
     gates, rotary, rows, models, actors, saved, masks = loose

@@ -1,8 +1,9 @@
-"""The ladder: rungs ordered from the cheapest to the most memory-saving."""
+"""The ladder: rungs ordered from the cheapest to the most memory-saving, and cells from the simplest on."""
 
 import msgspec
 
 from highwater.spec.settings import Allocator, Loss, Settings
+from highwater.spec.study import Cell
 
 _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
@@ -24,3 +25,19 @@ def default_ladder(
     if not kept or (allocator and loss):
         kept = [(allocator or "native", loss or "full")]
     return tuple(msgspec.structs.replace(base, allocator=a, loss=x) for a, x in kept)
+
+
+def simplicity(cell: Cell) -> tuple[int, ...]:
+    """Where a cell stands among others of as many GPUs, the simplest first: a key to sort by.
+
+    The order of the published guide: more Ulysses before offload, and for each degree what needs no other change first. Between
+    two rungs of one degree the allocator, then the loss, then what is recomputed or computed in tiles.
+    """
+    settings = cell.settings
+    return (
+        int(settings.offload),
+        cell.layout.context_degree,
+        int(settings.allocator == "expandable") + int(settings.loss == "chunked") + int(settings.entropy == "chunked"),
+        ("none", "all-but-attention", "layer").index(settings.recompute),
+        settings.mlp_tiles or 0,
+    )
