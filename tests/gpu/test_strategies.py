@@ -15,6 +15,8 @@ from highwater.units import GIB
 GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]
 TOLERANCE = 1e-3
 """Relative. The kernels and the weights are the same; sums over ranks, and over a norm's parts, have another order."""
+NOTHING = 1e-6
+"""Absolute: GRPO's loss is the mean of its normalised advantages while the policy is the old one, which is 0 but for rounding."""
 LENGTH = 1024
 
 
@@ -55,7 +57,7 @@ def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(
     settings = Settings(objective=objective, loss="chunked", sequences_per_micro_batch=2)
     alone = report(model, tmp_path, Layout(), settings)
     together = report(model, tmp_path, Layout(gpus=degree, ulysses_degree=degree), settings)
-    assert together.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert together.losses == pytest.approx(alone.losses, rel=TOLERANCE, abs=NOTHING)
     assert together.gradient_norms == pytest.approx(alone.gradient_norms, rel=TOLERANCE)
 
 

@@ -86,7 +86,8 @@ def prediction_of(path: Path) -> Path:
 
 def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog) -> dict[str, Any]:
     """The replay with the trial's own capacity, the formula, and what was measured on the rank that is traced."""
-    rank = result.ranks[fullest_rank(spec)]
+    fullest = fullest_rank(spec)  # which may have written nothing, where another ran out before
+    rank = min(result.ranks, key=lambda report: abs(report.rank - fullest))
     capacity = rank.budget.allocator_cap_bytes if rank.budget is not None else None
     is_share = spec.memory_budget_bytes is not None
     ours = replay(log, allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=is_share)

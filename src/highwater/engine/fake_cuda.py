@@ -116,7 +116,8 @@ def _put_streams() -> None:
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
     fake.avoid_device_init = property(lambda _: True)  # there is no device to initialise, whatever is_available says
-    fake_tensor.init_gpu_context = lambda device: None  # which a CUDA build without a GPU would fail at
+    contexts: Any = fake_tensor
+    contexts.init_gpu_context = lambda _: None  # which a CUDA build without a GPU would fail at
 
 
 def _tell_of_use(tensor: torch.Tensor, _: object) -> None:
