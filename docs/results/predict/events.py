@@ -115,8 +115,8 @@ def table(rows: dict[str, Any]) -> str:
             allocations = total["both allocations"] / total[f"{side} allocations"]
             share = total["both"] / total[side]
             lines.append(
-                f"\nof {total[f'{side} allocations']:,} {side} allocations {allocations:.2%} have a {other} one of their size in the "
-                f"same phase, of their bytes {share:.2%}"
+                f"\nof {total[f'{side} allocations']:,} {side} allocations {allocations:.2%} have a {other} one of their size "
+                f"in the same phase, of their bytes {share:.2%}"
             )
     return "\n".join(lines)
 
