@@ -30,7 +30,7 @@ from highwater.launch.probe import (
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
-from highwater.launch.tracing import CachedTracer, trace_directory, traceable
+from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.asked import predicted_question, room_in
 from highwater.prediction.calibration import Calibration, calibrate
 from highwater.prediction.capacity import (
@@ -172,11 +172,10 @@ def _traced(
     on_trace: Callable[[TrialSpec], None] | None,
     timeline: Path | None,
 ) -> Prediction:
-    """With the cells that can be traced, and a note about the others."""
-    question, left_out = traceable(question)
+    """With every cell by traces."""
     with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
         cells = predict_exactly(question, prediction.room, tracer, prediction.calibration)
-        prediction = msgspec.structs.replace(prediction, cells=cells, notes=prediction.notes + left_out)
+        prediction = msgspec.structs.replace(prediction, cells=cells)
         if timeline is not None:
             _write_timeline(timeline, question, prediction, tracer)
     return prediction

@@ -10,7 +10,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.launch.probe import probe
-from highwater.launch.tracing import CachedTracer, trace_directory, traceable
+from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.capacity import CellPrediction, Prediction, Room
 from highwater.prediction.exact import predict_exactly
 from highwater.spec.codec import from_json
@@ -47,7 +47,7 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
     if request.prediction == "trace":
         if question.device != "cuda" or request.dry_run:
             raise UsageError("what is traced are trials on GPUs", hint="leave `--prediction trace` out")
-        return traceable(question)[1]
+        return ()
     known = _likely_lengths(read_prediction(Path(request.prediction), question).cells)
     missing = [cell.label for cell in question.cells if cell not in known]
     return (f"{request.prediction} says nothing of {', '.join(missing)}",) if missing else ()
@@ -91,9 +91,9 @@ def _traced(question: Question) -> Generator[Expected]:
             return predict_exactly(msgspec.structs.replace(question, cells=(cell,)), room, tracer)[0]
 
         pool = ThreadPoolExecutor(max_workers=1)
-        futures: dict[Cell, Future[CellPrediction]] = {cell: pool.submit(predicted, cell) for cell in traceable(question)[0].cells}
+        futures: dict[Cell, Future[CellPrediction]] = {cell: pool.submit(predicted, cell) for cell in question.cells}
         try:
-            yield lambda cell: futures[cell].result().likely_edge_tokens if cell in futures else None
+            yield lambda cell: futures[cell].result().likely_edge_tokens
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,32 +1,29 @@
 """What holds of real traces: monotone in length, vocabulary and layers; what persists and is saved never grows with the GPUs."""
 
 import json
-import os
-import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
 
-from highwater.launch.tracing import fullest_rank
+from traces import Kind, alive_at, requested_bytes, traced, trial
+
 from highwater.prediction.replay import Alive, replay
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
+from highwater.spec.events import EventLog
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Allocator, Settings
-from highwater.spec.trial import TrialSpec
 
 CONFIG = {**json.loads(Path(load_model("tiny").directory, "config.json").read_text()), "vocab_size": 20_000}
 TRIALS: dict[str, dict[str, Any]] = {
     "base": {},
     "longer": {"length_tokens": 5001},
-    "more words": {"vocab_size": 20_001},
-    "more layers": {"num_hidden_layers": 3},
+    "more words": {"config": CONFIG | {"vocab_size": 20_001}},
+    "more layers": {"config": CONFIG | {"num_hidden_layers": 3}},
     "2 shards": {"layout": Layout(gpus=2)},
     "2 share a sequence": {"layout": Layout(gpus=2, ulysses_degree=2)},
     "4 share a sequence": {"layout": Layout(gpus=4, ulysses_degree=4)},  # more than there are key heads
@@ -44,95 +41,14 @@ MORE_GPUS = [
 ]
 MAY_GROW = {("aten.empty.memory_format", "backward", "")}
 """What FSDP2 lays gradients out in to reduce them, and what they are reduced to."""
-ONE_AFTER_THE_OTHER = """
-import os, sys
-from pathlib import Path
-from highwater.engine import tracer
-for order in sys.argv[1:]:
-    if not os.fork():
-        sys.argv[1:] = [order, str(Path(order).with_suffix('.events'))]
-        tracer.main()
-    if os.wait()[1]:
-        sys.exit(order)
-"""
-"""Each in a process of its own, as always, which here need not import everything anew."""
-Kind = tuple[str, str, str]
-
-
-def trial(directory: Path, *, length_tokens: int = 4096, layout: Layout | None = None, settings: Settings | None = None, **config):
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG | config))
-    model = load_model(str(directory))
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=layout or Layout(),
-        settings=settings or Settings(),
-        length_tokens=length_tokens,
-    )
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
     """Every trial's trace."""
     root = tmp_path_factory.mktemp("traces")
-    orders: list[Path] = []
-    for number, asked in enumerate(TRIALS.values()):
-        spec = trial(root / str(number), **asked)
-        orders.append(root / f"{number}.order")
-        orders[-1].write_text(to_json(TraceOrder(spec=spec, rank=fullest_rank(spec))))
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, *map(str, orders)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return {
-        name: from_json(order.with_suffix(".events").read_bytes(), EventLog) for name, order in zip(TRIALS, orders, strict=True)
-    }
-
-
-def requested_bytes(log: EventLog) -> dict[str, int]:
-    """The most that is asked for at once, by phase: no rounding, no allocator."""
-    most: Counter[str] = Counter()
-    phase, alive = "setup", dict[int, int]()
-    for event in log.events:
-        match event:
-            case Allocate():
-                alive[event.id] = event.bytes
-                most[phase] = max(most[phase], sum(alive.values()))
-            case Free() | GiveBack():
-                alive.pop(event.id, None)
-            case Enter():
-                phase = event.phase
-            case _:
-                pass
-    return dict(most)
-
-
-def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
-    """Bytes by kind, as this phase begins for the first time."""
-    born, alive = "setup", dict[int, tuple[Kind, int]]()
-    for event in log.events:
-        match event:
-            case Allocate():
-                alive[event.id] = (log.operators[event.operator], born, log.modules[event.module]), event.bytes
-            case Free() | GiveBack():
-                alive.pop(event.id, None)
-            case Enter():
-                if event.phase == phase:
-                    break
-                born = event.phase
-            case _:
-                pass
-    sizes: Counter[Kind] = Counter()
-    for kind, size in alive.values():
-        sizes[kind] += size
-    return sizes
+    specs = {name: trial(root / name, **{"config": CONFIG, "length_tokens": 4096} | asked) for name, asked in TRIALS.items()}
+    return traced(specs, root)
 
 
 @pytest.mark.parametrize("larger", LARGER)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import UsageError
-from highwater.launch.tracing import traceable
 from highwater.prediction.calibration import Calibration, Factors, calibrate, most_predicted_bytes
 from highwater.prediction.capacity import Room, predict_cell
 from highwater.prediction.exact import predict_exactly
@@ -166,27 +165,3 @@ def test_what_the_tracer_raises_ends_the_prediction():
 def test_only_our_own_steps_are_traced(other):
     with pytest.raises(UsageError, match="this engine's own steps"):
         highwater.predict("Qwen3-0.6B", gpus="A100-80GB", exact=True, **other)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "what"),
-    [
-        ("Qwen3-30B-A3B", {}, "a mixture of experts"),
-        ("Qwen3-0.6B", {"objective": "rw", "sequences_per_micro_batch": 2}, "the objective rw"),
-        ("Qwen3-0.6B", {"objective": "ppo"}, "the objective ppo"),
-        ("Qwen3-0.6B", {"strategy": "fsdp", "offload": True}, "FSDP1 with offload"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_before_anything_is(model, settings, what):
-    with pytest.raises(UsageError, match=f"{what} is not traced yet") as refused:
-        highwater.predict(model, gpus="A100-80GB", exact=True, **settings)
-    assert "leave `--exact` out" in (refused.value.hint or "")
-
-
-def test_a_rung_that_cannot_be_traced_is_left_out_with_a_note():
-    fsdp, offloaded = (Cell(layout=Layout(), settings=Settings(strategy="fsdp", offload=offload)) for offload in (False, True))
-    question, notes = traceable(ask(cells=(fsdp, offloaded)))
-    assert question.cells == (fsdp,)
-    assert notes == ("without Offload: FSDP1 with offload is not traced yet",)
-    with pytest.raises(UsageError):
-        traceable(ask(cells=(offloaded,)))

@@ -1,7 +1,7 @@
 """Batches: documents packed into one row, with everything the step must know about them on the host.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among those  D documents
-         L tokens of one document
+         P documents whose last token this rank has  L tokens of one document
 """
 
 import importlib
@@ -50,14 +50,20 @@ class Batch:
     """Which document each of them is in."""
     old_logprobs_N: Tensor | None
     """Their log-probabilities when they were sampled; None where those of a document are not known."""
-    last_positions_D: Tensor
-    """Position of each document's last token; -1 where another rank has it."""
+    ends_P: Tensor
+    """Positions of documents' last tokens."""
+    ended_P: Tensor
+    """Which document each of them is of."""
     rewards: tuple[float, ...]
     """Of each document."""
     groups: tuple[int, ...]
     """Of each document."""
     padding_tokens: int = 0
     """Tokens at the end of this rank's share that make all shares one length; no part of the micro-batch."""
+    whole: "Batch | None" = None
+    """The micro-batch that this is a rank's share of, on the host; None for a micro-batch itself."""
+    trained_before: int = 0
+    """Trained tokens of it that earlier ranks have."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""
@@ -74,7 +80,7 @@ def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
     start, stop, padding = slice_of(len(batch.input_ids_T), degree=degree, rank=rank)
     pad_ids, pad_positions = torch.zeros(padding, dtype=torch.long), torch.arange(padding)
     mine_N = (batch.trained_positions_N >= start) & (batch.trained_positions_N < stop)
-    here_D = (batch.last_positions_D >= start) & (batch.last_positions_D < stop)
+    here_P = (batch.ends_P >= start) & (batch.ends_P < stop)
     return replace(
         batch,
         input_ids_T=torch.cat([batch.input_ids_T, pad_ids])[start:stop],
@@ -84,8 +90,11 @@ def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
         labels_N=batch.labels_N[mine_N],
         documents_N=batch.documents_N[mine_N],
         old_logprobs_N=None if batch.old_logprobs_N is None else batch.old_logprobs_N[mine_N],
-        last_positions_D=torch.where(here_D, batch.last_positions_D - start, -1),
+        ends_P=batch.ends_P[here_P] - start,
+        ended_P=batch.ended_P[here_P],
         padding_tokens=min(stop - start, max(0, stop - len(batch.input_ids_T))),
+        whole=batch,
+        trained_before=int((batch.trained_positions_N < start).sum()),
     )
 
 
@@ -103,7 +112,8 @@ def pack(documents: Sequence[Document]) -> Batch:
         labels_N=labels_T[trained_T],
         documents_N=torch.repeat_interleave(torch.arange(len(documents)), lengths)[trained_T],
         old_logprobs_N=torch.cat([t for t in sampled if t is not None])[trained_T] if all(t is not None for t in sampled) else None,
-        last_positions_D=lengths.cumsum(0) - 1,
+        ends_P=lengths.cumsum(0) - 1,
+        ended_P=torch.arange(len(documents)),
         rewards=tuple(document.reward for document in documents),
         groups=tuple(document.group for document in documents),
     )

@@ -84,16 +84,12 @@ def _advantages(batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | No
     device = values_N.device
     positions_N = batch.trained_positions_N.to(device)
     values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)
-    documents_T = torch.full((len(batch.input_ids_T),), -1, device=device)
-    documents_T = documents_T.index_copy(0, positions_N, batch.documents_N.to(device))
-    whole_values, whole_documents = gather_rows(values_T, sequence), gather_rows(documents_T, sequence)
-    trained = whole_documents >= 0
-    documents = whole_documents[trained]
+    whole = batch.whole or batch
+    values = gather_rows(values_T, sequence)[whole.trained_positions_N.to(device)]
+    documents = whole.documents_N.to(device)
     rewards = torch.tensor(batch.rewards, device=device, dtype=values_N.dtype)[documents] * last_of_each(documents)
-    whole = torch.zeros_like(whole_values)
-    whole[trained] = generalized_advantages(rewards, whole_values[trained], documents)
-    rank = 0 if sequence is None else dist.get_rank(sequence)
-    return whole[rank * len(values_T) :][positions_N]
+    advantages = generalized_advantages(rewards, values, documents)
+    return advantages[batch.trained_before : batch.trained_before + len(values_N)]
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:

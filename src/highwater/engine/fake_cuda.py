@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _CUDA = 1
 """c10::DeviceType::CUDA."""
 _GUARDS = 64
 _SLOTS = 120
 """More virtual functions than the hooks have."""
-heard_record_stream: list[Callable[[torch.Tensor], object]] = []
-"""Who is told of tensors that a stream other than their own uses."""
+heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
+"""Who is told of tensors, and of the stream that is said to use them."""
 _kept: list[Any] = []
 """What C++ points to must not be collected."""
 
@@ -33,6 +33,7 @@ def install() -> None:
     _put_guard()
     _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()
+    _move_with_data()
     with FakeTensorMode():
         probe = torch.ones(2, 2, device="cuda", requires_grad=True)
         (probe @ probe).sum().backward()
@@ -120,9 +121,22 @@ def _put_streams() -> None:
     contexts.init_gpu_context = lambda _: None  # which a CUDA build without a GPU would fail at
 
 
-def _tell_of_use(tensor: torch.Tensor, _: object) -> None:
+def _move_with_data() -> None:
+    """Let ``tensor.data = other`` take the other's device along, as real tensors do: fake ones keep theirs beside the data."""
+    data: Any = torch.Tensor.data
+    fake: Any = FakeTensor
+
+    def assign(tensor: Any, other: Any) -> None:
+        data.__set__(tensor, other)
+        if isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+    fake.data = property(data.__get__, assign)
+
+
+def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
     for hear in heard_record_stream:
-        hear(tensor)
+        hear(tensor, stream)
 
 
 def _put_guard() -> None:

@@ -190,9 +190,8 @@ def _objective_loss(
 
 def _reward_loss(model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int) -> Tensor:
     """The reward of a document is its last token's number, on whichever rank that is; every rank has an equal share of the loss."""
-    here = batch.last_positions_D >= 0
-    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.last_positions_D[here], batch.document_lengths)
-    rewards_D = sum_over(numbers_P.new_zeros(len(here)).masked_scatter(here, numbers_P), sequence)
+    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
+    rewards_D = sum_over(numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence)
     return objective.pairwise(rewards_D, pairs=pairs) / (1 if sequence is None else dist.get_world_size(sequence))
 
 

@@ -3,6 +3,7 @@
 ``python -m highwater.engine.tracer ORDER EVENTS`` in a process of its own, on any machine: no number is computed, no GPU asked.
 What runs is the engine's own code; what a CPU build cannot run is stood in for by what makes the same allocations: the fused
 attention and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``_HIDDEN``.
+No size depends on a number: experts are one product over all of them, of as many rows wherever a router sends the tokens.
 """
 
 import gc
@@ -11,7 +12,7 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -114,7 +115,7 @@ class EventLedger(TorchDispatchMode):
         """While DTensor asks for shapes with tensors of the whole model's size, which no rank ever has."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
-        """By storage: the id of its allocation now, 0 for none, and its bytes."""
+        """By storage: the id of its allocation now, 0 for none, its bytes and its stream."""
         self._within = [0]
         self._lent: set[int] = set()
         """Storages that a stream other than their own uses."""
@@ -136,13 +137,15 @@ class EventLedger(TorchDispatchMode):
 
     def enter(self, phase: str) -> None:
         """Told by the step which phase begins."""
-        if phase in _WAITS:
+        if phase == _FIRST_PHASE:
             self._await(self._launches)
         self.events.append(Enter(phase))
 
-    def lend(self, tensor: Tensor) -> None:
-        """Another stream uses it (``record_stream``): once given back, it is free when the GPU is done there, not before."""
-        self._lent.add(_key(tensor.untyped_storage()))
+    def lend(self, tensor: Tensor, stream: fake_cuda.Stream) -> None:
+        """A stream uses it (``record_stream``): if not its own, it is free, once given back, when the GPU is done there."""
+        key = _key(tensor.untyped_storage())
+        if key in self._ids and self._ids[key][2] != stream.stream_id:
+            self._lent.add(key)
 
     def __enter__(self) -> "EventLedger":
         resize = torch.UntypedStorage.resize_
@@ -170,13 +173,14 @@ class EventLedger(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor):
             return NotImplemented  # a DTensor: its local operators come here by themselves
         if func is aten._local_scalar_dense.default and _device_of(args[0]).type == "cuda":
+            self._await(self._launches)
             return True if args[0].dtype is torch.bool else 1  # nobody knows the number, and no memory depends on it
-        if func in _QUADRATIC:
+        if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs that are meant")
-        results = func(*args, **kwargs)
+        results = _on_plain_tensors(func, args)(*args, **kwargs)
         if not self.is_muted and not func.is_view:
             self._launches += 1
-            self._await(self._launches - _LAUNCHES_AHEAD)
+            self._await(self._launches - (0 if _waits_for_gpu(func, args, kwargs, results) else _LAUNCHES_AHEAD))
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and _device_of(tensor).type == "cuda":
                 self._see(tensor, str(func))
@@ -193,7 +197,7 @@ class EventLedger(TorchDispatchMode):
         if key in self._ids:
             return
         size = storage.nbytes()
-        record = [self._allocate(size, operator), size]
+        record = [self._allocate(size, operator), size, fake_cuda.Stream.current.stream_id]
         self._ids[key] = record
         weakref.finalize(storage, self._gone, key, record).atexit = False
 
@@ -204,7 +208,7 @@ class EventLedger(TorchDispatchMode):
             return
         if record[0]:
             self._end(_key(storage), record[0])
-        record[:] = [self._allocate(size, "resize_") if size else 0, size]
+        record[:] = [self._allocate(size, "resize_") if size else 0, size, fake_cuda.Stream.current.stream_id]
 
     def _gone(self, key: int, record: list[int]) -> None:
         self._ids.pop(key, None)
@@ -242,6 +246,25 @@ def _device_of(tensor: Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
+def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """A copy between the host and the GPU is over before the host goes on, unless it was told not to wait."""
+    if func is aten.copy_.default:
+        source, goes_on = args[1], kwargs.get("non_blocking", args[2:] == (True,))
+    elif func is aten._to_copy.default:
+        source, goes_on = args[0], kwargs.get("non_blocking", False)
+    else:
+        return False
+    return not goes_on and _device_of(source).type != _device_of(result).type
+
+
+def _on_plain_tensors(func: Any, args: Sequence[Any]) -> Any:
+    """The operator that autograd would take there: it adds the gradient of ``x[indices]`` up in place, but in a copy where a
+    dispatch mode is on. Source: index_backward, torch/csrc/autograd/FunctionsManual.cpp.
+    """
+    is_gradient = func is aten.index_put.default and args[3:] == (True,) and not torch.is_grad_enabled()
+    return aten.index_put_.default if is_gradient else func
+
+
 def _nothing(_: Sequence[Any]) -> list[int]:
     return []
 
@@ -258,8 +281,8 @@ _HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _in_attention_backward,
 }
 """Bytes that an operator takes for itself and gives back before it returns, by operator."""
-_WAITS = ("experience", "forward")
-"""Phases that begin with a copy from the host, before which the host waits for all that it asked of the GPU."""
+_FIRST_PHASE = "experience"
+"""Before it the host reads the loss of the step before, for which it waits until the GPU is done."""
 _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched and the GPU not run: CUDA's queue. With it FSDP1's trials on an H200 reserve at
 most 1.7 % more than their traces, without 7.6 % (docs/results/predict)."""

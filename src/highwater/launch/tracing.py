@@ -14,15 +14,12 @@ from typing import Self
 
 import msgspec
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.launch.torchrun import trial_environment
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
-from highwater.spec.model import ModelShape
-from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
 
 _TIMEOUT_S = 1800.0
@@ -93,35 +90,6 @@ class CachedTracer:
                 tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:])
                 raise MachineError(f"the tracer ended with exit code {process.returncode}: {tail}", hint=_FORMULA_HINT)
             return target.read_bytes()
-
-
-def traceable(question: Question) -> tuple[Question, tuple[str, ...]]:
-    """The question without the cells that cannot be traced, and a note about them; raises UsageError where that is all of them."""
-    cells: list[Cell] = []
-    refusals: dict[str, UsageError] = {}
-    for cell in question.cells:
-        try:
-            refuse_untraceable(question.model.shape, cell.settings)
-        except UsageError as refusal:
-            refusals[cell.settings.label] = refusal
-        else:
-            cells.append(cell)
-    if not cells:
-        raise next(iter(refusals.values()))
-    notes = tuple(f"without {label}: {refusal}" for label, refusal in refusals.items())
-    return msgspec.structs.replace(question, cells=tuple(cells)), notes
-
-
-def refuse_untraceable(shape: ModelShape, settings: Settings) -> None:
-    """Raise UsageError for a step whose sizes depend on numbers, which fake tensors do not have, or that they cannot follow."""
-    refusals = (
-        (shape.experts > 1, "a mixture of experts"),
-        (settings.objective in ("ppo", "rw"), f"the objective {settings.objective}"),
-        (settings.strategy == "fsdp" and settings.offload, "FSDP1 with offload"),
-    )
-    for is_refused, what in refusals:
-        if is_refused:
-            raise UsageError(f"{what} is not traced yet", hint=_FORMULA_HINT)
 
 
 def fullest_rank(spec: TrialSpec) -> int:

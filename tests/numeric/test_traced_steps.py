@@ -1,0 +1,225 @@
+"""Reward models, PPO, FSDP1's offload and experts, traced: beside the closed form, shapes, and a real step on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from traces import alive_at, requested_bytes, traced, trial  # noqa: E402
+
+from highwater.engine.tracer import EventLedger  # noqa: E402
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES  # noqa: E402
+from highwater.prediction.formula import footprint  # noqa: E402
+from highwater.prediction.replay import replay  # noqa: E402
+from highwater.spec.events import Allocate, EventLog, Free, GiveBack  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
+from highwater.spec.model import ModelShape, load_model  # noqa: E402
+from highwater.spec.settings import Settings  # noqa: E402
+from highwater.spec.trial import TrialSpec  # noqa: E402
+
+TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {"vocab_size": 20_000}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 128,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 32_768,
+    "router_aux_loss_coef": 0.001,
+}
+"""Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
+DEEP = TINY | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 256}
+"""Nearly all of its parameters are in its layers, each a small part of them."""
+PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
+TRIALS: dict[str, dict[str, Any]] = {
+    "rw": {"settings": Settings(**PAIRS)},
+    "ppo": {"settings": Settings(objective="ppo")},
+    "ppo, critic": {"settings": Settings(objective="ppo", critic=True)},
+    "ppo, critic, shared": {
+        "settings": Settings(objective="ppo", critic=True),
+        "layout": Layout(gpus=2, ulysses_degree=2),
+    },
+    "fsdp, offload": {"settings": Settings(strategy="fsdp", offload=True), "config": DEEP, "length_tokens": 64, "micro_batches": 2},
+    "fsdp, offload, 2 shards": {
+        "settings": Settings(strategy="fsdp", offload=True),
+        "config": DEEP,
+        "length_tokens": 64,
+        "layout": Layout(gpus=2),
+    },
+    "fsdp2, offload": {"settings": Settings(offload=True), "config": DEEP, "length_tokens": 64},
+    "experts": {"config": EXPERTS},
+    "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
+}
+LENGTH = 16_384
+FORMULA_TOLERANCE = 0.01
+"""Relative: what is no larger than one row of numbers per token is no term of the formula."""
+CPU_TOLERANCE = 0.005
+"""Relative: the CPU's norms and attention keep another few numbers per token."""
+REAL = [
+    pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), 0.02, id="rw"),
+    pytest.param("Qwen3-0.6B", 131_072, {"objective": "ppo", "critic": True, "loss": "chunked"}, Layout(), 0.005, id="ppo"),
+    pytest.param("Qwen3-30B-A3B", 131_072, {"loss": "chunked"}, Layout(gpus=8, ulysses_degree=8), 0.03, id="experts"),
+]
+"""And how far, relatively, the two may be apart. The formula counts more: a reward model's tied embedding has its gradient from
+the first layer on; of an expert model's head and embedding both gradients, of which one comes last."""
+ON_THE_CPU = """
+import sys, torch
+from highwater.bench import layer
+from highwater.engine.step import backward_of
+
+model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
+trainer = layer._trainer(model, mesh)
+with torch.no_grad():
+    for name, parameter in model.named_parameters():
+        if "mlp.gate." in name:
+            parameter.mul_(float(sys.argv[2]))
+peaks = []
+for tokens in (256, 3072, 4096):  # the first makes the gradients
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        backward_of(trainer, [layer._batch(tokens)])
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    peaks.append(most)
+print((peaks[2] - peaks[1]) / 1024)
+"""
+"""Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the operators."""
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
+    root = tmp_path_factory.mktemp("trials")
+    return {name: trial(root / name, **{"config": TINY, "length_tokens": LENGTH} | asked) for name, asked in TRIALS.items()}
+
+
+@pytest.fixture(scope="module")
+def logs(specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
+    return traced(specs, tmp_path_factory.mktemp("traces"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo, critic", "ppo, critic, shared"])
+def test_ppo_peaks_where_the_formula_says(specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str) -> None:
+    assert peak_bytes(logs[name]) == pytest.approx(formula_bytes(specs[name]), rel=FORMULA_TOLERANCE)
+
+
+def test_a_critic_has_parameters_gradients_and_moments_of_its_own(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+    shape = shape_of(specs["ppo"])
+    critic = shape.parameters + shape.hidden_size  # tied: the embedding stays, a number per token comes to it
+    alone, both = (sum(alive_at(logs[name], "rehearsal").values()) for name in ("ppo", "ppo, critic"))
+    assert alone == pytest.approx(16 * shape.parameters, rel=1e-3)
+    assert both - alone == pytest.approx(16 * critic, rel=1e-3)
+
+
+def test_a_reward_model_has_states_and_no_logits(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+    shape = shape_of(specs["rw"])
+    states = sum(alive_at(logs["rw"], "rehearsal").values())
+    assert states == pytest.approx(16 * (shape.parameters + shape.hidden_size), rel=1e-3)
+    largest = max(event.bytes for event in logs["rw"].events if isinstance(event, Allocate))
+    assert largest < 2 * LENGTH * shape.vocab_size / 10
+    assert peak_bytes(logs["rw"]) < peak_bytes(logs["ppo"]) / 4
+
+
+def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pass_ends(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
+    parameters = shape_of(specs["fsdp, offload"]).parameters
+    for name, gpus in (("fsdp, offload", 1), ("fsdp, offload, 2 shards", 2)):
+        for phase in ("rehearsal", "experience", "optimizer"):
+            assert sum(alive_at(logs[name], phase).values()) < 0.01 * parameters
+        assert 1 < requested_bytes(logs[name])["backward"] / (4 * parameters / gpus) < 1.4
+    assert requested_bytes(logs["fsdp2, offload"])["backward"] < 0.5 * 4 * parameters
+
+
+def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(logs: dict[str, EventLog]) -> None:
+    """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free before the next unit's is."""
+    waiting, most, phase = set[int](), 0, ""
+    for event in logs["fsdp, offload"].events:
+        match event:
+            case GiveBack() if phase == "backward":
+                waiting.add(event.id)
+            case Free():
+                waiting.discard(event.id)
+            case _:
+                phase = getattr(event, "phase", phase)
+        most = max(most, len(waiting))
+    assert 1 <= most <= 4
+
+
+def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
+    shape = shape_of(specs["experts"])
+    hidden, width, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
+    # The copy, gate and up, the activation, its product with up, what comes out, its gradient, and that times weight and output.
+    copies = 2 * chosen * (hidden + 2 * width + width + width + hidden + hidden + 2 * hidden)
+    slope = experts_bytes_per_token(logs)
+    assert copies < slope < copies + 2 * (10 * hidden + 3 * (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
+    assert "aten.index_put.default" not in logs["experts"].operators, "a gradient is added up in place"
+
+
+@pytest.mark.slow
+def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
+    as_random, all_to_the_same = (measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0))
+    assert all_to_the_same == as_random
+    assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
+
+
+def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
+    with FakeTensorMode(), EventLedger():
+        torch.softmax(torch.empty(64, 64), dim=-1)
+        with pytest.raises(RuntimeError, match="tokens x tokens"):
+            torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "length", "settings", "layout", "tolerance"), REAL)
+def test_real_models_peak_near_the_formula(
+    tmp_path: Path, model: str, length: int, settings: dict[str, Any], layout: Layout, tolerance: float
+) -> None:
+    config = json.loads(Path(load_model(model).directory, "config.json").read_text())
+    spec = trial(tmp_path / "model", config, length_tokens=length, settings=Settings(**settings), layout=layout)
+    (log,) = traced({"real": spec}, tmp_path).values()
+    assert peak_bytes(log) == pytest.approx(formula_bytes(spec), rel=tolerance)
+    assert peak_bytes(log) < formula_bytes(spec)
+
+
+def peak_bytes(log: EventLog) -> int:
+    return replay(log, allocator="expandable").peak_allocated_bytes - sum(CUBLAS_WORKSPACES_BYTES)
+
+
+def experts_bytes_per_token(logs: dict[str, EventLog]) -> float:
+    one, other = (peak_bytes(logs[name]) for name in ("experts", "experts, longer"))
+    return (other - one) / (32_768 - LENGTH)
+
+
+def formula_bytes(spec: TrialSpec) -> int:
+    return footprint(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens).allocated_bytes
+
+
+def shape_of(spec: TrialSpec) -> ModelShape:
+    return load_model(spec.model_directory).shape
+
+
+def measured_on_the_cpu(spec: TrialSpec, router_factor: float) -> float:
+    command = [sys.executable, "-c", ON_THE_CPU, spec.model_directory, str(router_factor)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(done.stdout.splitlines()[-1])
