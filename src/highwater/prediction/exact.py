@@ -56,6 +56,8 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
             if index not in replays:
                 log = traces.of(index)
                 replays[index] = _replays(question, cell, room, log, grid.length(index), factors)
+                if replays[index].likely.fits and not replays[index].sure.fits:
+                    traces.begin(index - 1)  # the next to be asked for, whatever is found above
                 if index == 1 and not replays[index].likely.fits:
                     whole = needed(log, allocator=cell.settings.allocator)
                     replays[index] = _Replays(whole, whole)
