@@ -41,6 +41,7 @@ def predict(arguments: argparse.Namespace) -> int:
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
         on_trace=partial(_say_traced, count(1)),
+        on_calibrate=_say_calibrated,
         **settings,
     )
     console.notes(prediction.notes)
@@ -73,6 +74,10 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
     where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
     what = f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens"
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
+
+
+def _say_calibrated(trials: int, traces: int) -> None:
+    console.talk(f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: {traces}")
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
