@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import MachineError, UsageError
-from highwater.evidence import OnCalibrate, own_residuals
+from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import Expected, check_prediction, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
@@ -108,6 +108,7 @@ def predict(
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
+    constants: str | Path | None = None,
     on_trace: Callable[[TrialSpec], None] | None = None,
     on_calibrate: OnCalibrate | None = None,
     **settings: Any,
@@ -116,6 +117,9 @@ def predict(
 
     It fits where the upper end of its interval does, which recorded trials taught; ``calibrate_with`` are studies whose trials are
     to teach too: with ``exact`` those that tell the most, each traced first; ``on_calibrate`` hears how many traces that takes.
+
+    ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs: context, cuBLAS and NCCL are taken from
+    it, in the place of those that were read on H200s.
 
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are meant. ``gpu_memory`` is the memory
     of one, for a kind that no catalog has; ``host_memory`` the machine's, unknown unless it is said; ``reserved`` what others take
@@ -130,13 +134,16 @@ def predict(
     is_ours = trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
     _check_exact(exact=exact, timeline=timeline, is_ours=is_ours)
     where = _where(None if gpus is None else str(gpus), gpu_memory)
-    if calibrate_with and trainer != "highwater":
-        raise UsageError(f"trials of this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
+    for is_named, what in ((bool(calibrate_with), "trials of"), (constants is not None, "constants as measured for")):
+        if is_named and trainer != "highwater":
+            raise UsageError(f"{what} this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
     method: Method = "trace" if exact else "formula"
     room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
+    if constants is not None:
+        room = msgspec.structs.replace(room, constants=own_constants(Path(constants), where))
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    own = own_residuals(calibrate_with, method, on_calibrate=on_calibrate, on_trace=on_trace)
+    own = own_residuals(calibrate_with, method, room.constants, on_calibrate=on_calibrate, on_trace=on_trace)
     known = _calibration(question, room, own, method) if trainer == "highwater" else None
     prediction = Prediction(
         model_name=question.model.name,
@@ -229,8 +236,11 @@ def _write_timeline(path: Path, question: Question, prediction: Prediction, trac
     length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
     log = tracer(question.trial(shown.cell, length_tokens))
     capacity = prediction.room.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
+    workspaces = prediction.room.cublas_workspaces_bytes
     try:
-        path.write_bytes(draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity))
+        path.write_bytes(
+            draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
+        )
     except OSError as error:
         raise MachineError(
             f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `--timeline` out"

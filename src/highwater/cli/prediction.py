@@ -40,6 +40,7 @@ def predict(arguments: argparse.Namespace) -> int:
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
+        constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
         on_calibrate=_say_calibrated,
         **settings,
@@ -57,6 +58,8 @@ def predict(arguments: argparse.Namespace) -> int:
 def _against(arguments: argparse.Namespace) -> int:
     if arguments.exact or arguments.timeline is not None:
         raise UsageError("a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out")
+    if arguments.constants is not None:
+        raise UsageError("a table is compared with predictions by the constants that come along", hint="leave `--constants` out")
     if arguments.calibrate:
         raise UsageError("a table is compared with predictions, not with their intervals", hint="leave `--calibrate` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:

@@ -3,14 +3,14 @@
 import shlex
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from highwater.errors import UsageError
-from highwater.prediction.formula import likely_footprint, refuse_unknown_family
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.prediction.formula import likely_footprint, outside_terms, refuse_unknown_family
 from highwater.prediction.replay import replay
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.events import EventLog
-from highwater.spec.model import ModelShape
 from highwater.spec.settings import Allocator, Objective, Recompute, Strategy
 from highwater.spec.study import Question, RecordedTrial, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
@@ -55,8 +55,8 @@ def shipped_residuals() -> tuple[Residual, ...]:
     return from_json(text, tuple[Residual, ...])
 
 
-def study_residuals(study: Study) -> tuple[Residual, ...]:
-    """By formula, of every trial of a study that tells; a trial and its repeats count once.
+def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
+    """By formula, of every trial of a study that tells; a trial and its repeats count once. ``own``: of the GPUs it ran on, if any.
 
     Raises UsageError for a study of other trials than predictions are about, ModelError for a family that
     the formula does not know.
@@ -69,7 +69,8 @@ def study_residuals(study: Study) -> tuple[Residual, ...]:
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
-            found = residual(spec, trial.result, "formula", footprint.device_used_bytes)
+            outside_bytes = _outside_bytes(spec, trial.result, own)
+            found = residual(spec, trial.result, "formula", footprint.reserved_bytes + outside_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
     if not told:
@@ -91,7 +92,9 @@ def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]
     return tuple(trial for each in zip_longest(*columns) for trial in each if trial is not None)[:MOST_TRACED]
 
 
-def traced_residual(shape: ModelShape, spec: TrialSpec, result: TrialResult, log: EventLog, *, rank: int) -> Residual | None:
+def traced_residual(
+    spec: TrialSpec, result: TrialResult, log: EventLog, *, rank: int, own: MachineConstants | None = None
+) -> Residual | None:
     """Of one trial and the trace of this rank of it, in the memory that the rank was given; None for one that does not tell.
 
     Where the replay runs out nothing is predicted but that.
@@ -99,11 +102,20 @@ def traced_residual(shape: ModelShape, spec: TrialSpec, result: TrialResult, log
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
     allocator, is_share = spec.settings.allocator, spec.memory_budget_bytes is not None
-    replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share)
+    workspaces = own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+    replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share, workspaces_bytes=workspaces)
     if not replayed.fits:
         return None
-    outside = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens).outside_bytes
-    return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside)
+    return residual(spec, result, "trace", replayed.peak_reserved_bytes + _outside_bytes(spec, result, own))
+
+
+def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
+    """The readings are of GPUs like the one that the trial ran on."""
+    return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
+
+
+def _outside_bytes(spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> int:
+    return sum(term.bytes for term in outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None))
 
 
 def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_bytes: int) -> Residual | None:
