@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import MachineError, UsageError
+from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import Expected, check_prediction, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
@@ -44,7 +45,7 @@ from highwater.prediction.capacity import (
 )
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
-from highwater.prediction.residuals import Residual, shipped_residuals, study_residuals
+from highwater.prediction.residuals import Method, Residual, shipped_residuals
 from highwater.prediction.score import Score, score
 from highwater.prediction.shipped import predict_trinity
 from highwater.prediction.timeline import timeline as draw_timeline
@@ -107,13 +108,18 @@ def predict(
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
+    constants: str | Path | None = None,
     on_trace: Callable[[TrialSpec], None] | None = None,
+    on_calibrate: OnCalibrate | None = None,
     **settings: Any,
 ) -> Prediction:
     """The longest context that ``model`` is predicted to train with on each rung; with ``length`` the rungs that it fits.
 
     It fits where the upper end of its interval does, which recorded trials taught; ``calibrate_with`` are studies whose trials are
-    to teach too.
+    to teach too: with ``exact`` those that tell the most, each traced first; ``on_calibrate`` hears how many traces that takes.
+
+    ``constants`` is a file that ``highwater doctor --measure --json`` printed on such GPUs: context, cuBLAS and NCCL are taken from
+    it, in the place of those that were read on H200s.
 
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are meant. ``gpu_memory`` is the memory
     of one, for a kind that no catalog has; ``host_memory`` the machine's, unknown unless it is said; ``reserved`` what others take
@@ -128,11 +134,17 @@ def predict(
     is_ours = trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
     _check_exact(exact=exact, timeline=timeline, is_ours=is_ours)
     where = _where(None if gpus is None else str(gpus), gpu_memory)
-    own = _own_residuals(calibrate_with, exact=exact, trainer=trainer)
+    for is_named, what in ((bool(calibrate_with), "trials of"), (constants is not None, "constants as measured for")):
+        if is_named and trainer != "highwater":
+            raise UsageError(f"{what} this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
+    method: Method = "trace" if exact else "formula"
     room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
+    if constants is not None:
+        room = msgspec.structs.replace(room, constants=own_constants(Path(constants), where))
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    known = _calibration(question, room, own, exact=exact, trainer=trainer)
+    own = own_residuals(calibrate_with, method, room.constants, on_calibrate=on_calibrate, on_trace=on_trace)
+    known = _calibration(question, room, own, method) if trainer == "highwater" else None
     prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -143,7 +155,7 @@ def predict(
         room=room,
         length_tokens=length_tokens,
         cells=(),
-        method="trace" if exact else "formula",
+        method=method,
         accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
         calibration=known,
         not_modelled=NOT_TRACED if exact else NOT_MODELLED,
@@ -188,25 +200,9 @@ def _where(gpus: str | None, gpu_memory: str | int | None) -> Cluster:
     return cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
 
 
-def _own_residuals(studies: Sequence[str | Path], *, exact: bool, trainer: Trainer) -> tuple[Residual, ...]:
-    """Of the trials in these files. Raises HighwaterError for those that teach nothing about what is predicted."""
-    if studies and exact:
-        raise UsageError("trials of your own calibrate the formula; traces do not learn from them yet", hint="leave `--exact` out")
-    if studies and trainer != "highwater":
-        raise UsageError(f"trials of this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
-    return tuple(residual for path in studies for residual in study_residuals(open_study(path)))
-
-
-def _calibration(question: Question, room: Room, own: Sequence[Residual], *, exact: bool, trainer: Trainer) -> Calibration | None:
-    if trainer != "highwater":
-        return None
-    return calibrate(
-        question,
-        "trace" if exact else "formula",
-        shipped=shipped_residuals(),
-        own=own,
-        state_bytes_per_parameter=room.state_bytes_per_parameter,
-    )
+def _calibration(question: Question, room: Room, own: Sequence[Residual], method: Method) -> Calibration:
+    state_bytes = room.state_bytes_per_parameter
+    return calibrate(question, method, shipped=shipped_residuals(), own=own, state_bytes_per_parameter=state_bytes)
 
 
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:
@@ -239,8 +235,11 @@ def _write_timeline(path: Path, question: Question, prediction: Prediction, trac
     length_tokens = shown.capacity_tokens or shown.does_not_fit_tokens or question.grid.start_tokens
     log = tracer(question.trial(shown.cell, length_tokens))
     capacity = prediction.room.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
+    workspaces = prediction.room.cublas_workspaces_bytes
     try:
-        path.write_bytes(draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity))
+        path.write_bytes(
+            draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
+        )
     except OSError as error:
         raise MachineError(
             f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `--timeline` out"

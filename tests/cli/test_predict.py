@@ -99,13 +99,30 @@ def test_what_no_prediction_learns_from_is_refused_with_a_hint_that_works(highwa
     problem, hint = refusal(highwater(*asked, "--calibrate", simulated), 2)
     assert problem == f"{simulated} is of simulated trials: nothing was measured"
     assert hint.startswith(f"leave `--calibrate {simulated}` out, or name a study")
-    for name in ("exact", "trainer"):
-        more = {"exact": ("--exact",), "trainer": ("--trainer", "trinity")}[name]
-        problem, hint = refusal(highwater(*asked, *more, "--calibrate", real), 2)
-        assert hint == f"leave `--{name}` out"
+    assert refusal(highwater(*asked, "--exact", "--calibrate", simulated), 2)[0] == problem
+    problem, hint = refusal(highwater(*asked, "--trainer", "trinity", "--calibrate", real), 2)
+    assert hint == "leave `--trainer` out"
     problem, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), "--calibrate", real), 2)
     assert hint == "leave `--calibrate` out"
     assert highwater(*asked, "--calibrate", real).returncode == 0
+
+
+def test_own_constants_are_named_in_the_answer_and_kept_in_the_next_command(highwater: Run, tmp_path: Path) -> None:
+    constants = str(FOUND.parent / "predict" / "constants-h200.json")
+    words = ("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", "--constants", constants)
+    done = highwater(*words)
+    assert done.returncode == 0, done.stderr
+    assert "context, cuBLAS and NCCL as measured on NVIDIA H200: torch 2.11.0+cu130, CUDA 13.0, NCCL 2.28.9, cuDNN" in done.stdout
+    assert done.stderr == f"next: highwater {shlex.join(words)} --explain\n"
+    assert json.loads(highwater(*words, "--json").stdout)["room"]["constants"]["device_name"] == "NVIDIA H200"
+    (tmp_path / "printed.json").write_text(highwater("doctor", "--json").stdout)
+    for file, said in (("printed.json", "has no readings: it was printed without `--measure`"), ("none.json", "cannot be read")):
+        problem, hint = refusal(highwater("predict", "Qwen3-8B", *A100S, "--constants", str(tmp_path / file)), 2)
+        assert said in problem
+        assert hint.startswith("leave `--constants` out, or make the file where the GPUs are: `highwater doctor --measure --json")
+    assert (
+        refusal(highwater("predict", "--against", str(PUBLISHED_A100), "--constants", constants), 2)[1] == "leave `--constants` out"
+    )
 
 
 def test_predictions_are_scored_against_a_table(highwater: Run) -> None:

@@ -1,16 +1,20 @@
 """Traces in processes of their own: made once, kept, and made again when what is traced has changed or the file is damaged."""
 
+import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 import highwater
-from highwater.errors import MachineError
+from highwater.errors import MachineError, UsageError
 from highwater.launch import tracing
 from highwater.launch.tracing import CachedTracer, fullest_rank
+from highwater.prediction.capacity import Prediction
 from highwater.prediction.replay import replay
 from highwater.prediction.timeline import timeline
 from highwater.spec.events import Allocate
@@ -58,6 +62,74 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     monkeypatch.setattr(tracing, "_sources", lambda: "another engine")
     tracer(trial())
     assert len(made) == 3
+
+
+def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TrialSpec] = []
+    tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
+
+    def slow(*_: object) -> bytes:
+        sleep(0.5)
+        return b'{"source":"traced","versions":{},"operators":[],"events":[]}'
+
+    monkeypatch.setattr(CachedTracer, "_trace", slow)
+    both = [trial(settings=Settings(allocator=allocator)) for allocator in ("native", "expandable")]
+    assert len(tracer.unmade([*both, trial(length_tokens=8192)])) == 2
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(tracer, both)
+    assert one == other
+    assert len(made) == 1
+    assert tracer.unmade(both) == set()
+
+
+def recorded(folder: Path, share: float) -> Path:
+    """A study of two trials of ``tiny`` on a GPU, and a third that nobody finished."""
+    path = folder / "mine.jsonl"
+    asked = {"gpus": [1], "memory": "16GiB", "device": "cuda", "loss": "full", "allocator": "native", "dry_run": True}
+    highwater.find("tiny", start_length="32k", resolution="32k", max_length="128k", study=str(path), **asked)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.get("question", {}).update(simulated=False)
+        if "result" in line:
+            line["result"]["simulated"] = False
+            rank = line["result"]["ranks"][0]
+            rank |= {"attention_kernel": "flash", "device_name": "NVIDIA A100-SXM4-80GB"}
+            rank["memory"]["device_used_bytes"] = round(share * rank["memory"]["device_used_bytes"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_traces_learn_from_own_trials_each_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    study, heard, made = recorded(tmp_path, 2.0), [], []
+    asked = {"gpus": "A100-80GB", "exact": True, "length": "32k", "loss": "full", "allocator": "native"}
+
+    def predicted() -> Prediction:
+        heard.clear()
+        made.clear()
+        return highwater.predict(
+            "tiny", calibrate_with=[study], on_calibrate=lambda *counts: heard.append(counts), on_trace=made.append, **asked
+        )
+
+    taught = predicted()
+    assert heard == [(2, 2)]
+    assert [spec.length_tokens for spec in made[:2]] in ([32_768, 65_536], [65_536, 32_768])
+    assert taught.calibration is not None
+    assert taught.calibration.own_trials >= 1
+    (factors,) = taught.calibration.factors
+    assert factors.upper > 1.1, "twice what was predicted, of one trial at least"
+    assert predicted() == taught
+    assert heard == [(2, 0)]
+    assert not made
+    moved = json.loads(study.read_text().splitlines()[0])["question"]["model"]["directory"]
+    study.write_text(study.read_text().replace(moved, str(tmp_path / "elsewhere")))
+    assert predicted() == taught, "the catalog has the same configuration"
+    study.write_text(study.read_text().replace(TINY.config_digest, "0123456789abcdef"))
+    with pytest.raises(UsageError, match=r"is of tiny, whose config\.json is not at .*elsewhere any more"):
+        predicted()
 
 
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ from highwater.prediction.calibration import (
     least_residuals,
     most_predicted_bytes,
 )
-from highwater.prediction.residuals import residual, shipped_residuals, study_residuals
+from highwater.prediction.constants import CONTEXT_BYTES
+from highwater.prediction.residuals import (
+    MOST_TRACED,
+    residual,
+    shipped_residuals,
+    study_residuals,
+    traced_residual,
+    worth_tracing,
+)
+from highwater.spec.events import Allocate, Enter, EventLog
 from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.units import GIB
 
@@ -152,6 +161,12 @@ def test_trials_that_come_along_teach_nothing_twice() -> None:
     assert again.calibration == alone.calibration
 
 
+def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it() -> None:
+    question, shipped = highwater.open_study(STUDY).question, shipped_residuals()
+    again = [msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in shipped]
+    assert calibrate(question, "trace", shipped=shipped, own=again) == calibrate(question, "trace", shipped=shipped)
+
+
 def test_enough_own_trials_make_the_coverage_by_counting() -> None:
     (question,) = {highwater.open_study(STUDY).question}
     (example, *_) = study_residuals(highwater.open_study(STUDY))
@@ -212,7 +227,46 @@ def emptied(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("other", [{"exact": True}, {"trainer": "trinity"}])
-def test_only_the_formula_learns_from_own_trials(other: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=r"trials of (your own|this engine)"):
-        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], **other)
+def test_another_trainer_learns_nothing_from_trials_of_this_engine() -> None:
+    with pytest.raises(UsageError, match="trials of this engine"):
+        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity")
+
+
+def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most() -> None:
+    study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
+    chosen = [(each.spec.settings.label, each.spec.length_tokens) for each in worth_tracing(study, study.question)]
+    edges = [("vanilla", 98_304), ("Env", 98_304), ("vanilla", 106_496), ("Env", 106_496)]
+    assert chosen[:4] == edges
+    assert len(study.trials) == 9
+    assert len(chosen) == MOST_TRACED == len(set(chosen))
+    one = msgspec.structs.replace(study.question, cells=study.question.cells[1:])
+    assert {label for label, _ in [(each.spec.settings.label, 0) for each in worth_tracing(study, one)]} == {"Env"}
+
+
+def held(gib: float) -> EventLog:
+    events = (Enter("forward"), Allocate(1, round(gib * GIB), 0, 0))
+    return EventLog(source="recorded", versions={}, operators=("mm",), events=events)
+
+
+def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was_given() -> None:
+    study = highwater.open_study(STUDY)
+    fit, failed = (
+        next(each for each in study.trials if each.result is not None and each.result.outcome is outcome)
+        for outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)
+    )
+    assert fit.result is not None
+    assert failed.result is not None
+    learned_from = traced_residual(fit.spec, fit.result, held(50), rank=0)
+    assert learned_from is not None
+    assert learned_from.method == "trace"
+    used = fit.result.ranks[0].memory.device_used_bytes
+    assert used is not None
+    assert learned_from.measured_bytes == used
+    assert learned_from.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
+    assert traced_residual(fit.spec, fit.result, held(100), rank=0) is None, "the replay runs out"
+    assert traced_residual(failed.spec, failed.result, held(100), rank=0) is None
+    missed = traced_residual(failed.spec, failed.result, held(50), rank=0)
+    assert missed is not None
+    budget = failed.result.ranks[0].budget
+    assert budget is not None
+    assert missed.measured_bytes == budget.budget_bytes > missed.predicted_bytes

@@ -2,23 +2,41 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+import highwater
 from highwater.cli.doctor import _constants_table, doctor
-from highwater.errors import MachineError
+from highwater.errors import MachineError, UsageError
+from highwater.evidence import own_constants
 from highwater.launch.probe import probe
+from highwater.prediction.asked import predicted_question
+from highwater.prediction.capacity import Prediction, Room
 from highwater.prediction.constants import (
     CONTEXT_BYTES,
     CONTEXT_OF_SEVERAL_BYTES,
     CUBLAS_WORKSPACES_BYTES,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_BYTES,
+    machine_constants,
 )
-from highwater.spec.codec import from_builtins
+from highwater.prediction.exact import predict_exactly
+from highwater.prediction.residuals import study_residuals
+from highwater.report.prediction import prediction_table
+from highwater.spec.cluster import Cluster
+from highwater.spec.codec import from_builtins, from_json, to_json
 from highwater.spec.constants import Constants, Reading
-from highwater.units import MIB
+from highwater.spec.events import Allocate, Enter, EventLog
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB, MIB
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "docs" / "results" / "predict" / "constants-h200.json"
+CARD = Cluster(gpus=1, device_name="H200-141GB", device_bytes=140 * GIB)
 
 
 def reading(name: str, outside: int, kept: int = 0) -> Reading:
@@ -50,8 +68,109 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
         doctor(argparse.Namespace(measure=True, json=False))
 
 
+def changed(change: Callable[[dict[str, Any]], object], folder: Path) -> Path:
+    """What was printed on H200s, changed."""
+    document = json.loads(H200.read_text())
+    change(document)
+    path = folder / "constants.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def grow(document: dict[str, Any]) -> None:
+    """The context of one GPU."""
+    document["constants"][0]["readings"][0]["outside_bytes"] += 20 * GIB
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_own_constants_are_in_the_place_of_those_that_come_along(gpus: int) -> None:
+    document = json.loads(H200.read_text())
+    read = {each.gpus: each for each in from_builtins(document["constants"], tuple[Constants, ...])}[gpus]
+    prediction = highwater.predict("Qwen3-8B", gpus=f"{gpus}xH200-141GB", constants=H200, ulysses=[gpus])
+    nccl = read.outside_bytes("NCCL group", "NCCL collectives")
+    every = {"context": read.context_bytes, "NCCL": nccl, "NCCL, all-to-all": read.outside_bytes("NCCL all-to-all")}
+    for cell in prediction.cells:
+        assert {term.name: term.bytes for term in cell.footprint.outside} == {name: size for name, size in every.items() if size}
+    assert prediction.room.constants is not None
+    assert prediction.room.constants.device_name == "NVIDIA H200"
+    assert from_json(to_json(prediction), Prediction) == prediction
+
+
+def test_of_more_gpus_than_were_read_nccl_is_what_comes_along() -> None:
+    prediction = highwater.predict("Qwen3-8B", gpus="8xH200-141GB", constants=H200, ulysses=[2])
+    own = prediction.room.constants
+    assert own is not None
+    for cell in prediction.cells:
+        terms = {term.name: term.bytes for term in cell.footprint.outside}
+        assert (terms["context"], terms["NCCL"]) == (own.context_bytes[4], NCCL_BYTES[8] + own.nccl_bytes[2])
+    (note,) = [note for note in prediction_table(prediction).footnotes if "as measured on" in note]
+    assert note.endswith("; NCCL of 8 GPUs is not among them, and taken as read on H200s and H100s")
+
+
+def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(tmp_path: Path) -> None:
+    asked = {"gpus": "H200-141GB", "loss": "full", "allocator": "native"}
+    without, with_more = (highwater.predict("Qwen3-4B", constants=file, **asked) for file in (None, changed(grow, tmp_path)))
+    assert with_more.cells[0].capacity_tokens < without.cells[0].capacity_tokens
+    said = [note for note in prediction_table(with_more).footnotes if "as measured on" in note]
+    assert said == ["context, cuBLAS and NCCL as measured on NVIDIA H200: torch 2.11.0+cu130, CUDA 13.0, NCCL 2.28.9, cuDNN 91900"]
+    assert not any("as measured on" in note for note in prediction_table(without).footnotes)
+
+
+def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take() -> None:
+    readings = (reading("context", 600), reading("cuBLAS", 60, 32), reading("cuBLAS, backward", 60, 8))
+    own = machine_constants((msgspec.structs.replace(ONE, readings=readings),))
+    question, _ = predicted_question("Qwen3-0.6B", CARD, "highwater", 4096, {"loss": "full", "allocator": "native"})
+
+    def empty(_: TrialSpec) -> EventLog:
+        return EventLog(source="traced", versions={}, operators=("mm",), events=(Enter("forward"), Allocate(1, 0, 0, 0)))
+
+    for constants, workspaces in ((None, 64 * MIB), (own, 40 * MIB)):
+        (found,) = predict_exactly(question, Room(device_bytes=40 * GIB, constants=constants), empty)
+        assert found.replayed is not None
+        assert found.replayed.peak_allocated_bytes == workspaces
+
+
+def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path: Path) -> None:
+    study = highwater.open_study(ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-chunked.jsonl")
+    larger = own_constants(changed(grow, tmp_path), CARD)
+    elsewhere = msgspec.structs.replace(larger, device_name="NVIDIA A100-SXM4-80GB")
+    (alone,), (same,), (other,) = (study_residuals(study, own) for own in (None, larger, elsewhere))
+    assert other == alone
+    assert same.predicted_bytes - alone.predicted_bytes == larger.context_bytes[1] - CONTEXT_BYTES["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda document: document.pop("constants"), "is not what `highwater doctor --measure --json` prints"),
+        (lambda document: document.update(constants=[]), "has no readings: it was printed without `--measure`"),
+        (lambda document: document.update(schema_version=2), "is of version 2, this reads 1"),
+        (lambda document: document["constants"][0].update(device_name="NVIDIA L4"), "is of several kinds of GPUs: NVIDIA H200, "),
+        (
+            lambda document: [each.update(device_name="NVIDIA L4") for each in document["constants"]],
+            "was read on NVIDIA L4, and H200",
+        ),
+        (lambda document: document["constants"][0]["readings"].pop(0), "lacks readings of context"),
+        (lambda document: document["constants"][2]["readings"].pop(7), "lacks readings of context, of cuBLAS, or of NCCL"),
+        (lambda document: document["constants"][0]["readings"][0].update(outside_bytes=-5), "lacks readings of context"),
+    ],
+)
+def test_a_file_that_says_nothing_of_these_gpus_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        highwater.predict("Qwen3-8B", gpus="H200-141GB", constants=changed(change, tmp_path))
+    assert problem in refused.value.problem
+    assert "highwater doctor --measure --json > constants.json" in refused.value.hint
+
+
+def test_another_trainer_takes_no_constants_of_this_engine() -> None:
+    with pytest.raises(UsageError, match="constants as measured for this engine say nothing about the trainer trinity"):
+        highwater.predict("Qwen3-8B", gpus="H200-141GB", constants=H200, trainer="trinity")
+
+
 def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200() -> None:
-    document = json.loads((Path(__file__).parents[2] / "docs" / "results" / "predict" / "constants-h200.json").read_text())
+    document = json.loads(H200.read_text())
     one, two, four = from_builtins(document["constants"], tuple[Constants, ...])
     assert [each.gpus for each in (one, two, four)] == [1, 2, 4]
     alone = sum(reading.outside_bytes for reading in one.readings)

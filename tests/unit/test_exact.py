@@ -1,5 +1,7 @@
 """Prediction by traces: the edge is that of the traced steps, wherever the formula begins, and each length is traced once."""
 
+from threading import Event
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -109,6 +111,23 @@ def test_where_the_formula_is_right_two_traces_answer():
     (found,) = predict_exactly(question, room, tracer)
     assert found.capacity_tokens == guessed
     assert sorted(tracer.asked) == [guessed, guessed + STEP]
+
+
+def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_longer_one():
+    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    known = Tracer((34 * GIB - 200 * MIB) // guessed)
+    is_shorter_asked = Event()
+
+    def tracer(spec: TrialSpec) -> EventLog:
+        if spec.length_tokens == guessed - STEP:
+            is_shorter_asked.set()
+        if spec.length_tokens == guessed + STEP:
+            assert is_shorter_asked.wait(10)
+        return known(spec)
+
+    (found,) = predict_exactly(question, room, tracer, calibration(1.02))
+    assert found.capacity_tokens < guessed == found.likely_tokens
 
 
 def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_edge():

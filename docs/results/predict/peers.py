@@ -24,14 +24,13 @@ from highwater.spec.codec import to_json
 from highwater.spec.events import TraceOrder
 from highwater.spec.model import load_model
 from highwater.spec.study import Cell
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.units import GIB, format_tokens
 
 HERE = Path(__file__).parent
 STUDIES = HERE.parent / "find"
 FILE = HERE / "peers.json"
 TRACED = HERE / "traced.json"
-FITS = (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
 TRACKERS = ("FSDPMemTracker", "MemTracker")
 TRACKED = (
     "41db30dcc9914b76",  # Qwen3-1.7B vanilla, 114,688
@@ -80,7 +79,7 @@ def fitting_trials() -> Trials:
     found: Trials = {}
     for path in sorted(STUDIES.glob("*.jsonl")):
         for trial in highwater.open_study(path).trials:
-            if trial.result is not None and trial.result.outcome in FITS:
+            if trial.result is not None and trial.result.outcome.is_fit:
                 found[trial.spec.key] = (path.stem, trial.spec, trial.result)
     return found
 

@@ -29,7 +29,6 @@ from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"
 FILE = Path(__file__).with_suffix(".json")
-FITS = (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 HEADINGS = (
     "model",
@@ -70,7 +69,7 @@ def told() -> Iterator[tuple[str, TrialSpec, TrialResult]]:
             continue
         each = [(trial.spec, trial.result) for trial in study.trials if trial.result is not None]
         for spec, result in sorted(each, key=lambda pair: (pair[0].length_tokens, pair[0].key)):
-            if result.outcome in (*FITS, Outcome.OUT_OF_MEMORY):
+            if result.outcome.is_fit or result.outcome is Outcome.OUT_OF_MEMORY:
                 yield path.stem, spec, result
 
 
@@ -113,7 +112,7 @@ def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog)
         },
         "formula": {"peak_allocated_bytes": formula.allocated_bytes, "peak_reserved_bytes": formula.reserved_bytes},
         "measured": {
-            "fits": result.outcome in FITS,
+            "fits": result.outcome.is_fit,
             "phase": rank.failure.phase if rank.failure else None,
             "peak_allocated_bytes": rank.memory.peak_allocated_bytes,
             "peak_reserved_bytes": rank.memory.peak_reserved_bytes,
@@ -174,7 +173,7 @@ def edge(study: Study, cell: Cell) -> tuple[int, int, int] | None:
     ran_out: set[int] = set()
     for number, trial in enumerate((t for t in study.trials if Cell(layout=t.spec.layout, settings=t.spec.settings) == cell), 1):
         if trial.result is not None and trial.result.outcome.tells:
-            (fit if trial.result.outcome in FITS else ran_out).add(trial.spec.length_tokens)
+            (fit if trial.result.outcome.is_fit else ran_out).add(trial.spec.length_tokens)
         longest, grid = max(fit, default=0), study.question.grid
         if fit and grid.length(grid.index_at_most(longest) + 1) in ran_out:
             return longest, grid.length(grid.index_at_most(longest) + 1), number

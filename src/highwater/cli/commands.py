@@ -17,7 +17,7 @@ from highwater.spec.model import load_model
 from highwater.spec.plan import ON_THE_CPU_NOTE, offload_notes, routing_notes
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.spec.trial import TrialResult
 from highwater.store.directory import newest_studies
 from highwater.units import format_tokens
 
@@ -201,6 +201,6 @@ def _newest(log_directory: Path) -> Study:
 
 
 def _trial_exit_code(result: TrialResult) -> int:
-    if result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT):
+    if result.outcome.is_fit:
         return EXIT_ANSWERED
     return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE

@@ -24,6 +24,9 @@ from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
 from highwater.spec.study import counted_ranks
 from highwater.units import format_bytes
 
+_KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
+"""``highwater predict --constants constants.json`` reads them."""
+
 
 class Finding(Noun, frozen=True, kw_only=True):
     """Something to know, and what to do about it."""
@@ -69,7 +72,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     for finding in diagnosis.findings:
         console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
-        console.next_command(_next_command(on_gpu=bool(machine.gpus) and torch_obstacle is None))
+        on_gpu = bool(machine.gpus) and torch_obstacle is None
+        console.next_command(_KEEP_CONSTANTS if arguments.measure else _next_command(on_gpu=on_gpu))
     else:
         console.next_command(f"{INSTALL_COMMAND}  (in the checkout of highwater)")
     return code

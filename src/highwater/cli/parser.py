@@ -150,6 +150,11 @@ def _predict_flags(parser: Parser) -> None:
         default=[],
         help="studies that `highwater find` wrote: intervals are learned from their trials too",
     )
+    parser.add_argument(
+        "--constants",
+        metavar="FILE",
+        help="what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and NCCL as read there",
+    )
     parser.add_argument("--explain", action="store_true", help="bytes by term at the peak; with --exact tensors by operator")
     parser.add_argument(
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"

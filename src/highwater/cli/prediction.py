@@ -40,7 +40,9 @@ def predict(arguments: argparse.Namespace) -> int:
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
+        constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
+        on_calibrate=_say_calibrated,
         **settings,
     )
     console.notes(prediction.notes)
@@ -56,6 +58,8 @@ def predict(arguments: argparse.Namespace) -> int:
 def _against(arguments: argparse.Namespace) -> int:
     if arguments.exact or arguments.timeline is not None:
         raise UsageError("a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out")
+    if arguments.constants is not None:
+        raise UsageError("a table is compared with predictions by the constants that come along", hint="leave `--constants` out")
     if arguments.calibrate:
         raise UsageError("a table is compared with predictions, not with their intervals", hint="leave `--calibrate` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
@@ -73,6 +77,10 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
     where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
     what = f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens"
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
+
+
+def _say_calibrated(trials: int, traces: int) -> None:
+    console.talk(f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: {traces}")
 
 
 def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:

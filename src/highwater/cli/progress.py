@@ -84,11 +84,7 @@ class Progress:
             case TrialFinished():
                 result = event.result
                 peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
-                reason = (
-                    ""
-                    if result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
-                    else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
-                )
+                reason = "" if result.outcome.is_fit else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
                 took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
                 length = format_tokens(event.spec.length_tokens)
                 recorded = "recorded: " if self._is_recorded else ""

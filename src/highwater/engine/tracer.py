@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers.masking_utils
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row_kernels, trinity, weights
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
+from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.place import Place
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -43,6 +44,7 @@ from highwater.spec.hardware import Kernel
 from highwater.spec.trial import TrialSpec
 
 aten: Any = torch.ops.aten
+_DEVICE: Any = torch.ops.prim.device.default
 
 
 def main() -> None:
@@ -80,7 +82,7 @@ def trace(order: TraceOrder) -> EventLog:
         ledger.most_awaited = _LENT_BY_FSDP1 if place.mesh.size() > 1 else None
     _mute_while_shapes_are_asked(ledger)
     gc.disable()  # a collection would free at moments that another process does not
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+    with QuickFakeMode(allow_non_fake_inputs=True), ledger:
         trainer = (trinity.assemble if order.trainer == "trinity" else assemble)(spec, place)
         ledger.follow(trainer.policy)
         if order.trainer == "highwater":
@@ -123,6 +125,10 @@ class EventLedger(TorchDispatchMode):
         """Allocations given back and not free yet, the oldest first: after how many launches, and which."""
         self._launches = 0
         self.most_awaited: int | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled: no frame has to be kept from it at every call
 
     def follow(self, decoder: nn.Module) -> None:
         """Name what is allocated in a forward pass by the module that runs."""
@@ -168,8 +174,8 @@ class EventLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+        if func is _DEVICE:  # half of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor):
             return NotImplemented  # a DTensor: its local operators come here by themselves
         if func is aten._local_scalar_dense.default and _device_of(args[0]).type == "cuda":
@@ -308,7 +314,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _stand_in(kernel: Kernel) -> None:
     """Put what allocates alike in the place of what does not run on fake tensors of a CPU build."""
-    norm, add_product = F.rms_norm, torch.addmm
+    norm = F.rms_norm
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _RmsNorm.apply(x, weight) if x.device.type == "cuda" else norm(x, list(shape), weight, eps)
@@ -325,14 +331,8 @@ def _stand_in(kernel: Kernel) -> None:
     def in_place(*_: Any, **__: Any) -> None:
         """Write over what is there."""
 
-    def addmm(*tensors: Tensor, out_dtype: torch.dtype | None = None, **more: Any) -> Tensor:
-        # Into a wider sum: torch 2.11 has no shapes for it, and it allocates nothing.
-        return add_product(*tensors, **more) if out_dtype is None else more["out"].zero_()
-
     names: Any = F
     names.rms_norm = rms_norm
-    operators: Any = torch
-    operators.addmm = addmm
     names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
     loose: Any = (gate_kernels, rotary_kernels, row_kernels, model, trinity, weights, transformers.masking_utils)
     gates, rotary, rows, models, actors, saved, masks = loose

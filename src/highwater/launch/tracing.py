@@ -6,10 +6,11 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
 import msgspec
@@ -46,6 +47,8 @@ class CachedTracer:
         self._kernel: Kernel = kernel
         self._on_trace = on_trace
         self._running: set[subprocess.Popen[str]] = set()
+        self._asked = Lock()
+        self._making: dict[Path, Lock] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -56,17 +59,27 @@ class CachedTracer:
 
     def __call__(self, spec: TrialSpec) -> EventLog:
         """What the rank allocates and frees. Raises MachineError where the tracer fails."""
+        order, path = self._place(spec)
+        with self._asked:
+            making = self._making.setdefault(path, Lock())
+        with making:  # who asks the same meanwhile waits for it
+            kept = _read(path)
+            if kept is not None:
+                return kept
+            if self._on_trace is not None:
+                self._on_trace(spec)
+            text = self._trace(order)
+            with suppress(OSError):  # what cannot be kept is made again
+                _write(path, text)
+            return from_json(text, EventLog)
+
+    def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
+        """Where the traces of these trials will be kept that are not there yet: trials that allocate the same have one."""
+        return {path for _, path in map(self._place, specs) if not path.exists()}
+
+    def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
         order = TraceOrder(spec=_whatever_is_allocated(spec), rank=fullest_rank(spec), kernel=self._kernel)
-        path = self._directory / f"{_key(order)}.json.gz"
-        kept = _read(path)
-        if kept is not None:
-            return kept
-        if self._on_trace is not None:
-            self._on_trace(spec)
-        text = self._trace(order)
-        with suppress(OSError):  # what cannot be kept is made again
-            _write(path, text)
-        return from_json(text, EventLog)
+        return order, self._directory / f"{_key(order)}.json.gz"
 
     def _trace(self, order: TraceOrder) -> bytes:
         with tempfile.TemporaryDirectory(prefix="highwater-") as folder:

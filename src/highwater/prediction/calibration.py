@@ -82,7 +82,11 @@ def calibrate(
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Calibration:
     """The intervals of a question's predictions. A trial that is in both, or twice in one, counts once."""
-    both = [residual for residual in dict.fromkeys((*shipped, *own)) if residual.method == method]
+    known: dict[object, Residual] = {}
+    for each in (*shipped, *own):
+        if each.method == method:
+            known.setdefault((each.trial, each.device_name, each.measured_bytes), each)
+    both = list(known.values())
     allocators: dict[Allocator, None] = dict.fromkeys(cell.settings.allocator for cell in question.cells)
     learned = (
         factors_of([residual.factor for residual in both if residual.allocator == allocator], allocator, coverage)

@@ -7,7 +7,8 @@ import msgspec
 
 from highwater.prediction import formula, trinity
 from highwater.prediction.calibration import Calibration, Factors, Interval, interval
-from highwater.prediction.formula import Footprint, Formula
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.prediction.formula import Footprint, Formula, outside_terms
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
 from highwater.spec.codec import Noun
@@ -48,6 +49,13 @@ class Room(Noun, frozen=True, kw_only=True):
     host_bytes: int | None = None
     """Of the machine; None: nobody said."""
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+    constants: MachineConstants | None = None
+    """Measured on the user's own GPUs; None: those that come along, which were read on H200s."""
+
+    @property
+    def cublas_workspaces_bytes(self) -> tuple[int, ...]:
+        """What cuBLAS keeps in the allocator, each."""
+        return CUBLAS_WORKSPACES_BYTES if self.constants is None else self.constants.cublas_workspaces_bytes
 
 
 class CellPrediction(Noun, frozen=True, kw_only=True):
@@ -181,6 +189,9 @@ def predict_at(
         device=question.device,
         state_bytes_per_parameter=room.state_bytes_per_parameter,
     )
+    if room.constants is not None:
+        outside = outside_terms(cell.layout, question.device, room.constants)
+        footprint = msgspec.structs.replace(footprint, outside=outside)
     around = None if factors is None else interval(footprint.device_used_bytes, factors)
     headroom = room.device_bytes - (footprint.device_used_bytes if around is None else around.high_bytes)
     fits_host = room.host_bytes is None or footprint.host_bytes <= room.host_bytes

@@ -3,8 +3,10 @@
 Frozen in a commit before the measurements that judge them (docs/results/predict).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from highwater.spec.codec import Noun
+from highwater.spec.constants import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants
 from highwater.spec.trial import Device
 from highwater.units import GIB, MIB
 
@@ -21,10 +23,10 @@ CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
 """In the allocator for as long as the process lives: one for the thread that runs forward, one for autograd's. 32 MiB on Hopper.
 Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; read by ``highwater doctor --measure``."""
 
-NCCL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
+NCCL_BYTES: dict[int, int] = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
 """Outside the allocator, by number of GPUs: one communicator after its first collective. 2 and 4 read on H200s (NCCL 2.28.9) by
 ``highwater doctor --measure``; 8 from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
-NCCL_ALL_TO_ALL_BYTES: Mapping[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
+NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """What the first all-to-all, Ulysses, adds to it. Same sources."""
 
 FILLED_SHARE: Mapping[str, float] = {"expandable": 0.991, "native": 0.879}
@@ -34,6 +36,32 @@ fit had filled at their edges (0.879 to 0.989: it depends on the order of alloca
 LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.993, "native": 0.94}
 """What a prediction by formula is the middle of, and where a search begins: the most that was seen, and the middle of what was
 seen. What it promises is in its interval (calibration.py)."""
+
+
+class MachineConstants(Noun, frozen=True, kw_only=True):
+    """Measured: the same of a user's own GPUs, in the place of those above, by number of GPUs."""
+
+    device_name: str
+    versions: dict[str, str]
+    context_bytes: dict[int, int]
+    nccl_bytes: dict[int, int]
+    nccl_all_to_all_bytes: dict[int, int]
+    cublas_workspaces_bytes: tuple[int, ...]
+
+
+def machine_constants(read: Sequence[Constants]) -> MachineConstants:
+    """What readings on one GPU, and on several, say."""
+    several = [each for each in read if each.gpus > 1]
+    kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
+    return MachineConstants(
+        device_name=read[0].device_name,
+        versions=read[0].versions,
+        context_bytes={each.gpus: each.context_bytes for each in read},
+        nccl_bytes={each.gpus: each.outside_bytes(*NCCL_GROUP) for each in several},
+        nccl_all_to_all_bytes={each.gpus: each.outside_bytes(NCCL_ALL_TO_ALL) for each in several},
+        cublas_workspaces_bytes=tuple(kept[name] for name in CUBLAS_WORKSPACES),
+    )
+
 
 TRINITY_LOGITS_BYTES = 8.0
 """Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place through a view. Measured, torch 2.11."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -56,8 +57,10 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
             if index not in replays:
                 log = traces.of(index)
                 replays[index] = _replays(question, cell, room, log, grid.length(index), factors)
+                if replays[index].likely.fits and not replays[index].sure.fits:
+                    traces.begin(index - 1)  # the next to be asked for, whatever is found above
                 if index == 1 and not replays[index].likely.fits:
-                    whole = needed(log, allocator=cell.settings.allocator)
+                    whole = needed(log, allocator=cell.settings.allocator, workspaces_bytes=room.cublas_workspaces_bytes)
                     replays[index] = _Replays(whole, whole)
             return replays[index]
 
@@ -149,13 +152,14 @@ def _replays(question: Question, cell: Cell, room: Room, log: EventLog, length_t
     """The upper end fits where a GPU so much smaller would do: near its end an allocator takes less than it would like to."""
     outside = _outside_bytes(question, cell, room, length_tokens)
     room_bytes = room.device_bytes - question.margin_bytes
-    likely = replay(log, allocator=cell.settings.allocator, capacity_bytes=room_bytes - outside)
+    replayed = partial(replay, log, allocator=cell.settings.allocator, workspaces_bytes=room.cublas_workspaces_bytes)
+    likely = replayed(capacity_bytes=room_bytes - outside)
     if factors is None or not likely.fits:
         return _Replays(likely, likely)
     sure_bytes = most_predicted_bytes(room_bytes, factors) - outside
     if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
         return _Replays(likely, likely)  # it never came to the end of the smaller one
-    return _Replays(likely, replay(log, allocator=cell.settings.allocator, capacity_bytes=sure_bytes))
+    return _Replays(likely, replayed(capacity_bytes=sure_bytes))
 
 
 def _outside_bytes(question: Question, cell: Cell, room: Room, length_tokens: int) -> int:

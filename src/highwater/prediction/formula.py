@@ -21,6 +21,7 @@ from highwater.prediction.constants import (
     LIKELY_FILLED_SHARE,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_BYTES,
+    MachineConstants,
 )
 from highwater.spec.codec import Noun
 from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
@@ -157,7 +158,7 @@ def footprint(
     )
     return Footprint(
         phases=phases,
-        outside=_present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)), *_nccl_terms(layout, device)),
+        outside=outside_terms(layout, device),
         host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
     )
@@ -340,16 +341,27 @@ def context_bytes(device: Device, *, gpus: int) -> int:
     return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]
 
 
-def _nccl_terms(layout: Layout, device: Device) -> tuple[Term, ...]:
+def outside_terms(layout: Layout, device: Device, own: MachineConstants | None = None) -> tuple[Term, ...]:
+    """Device memory that the allocator does not hold: by own readings, where there are some of as many GPUs or more."""
+    if own is None:
+        context, nccl, all_to_all = context_bytes(device, gpus=layout.gpus), NCCL_BYTES, NCCL_ALL_TO_ALL_BYTES
+    else:
+        context = _next_larger(own.context_bytes, layout.gpus)
+        nccl, all_to_all = NCCL_BYTES | own.nccl_bytes, NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
+    return _present(
+        Term(name="context", bytes=context),
+        *(() if device == "cpu" or layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
+    )
+
+
+def _nccl_terms(layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]) -> tuple[Term, ...]:
     """One communicator for all GPUs; a second where fewer share a sequence. Between the sizes that were read, the next larger."""
-    if device == "cpu" or layout.gpus == 1:
-        return ()
     own_group = 1 < layout.ulysses_degree < layout.gpus
-    nccl = _next_larger(NCCL_BYTES, layout.gpus) + (_next_larger(NCCL_BYTES, layout.ulysses_degree) if own_group else 0)
-    terms = (Term(name="NCCL", bytes=nccl),)
+    group_bytes = _next_larger(nccl, layout.gpus) + (_next_larger(nccl, layout.ulysses_degree) if own_group else 0)
+    terms = (Term(name="NCCL", bytes=group_bytes),)
     if layout.ulysses_degree == 1:
         return terms
-    return (*terms, Term(name="NCCL, all-to-all", bytes=_next_larger(NCCL_ALL_TO_ALL_BYTES, layout.ulysses_degree)))
+    return (*terms, Term(name="NCCL, all-to-all", bytes=_next_larger(all_to_all, layout.ulysses_degree)))
 
 
 def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:

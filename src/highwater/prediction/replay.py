@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -45,10 +46,18 @@ class Replayed(Noun, frozen=True, kw_only=True):
     """At the peak of allocated bytes, or when memory ran out; the largest first."""
 
 
-def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None, is_share: bool = False) -> Replayed:
+def replay(
+    log: EventLog,
+    *,
+    allocator: Allocator,
+    capacity_bytes: int | None = None,
+    is_share: bool = False,
+    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
+) -> Replayed:
     """Replay a log on an empty device with ``capacity_bytes`` for the allocator; None is a device without end.
 
-    ``is_share``: the capacity is one that the process sets itself, as a trial with a memory budget does.
+    ``is_share``: the capacity is one that the process sets itself, as a trial with a memory budget does. ``workspaces_bytes`` are
+    cuBLAS's, of which a trace knows nothing.
     """
     device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share)
     handles: dict[int, tuple[int, Allocate, str]] = {}
@@ -56,7 +65,7 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
     by_phase: dict[str, int] = {}
     peak_phase = phase
     try:
-        for size in CUBLAS_WORKSPACES_BYTES if log.source == "traced" else ():
+        for size in workspaces_bytes if log.source == "traced" else ():
             device.allocate(size)
         for number, event in enumerate(log.events):
             match event:
@@ -92,9 +101,9 @@ def replay(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = 
     )
 
 
-def needed(log: EventLog, *, allocator: Allocator) -> Replayed:
+def needed(log: EventLog, *, allocator: Allocator, workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES) -> Replayed:
     """What a log that does not fit would need: its replay without end."""
-    return msgspec.structs.replace(replay(log, allocator=allocator), fits=False)
+    return msgspec.structs.replace(replay(log, allocator=allocator, workspaces_bytes=workspaces_bytes), fits=False)
 
 
 def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:

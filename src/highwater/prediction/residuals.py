@@ -2,20 +2,25 @@
 
 import shlex
 from importlib.resources import files
-from typing import Literal
+from itertools import zip_longest
+from typing import Literal, TypeGuard
 
 from highwater.errors import UsageError
-from highwater.prediction.formula import likely_footprint, refuse_unknown_family
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.prediction.formula import likely_footprint, outside_terms, refuse_unknown_family
+from highwater.prediction.replay import replay
 from highwater.spec.codec import Noun, from_json
+from highwater.spec.events import EventLog
 from highwater.spec.settings import Allocator, Objective, Recompute, Strategy
-from highwater.spec.study import Study
+from highwater.spec.study import Question, RecordedTrial, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
 Method = Literal["formula", "trace"]
 """Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
 
-_FITS = (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+MOST_TRACED = 8
+"""Trials of one study that are traced: both sides of the edge in four cells. Each takes as long as the traces of a prediction."""
 
 
 class Residual(Noun, frozen=True, kw_only=True):
@@ -50,13 +55,13 @@ def shipped_residuals() -> tuple[Residual, ...]:
     return from_json(text, tuple[Residual, ...])
 
 
-def study_residuals(study: Study) -> tuple[Residual, ...]:
-    """By formula, of every trial of a study that tells; a trial and its repeats count once.
+def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
+    """By formula, of every trial of a study that tells; a trial and its repeats count once. ``own``: of the GPUs it ran on, if any.
 
     Raises UsageError for a study of other trials than predictions are about, ModelError for a family that
     the formula does not know.
     """
-    _refuse(study)
+    refuse_silent(study)
     refuse_unknown_family(study.question.model)
     shape = study.question.model.shape
     told: dict[str, Residual] = {}
@@ -64,12 +69,53 @@ def study_residuals(study: Study) -> tuple[Residual, ...]:
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
-            found = residual(spec, trial.result, "formula", footprint.device_used_bytes)
+            outside_bytes = _outside_bytes(spec, trial.result, own)
+            found = residual(spec, trial.result, "formula", footprint.reserved_bytes + outside_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
     if not told:
-        raise UsageError(f"{study.path} has no trial that says how much memory it used", hint=_leave_out(study))
+        raise tells_nothing(study)
     return tuple(told.values())
+
+
+def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]:
+    """The trials that tell the most, at most ``MOST_TRACED``: of each cell of the question the longest that fit, then the shortest
+    that ran out, then the next of both. The same trial once.
+    """
+    columns: list[list[RecordedTrial]] = []
+    for cell in question.cells:
+        told = {trial.spec.key: trial for trial in reversed(study.trials_of(cell)) if trial.result is not None}
+        by_length = sorted(told.values(), key=lambda trial: trial.spec.length_tokens)
+        fits = [trial for trial in reversed(by_length) if trial.result is not None and trial.result.outcome.is_fit]
+        ran_out = [trial for trial in by_length if trial.result is not None and trial.result.outcome is Outcome.OUT_OF_MEMORY]
+        columns.append([trial for pair in zip_longest(fits, ran_out) for trial in pair if trial is not None])
+    return tuple(trial for each in zip_longest(*columns) for trial in each if trial is not None)[:MOST_TRACED]
+
+
+def traced_residual(
+    spec: TrialSpec, result: TrialResult, log: EventLog, *, rank: int, own: MachineConstants | None = None
+) -> Residual | None:
+    """Of one trial and the trace of this rank of it, in the memory that the rank was given; None for one that does not tell.
+
+    Where the replay runs out nothing is predicted but that.
+    """
+    budget = next((each.budget for each in result.ranks if each.rank == rank), None)
+    capacity = None if budget is None else budget.allocator_cap_bytes
+    allocator, is_share = spec.settings.allocator, spec.memory_budget_bytes is not None
+    workspaces = own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+    replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share, workspaces_bytes=workspaces)
+    if not replayed.fits:
+        return None
+    return residual(spec, result, "trace", replayed.peak_reserved_bytes + _outside_bytes(spec, result, own))
+
+
+def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
+    """The readings are of GPUs like the one that the trial ran on."""
+    return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
+
+
+def _outside_bytes(spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> int:
+    return sum(term.bytes for term in outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None))
 
 
 def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_bytes: int) -> Residual | None:
@@ -80,7 +126,7 @@ def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_byt
     """
     used = [rank.memory.device_used_bytes for rank in result.ranks if rank.memory.device_used_bytes is not None]
     given = max((given for rank in result.ranks if (given := _given_bytes(rank)) is not None), default=None)
-    if result.outcome in _FITS and used:
+    if result.outcome.is_fit and used:
         measured_bytes = max(used)
     elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > predicted_bytes:
         measured_bytes = given
@@ -108,7 +154,8 @@ def _given_bytes(rank: RankReport) -> int | None:
     return rank.memory.device_total_bytes if rank.budget is None else rank.budget.budget_bytes
 
 
-def _refuse(study: Study) -> None:
+def refuse_silent(study: Study) -> None:
+    """Raise UsageError for a study of other trials than predictions are about."""
     question = study.question
     results = [trial.result for trial in study.trials if trial.result is not None]
     versions = {rank.versions.get("highwater", "unknown") for result in results for rank in result.ranks if rank.versions}
@@ -121,8 +168,14 @@ def _refuse(study: Study) -> None:
     )
     for is_refused, what in refusals:
         if is_refused:
-            raise UsageError(f"{study.path} {what}", hint=_leave_out(study))
+            raise UsageError(f"{study.path} {what}", hint=leave_out(study))
 
 
-def _leave_out(study: Study) -> str:
+def tells_nothing(study: Study) -> UsageError:
+    """What is said of a study without one residual."""
+    return UsageError(f"{study.path} has no trial that says how much memory it used", hint=leave_out(study))
+
+
+def leave_out(study: Study) -> str:
+    """The hint where a study cannot teach."""
     return f"leave `--calibrate {shlex.quote(study.path or '')}` out, or name a study that `highwater find` wrote on GPUs"

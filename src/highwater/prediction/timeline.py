@@ -5,6 +5,7 @@ stack of a real allocation stand its operator, its module and its phase; in the 
 """
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 from highwater.prediction.allocator import CachingAllocator, CapacityError
@@ -13,14 +14,20 @@ from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.spec.settings import Allocator
 
 
-def timeline(log: EventLog, *, allocator: Allocator, capacity_bytes: int | None = None) -> bytes:
+def timeline(
+    log: EventLog,
+    *,
+    allocator: Allocator,
+    capacity_bytes: int | None = None,
+    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
+) -> bytes:
     """The pickle, up to the last event, or to the one that does not fit."""
     device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes)
     living: dict[int, tuple[int, dict[str, Any]]] = {}
     entries: list[dict[str, Any]] = []
     phase = "setup"
     try:
-        for number, size in enumerate(CUBLAS_WORKSPACES_BYTES, start=-len(CUBLAS_WORKSPACES_BYTES)):
+        for number, size in enumerate(workspaces_bytes, start=-len(workspaces_bytes)):
             entries.append(_entry(device, device.allocate(size), 0, number, "cuBLAS workspace", "", phase))
         for number, event in enumerate(log.events):
             match event:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from highwater.prediction.calibration import Calibration, least_residuals
 from highwater.prediction.capacity import Binding, CellPrediction, Prediction
+from highwater.prediction.constants import MachineConstants
 from highwater.prediction.formula import Phase, Term
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
@@ -149,12 +150,23 @@ def _footnotes(prediction: Prediction) -> list[str]:
         notes.append(f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN")
     if prediction.calibration is not None:
         notes += _learned(prediction.calibration)
+    if prediction.room.constants is not None:
+        notes.append(_constants(prediction.room.constants, prediction.gpus))
     notes.append(prediction.accuracy)
     notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
     if prediction.length_tokens is None and any(lengths):
         best = max(prediction.cells, key=lambda predicted: predicted.capacity_tokens)
         notes.append(f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), predicted")
     return notes
+
+
+def _constants(own: MachineConstants, gpus: int) -> str:
+    """Where what lies outside the allocator was measured, and what of it was not."""
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "cudnn": "cuDNN"}
+    versions = ", ".join(f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions)
+    text = f"context, cuBLAS and NCCL as measured on {own.device_name}: {versions or 'versions unknown'}"
+    most = max(own.context_bytes)
+    return plain(text if gpus <= most else f"{text}; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s")
 
 
 def _learned(calibration: Calibration) -> list[str]:

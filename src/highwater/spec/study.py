@@ -152,8 +152,7 @@ class Question(Noun, frozen=True, kw_only=True):
 
     def counts_as_fit(self, result: TrialResult) -> bool:
         """The trial fit, in full or memory-only, and with the headroom that is asked for; headroom that nobody measured is none."""
-        fits = result.outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
-        return fits and (self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes)
+        return result.outcome.is_fit and (self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes)
 
     def trial(self, cell: Cell, length_tokens: int, *, memory_only: bool = False) -> TrialSpec:
         """The trial of one length in one cell, in full or memory-only."""

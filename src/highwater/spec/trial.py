@@ -36,6 +36,11 @@ class Outcome(StrEnum):
     """Anything else; says nothing about memory."""
 
     @property
+    def is_fit(self) -> bool:
+        """The length fit, in full or memory-only."""
+        return self in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+
+    @property
     def is_memory(self) -> bool:
         """The trial ended because memory ran out."""
         return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
@@ -43,7 +48,7 @@ class Outcome(StrEnum):
     @property
     def tells(self) -> bool:
         """The trial says whether memory holds its length; a timeout or a crash does not."""
-        return self in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT) or self.is_memory
+        return self.is_fit or self.is_memory
 
 
 class TrialSpec(Noun, frozen=True, kw_only=True):
