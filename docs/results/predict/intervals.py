@@ -79,27 +79,30 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
     tally = Tally()
     studies = held_out()
     shipped = shipped_residuals()
-    for study in studies:
-        others = [each for other in studies if other is not study for each in study_residuals(other)] if from_others else []
+    for name, study in studies.items():
+        others = (
+            [each for other in studies.values() if other is not study for each in study_residuals(other)] if from_others else []
+        )
         factors = factors_of(
             [each.factor for each in dict.fromkeys((*shipped, *others)) if is_of(each, method, allocator)], allocator
         )
         for trial in study.trials:
-            spec, result = trial.spec, trial.result
+            spec, result, row = trial.spec, trial.result, rows.get(f"{name}/{trial.spec.key}")
             if (
                 factors is None
                 or result is None
                 or trial.repeat
                 or not result.outcome.tells
-                or not rows.get(spec.key, {}).get("held_out")
+                or row is None
+                or not row["held_out"]
                 or spec.settings.allocator != allocator
             ):
                 continue
             formula = likely_footprint(study.question.model.shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
             if method == "formula":
                 tally.add(spec, result, method, formula.device_used_bytes, factors)
-            elif rows[spec.key]["traced"]["fits"]:
-                predicted = rows[spec.key]["traced"]["peak_reserved_bytes"] + formula.outside_bytes
+            elif row["traced"]["fits"]:
+                predicted = row["traced"]["peak_reserved_bytes"] + formula.outside_bytes
                 tally.add(spec, result, method, predicted, factors)
     return tally
 
@@ -109,10 +112,10 @@ def is_of(each: Residual, method: Method, allocator: Allocator) -> bool:
     return (each.method, each.allocator) == (method, allocator)
 
 
-def held_out() -> list[Study]:
-    """Searches that were predicted before they were measured."""
+def held_out() -> dict[str, Study]:
+    """Searches that were predicted before they were measured, by name."""
     paths = [path for path in sorted(STUDIES.glob("*.jsonl")) if path.with_suffix(".prediction.json").is_file()]
-    return [highwater.open_study(path) for path in paths]
+    return {path.stem: highwater.open_study(path) for path in paths}
 
 
 if __name__ == "__main__":

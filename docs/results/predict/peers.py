@@ -33,14 +33,14 @@ FILE = HERE / "peers.json"
 TRACED = HERE / "traced.json"
 TRACKERS = ("FSDPMemTracker", "MemTracker")
 TRACKED = (
-    "41db30dcc9914b76",  # Qwen3-1.7B vanilla, 114,688
-    "dea30f600088885c",  # Qwen3-0.6B vanilla, 188,416
-    "6cca7bc7302c0f91",  # Qwen3-0.6B Env, GRPO, 2 GPUs that share sequences, 51,200
-    "22c085ea93d76e4a",  # Qwen3-4B Env+chunked, 57,344
-    "10510979bc43acd3",  # Qwen3-0.6B Env, GRPO, FSDP1, 65,536
-    "efcb2d2aed0609f1",  # Qwen3-0.6B Env+Offload, GRPO, 28,672
-    "8d62145f039124d7",  # Qwen3-1.7B Env+entropy-saving, GRPO, 155,648, memory-only
-    "9a430bc56888ce2c",  # Qwen3-4B Env, GRPO, 2 GPUs that share sequences, 32,768
+    "qwen3-1.7b-79gib-full/41db30dcc9914b76",  # Qwen3-1.7B vanilla, 114,688
+    "qwen3-0.6b-79gib-full/dea30f600088885c",  # Qwen3-0.6B vanilla, 188,416
+    "grpo-0.6b-2-sp2/6cca7bc7302c0f91",  # Qwen3-0.6B Env, GRPO, 2 GPUs that share sequences, 51,200
+    "qwen3-4b-79gib/22c085ea93d76e4a",  # Qwen3-4B Env+chunked, 57,344
+    "grpo-0.6b-1/10510979bc43acd3",  # Qwen3-0.6B Env, GRPO, FSDP1, 65,536
+    "grpo-0.6b-1-offload/efcb2d2aed0609f1",  # Qwen3-0.6B Env+Offload, GRPO, 28,672
+    "grpo-1.7b-1-entropy/8d62145f039124d7",  # Qwen3-1.7B Env+entropy-saving, GRPO, 155,648, memory-only
+    "grpo-4b-2-sp2/9a430bc56888ce2c",  # Qwen3-4B Env, GRPO, 2 GPUs that share sequences, 32,768
 )
 """Trials that the trackers follow: every kind of setting that was measured."""
 TIMEOUT_S = 900
@@ -75,12 +75,12 @@ def keep(told: dict[str, Any]) -> None:
 
 
 def fitting_trials() -> Trials:
-    """Every trial of docs/results/find that fit, by its key."""
+    """Every trial of docs/results/find that fit, by its study and its key."""
     found: Trials = {}
     for path in sorted(STUDIES.glob("*.jsonl")):
         for trial in highwater.open_study(path).trials:
             if trial.result is not None and trial.result.outcome.is_fit:
-                found[trial.spec.key] = (path.stem, trial.spec, trial.result)
+                found[f"{path.stem}/{trial.spec.key}"] = (path.stem, trial.spec, trial.result)
     return found
 
 
@@ -142,7 +142,7 @@ def lines(trials: Iterable[tuple[str, TrialSpec, TrialResult]]) -> Iterable[dict
         low, high, known = (peaks_of(*by_length[length])["peak_reserved_bytes"] for length in (first, second, last))
         yield {
             **named(study, by_length[last][0]),
-            "key": by_length[last][0].key,
+            "key": f"{study}/{by_length[last][0].key}",
             "from_tokens": [first, second],
             "peak_reserved_bytes": round(low + (high - low) * (last - first) / (second - first)),
             "measured": {"peak_reserved_bytes": known},

@@ -49,8 +49,8 @@ def told() -> Iterator[tuple[dict[str, Any], TrialSpec, TrialResult, Footprint]]
         study = highwater.open_study(STUDIES / f"{name}.jsonl")
         shape = study.question.model.shape
         for trial in study.trials:
-            row, spec = rows.get(trial.spec.key), trial.spec
-            if row is not None and row["study"] == name and not row["held_out"] and trial.result is not None and not trial.repeat:
+            row, spec = rows.get(f"{name}/{trial.spec.key}"), trial.spec
+            if row is not None and not row["held_out"] and trial.result is not None and not trial.repeat:
                 yield row, spec, trial.result, likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
 
 

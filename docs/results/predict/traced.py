@@ -53,9 +53,10 @@ def main() -> None:
     if not parser.parse_args().table:
         with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
             for study_name, spec, result in told():
-                if spec.key not in rows:
+                name = f"{study_name}/{spec.key}"  # one trial may stand in two studies, of two engines
+                if name not in rows:
                     here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
-                    rows[spec.key] = beside(study_name, spec, result, tracer(here))
+                    rows[name] = beside(study_name, spec, result, tracer(here))
                     FILE.write_text(json.dumps(rows, indent=1) + "\n")
     for title, is_held_out in (("Held out", True), ("Development", False)):
         print(f"{title}\n\n{table([row for row in rows.values() if row['held_out'] is is_held_out])}\n")
