@@ -17,6 +17,10 @@ import msgspec
 
 from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")
@@ -46,10 +50,27 @@ def main() -> None:
         with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
             for name, case in told.items():
                 if name not in rows:
-                    traced = tracer(histories.trial_spec(name))
+                    traced = tracer(trial_spec(name))
                     rows[name] = beside(phases(msgspec.convert(case["log"], EventLog)), phases(traced), case, traced)
                     FILE.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
+
+
+def trial_spec(name: str) -> TrialSpec:
+    """The recorded trial, on a machine without its GPU."""
+    asked = dict(histories.TRIALS[name])
+    model = load_model(asked.pop("model"))
+    asked.pop("memory", None)
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        length_tokens=asked.pop("length"),
+        attention_depth=asked.pop("attention_depth", None),
+        layout=Layout(),
+        settings=Settings(**asked),
+    )
 
 
 def phases(log: EventLog) -> dict[str, dict[str, Any]]:
