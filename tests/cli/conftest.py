@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Run:
             env={**os.environ, **hidden, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     return run
