@@ -48,7 +48,13 @@ def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *(("--help",), ("find", "--help"), ("find", "Qwen3-0.6B", *DRY), ("try", "Qwen3-0.6B", "--length", "8k", *DRY), ("schema",)),
+        *(
+            ("--help",),
+            ("find", "--help"),
+            ("find", "Qwen3-0.6B", *DRY),
+            ("try", "Qwen3-0.6B", "--length", "8k", *DRY),
+            ("schema",),
+        ),
         ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "-o", "guide.md"),
     ],
 )

@@ -8,7 +8,8 @@ from highwater import guiding
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
 from highwater.report.guide import UNKNOWN, Guide, guide_rows
-from highwater.report.guide_markdown import guide_markdown, summary, table_heading
+from highwater.report.guide_markdown import guide_markdown
+from highwater.report.guide_parts import gpus_heading, summary
 from highwater.store.directory import free_name
 
 _FILES = (".csv", ".jsonl", ".json")
@@ -35,7 +36,7 @@ def guide(arguments: argparse.Namespace) -> int:
     elif output is None:
         console.answer(guide_markdown(made).rstrip("\n"))
     else:
-        console.answer("\n".join(f"{t.device_name}, {table_heading(t)}, {t.training}: {summary(t)}" for t in made.tables))
+        console.answer("\n".join(f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables))
     if not arguments.json:
         console.next_command(_after(arguments))
     return _exit_code(made)
