@@ -20,6 +20,8 @@ from highwater.store.directory import check_new_file
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 
+_PAGE = ".html"
+
 
 def guide(
     *sources: str | Path,
@@ -46,11 +48,20 @@ def guide(
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
-    """Write a guide as Markdown, into a new file; raises HighwaterError for one that is there already or cannot be written."""
+    """Write a guide into a new file: ``.html`` as a page that needs nothing else, any other name as Markdown.
+
+    Raises HighwaterError for a file that is there already or cannot be written.
+    """
     path = Path(path)
     check_guide_file(path)
+    if path.suffix == _PAGE:
+        from highwater.report.guide_page import guide_page  # here, so that no other command waits for the templates
+
+        text = guide_page(made)
+    else:
+        text = guide_markdown(made)
     try:
-        path.write_text(guide_markdown(made), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `-o` out") from error
     return path
@@ -58,7 +69,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 def check_guide_file(path: Path) -> None:
     """Raise UsageError for a file that no guide is written to: nothing that a user has is overwritten."""
-    check_new_file(path, flag="-o", name="guide.md")
+    check_new_file(path, flag="-o", name="guide.html" if path.suffix == _PAGE else "guide.md")
 
 
 def _read(path: Path) -> tuple[tuple[Capacity, ...], tuple[str, ...]]:
@@ -82,7 +93,7 @@ def _read_prediction(path: Path) -> tuple[tuple[Capacity, ...], tuple[str, ...]]
         raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a prediction of this version: {error}", hint=hint) from error
-    return predicted_capacities(prediction, str(path)), prediction.notes
+    return predicted_capacities(prediction, str(path)), tuple(f"{path}: {note}" for note in prediction.notes)
 
 
 def _predictions(
@@ -93,4 +104,5 @@ def _predictions(
             words = ["highwater", "predict", model, *(("--gpus", where) if where else ())]
             words += ["--trainer", trainer] if trainer != "highwater" else []
             prediction = api.predict(model, gpus=where, trainer=trainer)
-            yield predicted_capacities(prediction, shlex.join(words)), prediction.notes
+            command = shlex.join(words)
+            yield predicted_capacities(prediction, command), tuple(f"{command}: {note}" for note in prediction.notes)

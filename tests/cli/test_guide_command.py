@@ -41,6 +41,12 @@ def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater: Run
     assert len(json.loads(rows.stdout)) == 265
 
 
+def test_a_guide_is_a_page_where_its_name_says_so(highwater: Run, tmp_path: Path) -> None:
+    assert highwater("guide", TABLE, "-o", "guide.html").returncode == 0
+    assert (tmp_path / "guide.html").read_text().startswith("<!doctype html>")
+    assert refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1] == "name a new file: `-o guide-2.html`"
+
+
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater: Run) -> None:
     words = ("--predict", "Qwen3-0.6B", "Qwen3-8B", "--gpus", "2xA100-80GB", "1xH200-141GB")
     done = highwater("guide", *words, "--json")
@@ -58,7 +64,9 @@ def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater:
 
 
 def test_the_trainer_that_is_predicted_can_be_named(highwater: Run) -> None:
-    rows = json.loads(highwater("guide", "--predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--json").stdout)
+    done = highwater("guide", "--predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--json")
+    assert "note: highwater predict Qwen3-8B --gpus 2xA100-80GB --trainer trinity: 4 of 6 cells by replay" in done.stderr
+    rows = json.loads(done.stdout)
     assert {row["settings"] for row in rows} <= {
         "vanilla",
         "Env",

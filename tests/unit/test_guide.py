@@ -81,6 +81,12 @@ def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path:
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
+def test_a_table_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("gpu,settings,gpus,sp,model,max_model_len\r\nA100-80GB,env,1,1,Qwen3-0.6B, \r\n", encoding="utf-8-sig")
+    assert labels(guide(path)) == {4096: "?"}
+
+
 def test_what_one_file_does_not_know_another_may(tmp_path: Path) -> None:
     rows = ("A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096")
     assert labels(of_rows(*rows, folder=tmp_path)) == {4096: "vanilla", 8192: "-"}
@@ -333,6 +339,7 @@ def test_a_guide_is_written_into_a_new_file_only(tmp_path: Path) -> None:
         ("gpu,settings,gpus,sp,model,max_model_len\n,vanilla,1,1,Qwen3-0.6B,4096\n", "line 2 lacks a gpu"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,magic,1,1,Qwen3-0.6B,4096\n", "settings 'magic' are none of"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,-1\n", "line 2 has a capacity of -1"),
+        ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,16777217\n", "line 2 has a capacity of 16777217"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,one,1,Qwen3-0.6B,4096\n", "invalid literal"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,3,Qwen3-0.6B,4096\n", "3 does not divide 2 GPUs"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen9-9B,4096\n", "no model 'Qwen9-9B'"),

@@ -172,7 +172,9 @@ def _guide_flags(parser: Parser) -> None:
     parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
     parser.add_argument("--gpus", metavar="[N x]KIND", help="where: 4xA100-80GB 8xH100-80GB; default: this machine's", **several)
     parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the guide as Markdown into a new file; default: print it")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown; default: print it"
+    )
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 
 

@@ -63,7 +63,8 @@ def introduction(guide: Guide) -> str:
 
 def source_words(guide: Guide) -> list[str]:
     """What each kind of figure in the guide is; our own text."""
-    return [f"**{source}**: {text}." for source, text in SOURCES.items() if any(t.source == source for t in guide.tables)]
+    found = {table.source for table in guide.tables}
+    return [f"{text.replace(source, f'**{source}**', 1)}." for source, text in SOURCES.items() if source in found]
 
 
 def words(guide: Guide) -> Iterator[str]:

@@ -57,9 +57,9 @@ BUDGETS = (
     f"`{_BATCHES}.ref.log_prob_max_token_len_per_gpu` for the log-probabilities of the reference.",
 )
 BUDGET_RULE = (
-    "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest sequences. Less saves memory, down "
-    "to `ceil(max_model_len / SP)`, which holds one; less than that holds no sequence of full length, and is refused. The longer the "
-    "context, the more tokens on each GPU; a higher SP divides them."
+    "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest sequences. Less saves memory, "
+    "down to `ceil(max_model_len / SP)`, which holds one; less than that holds no sequence of full length, and is refused. "
+    "The longer the context, the more tokens on each GPU; a higher SP divides them."
 )
 PRACTICES = (
     "Begin with the simplest configuration that the table names for your length, not with the one that saves most.",

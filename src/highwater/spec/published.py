@@ -35,6 +35,9 @@ _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
 _CEILING_TOKENS = 1024**2
 """Longer than any published capacity: a table says that something failed above each."""
 
+_LONGEST_TOKENS = 16 * 1024**2
+"""What is longer is no length: a guide has a row for each step up to it."""
+
 
 class CapacityTable(Noun, frozen=True, kw_only=True):
     """Known capacities, as questions and as their answers."""
@@ -120,7 +123,7 @@ class _Row(NamedTuple):
 def _read_rows(path: Path) -> list[_Row]:
     """Every row; raises UsageError for a file that is no such table, or has none."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
@@ -140,11 +143,12 @@ def _row(row: Mapping[str, str | None], line: int) -> _Row:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
     if rung is None or rung not in PUBLISHED_SETTINGS:
         raise ValueError(f"settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
-    if tokens and int(tokens) < 0:
-        raise ValueError(f"line {line} has a capacity of {tokens}")
+    known = int(tokens) if tokens and tokens.strip() else None
+    if known is not None and not 0 <= known <= _LONGEST_TOKENS:
+        raise ValueError(f"line {line} has a capacity of {known}")
     layout = Layout(gpus=int(gpus), ulysses_degree=int(sp))
     cell = Cell(layout=layout, settings=PUBLISHED_SETTINGS[rung])
-    return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=int(tokens) if tokens else None)
+    return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=known)
 
 
 def _no_table(path: Path, why: str) -> UsageError:
