@@ -11,15 +11,19 @@ if TYPE_CHECKING:
     from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
     from highwater.errors import HighwaterError as HighwaterError
+    from highwater.guiding import guide as guide
+    from highwater.guiding import write_guide as write_guide
 
 _PUBLIC = {
     "find": "highwater.api",
     "predict": "highwater.api",
     "run_trial": "highwater.api",
     "open_study": "highwater.api",
+    "guide": "highwater.guiding",
+    "write_guide": "highwater.guiding",
     "HighwaterError": "highwater.errors",
 }
-__all__ = ["HighwaterError", "__version__", "find", "open_study", "predict", "run_trial"]
+__all__ = ["HighwaterError", "__version__", "find", "guide", "open_study", "predict", "run_trial", "write_guide"]
 
 
 def __getattr__(name: str) -> Any:

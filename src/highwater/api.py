@@ -10,7 +10,6 @@ for answer in study.answers:
 """
 
 import os
-import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
-from highwater.store.directory import check_checkpoint_directory, check_log_directory, study_path
+from highwater.store.directory import check_checkpoint_directory, check_log_directory, check_new_file, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
 from highwater.units import format_seconds, parse_bytes, parse_tokens
@@ -215,19 +214,7 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> 
         return
     if not exact:
         raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
-    path = Path(timeline)
-    try:
-        path.touch(exist_ok=False)
-        path.unlink()
-    except OSError as error:
-        why = "is there already" if path.exists() else f"cannot be written: {error.strerror}"
-        raise UsageError(f"{path} {why}", hint=f"name a new file: `--timeline {shlex.quote(_free_name())}`") from error
-
-
-def _free_name() -> str:
-    """A file that is not in the working directory yet."""
-    names = ("timeline.pickle", *(f"timeline-{number}.pickle" for number in range(2, 1000)))
-    return next(name for name in names if not Path(name).exists())
+    check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
 
 
 def _write_timeline(path: Path, question: Question, prediction: Prediction, tracer: CachedTracer) -> None:

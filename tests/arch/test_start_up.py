@@ -47,7 +47,16 @@ def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("--help",), ("find", "--help"), ("find", "Qwen3-0.6B", *DRY), ("try", "Qwen3-0.6B", "--length", "8k", *DRY), ("schema",)],
+    [
+        *(
+            ("--help",),
+            ("find", "--help"),
+            ("find", "Qwen3-0.6B", *DRY),
+            ("try", "Qwen3-0.6B", "--length", "8k", *DRY),
+            ("schema",),
+        ),
+        ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "-o", "guide.md"),
+    ],
 )
 def test_a_command_that_trains_nothing_imports_nothing_heavy(words: tuple[str, ...], tmp_path: Path) -> None:
     done = run(_RUN, *words, cwd=tmp_path)
@@ -71,7 +80,9 @@ def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], t
 
 
 def test_the_public_names_are_these() -> None:
-    assert highwater.__all__ == ["HighwaterError", "__version__", "find", "open_study", "predict", "run_trial"]
+    assert highwater.__all__ == [
+        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "run_trial", "write_guide")
+    ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):
         _ = highwater.Journal

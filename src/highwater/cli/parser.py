@@ -16,6 +16,7 @@ _COMMANDS = {
     "find": "the longest context that a model trains with here, by real trials",
     "try": "one trial of one length",
     "predict": "the longest context of every rung on GPUs that need not be here, in a second; nothing is run",
+    "guide": "the simplest settings for each length, from studies, known capacities and predictions: a page for the team",
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
@@ -83,6 +84,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "find": "highwater find Qwen3-0.6B",
         "try": "highwater try Qwen3-0.6B --length 32k",
         "predict": "highwater predict Qwen3-8B --gpus 4xA100-80GB",
+        "guide": "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
         "compare-search": "highwater compare-search capacities.csv",
     }
     commands = {
@@ -92,6 +94,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _find_flags(commands["find"])
     _try_flags(commands["try"])
     _predict_flags(commands["predict"])
+    _guide_flags(commands["guide"])
     _show_flags(commands["show"])
     commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
     commands["doctor"].add_argument(
@@ -160,6 +163,24 @@ def _predict_flags(parser: Parser) -> None:
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"
     )
     add_flags(parser, PREDICT_FLAGS, group="settings and lengths")
+
+
+def _guide_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="SOURCE",
+        help="a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; 0: nothing fits, empty: "
+        "unknown), or the .json of `highwater predict --json`",
+    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
+    parser.add_argument("--gpus", metavar="[N x]KIND", help="where: 4xA100-80GB 8xH100-80GB; default: this machine's", **several)
+    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown; default: print it"
+    )
+    parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 
 
 def _show_flags(parser: Parser) -> None:

@@ -11,8 +11,10 @@ from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConst
 from highwater.prediction.formula import Footprint, Formula, outside_terms
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
+from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer
+from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.study import Cell, Question
 
@@ -124,6 +126,26 @@ class Prediction(Noun, frozen=True, kw_only=True):
         """The cell to explain: the first that fits a length, or the one of the longest capacity; where nothing fits, the first."""
         fitting = [cell for cell in self.cells if cell.capacity_tokens] or list(self.cells[:1])
         return fitting[0] if self.length_tokens else max(fitting, key=lambda cell: cell.capacity_tokens)
+
+
+def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
+    """What a prediction says of each cell: what fits by the upper end of its interval, where it has one."""
+    kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
+    is_whole = kinds.get(prediction.device_name, prediction.device_bytes) == prediction.room.device_bytes
+    return tuple(
+        Capacity(
+            model_name=prediction.model_name,
+            native_length_tokens=prediction.native_length_tokens,
+            device_name=kind_with_memory(prediction.device_name, None if is_whole else prediction.room.device_bytes),
+            cell=predicted.cell,
+            capacity_tokens=predicted.capacity_tokens,
+            does_not_fit_tokens=predicted.does_not_fit_tokens,
+            source="predicted",
+            trainer=prediction.trainer,
+            found_in=found_in,
+        )
+        for predicted in prediction.cells
+    )
 
 
 def predict_cells(

@@ -3,28 +3,41 @@
 from typing import Literal
 
 from highwater.spec.codec import Noun
+from highwater.spec.events import Trainer
+from highwater.spec.hardware import kind_of
 from highwater.spec.ladder import simplicity
-from highwater.spec.study import Cell
+from highwater.spec.study import Cell, Question, Study
+from highwater.spec.trial import Outcome
+from highwater.units import format_bytes
 
-Source = Literal["measured", "predicted", "published"]
-"""Trials of this project, a prediction of this project, or somebody else's table."""
+Source = Literal["measured", "simulated", "predicted", "published"]
+"""Trials of this project, a memory law instead of trials, a prediction of this project, or somebody else's table."""
 
 
 class Capacity(Noun, frozen=True, kw_only=True):
-    """One cell's answer. What nobody knows is no capacity."""
+    """One cell's answer: lengths known to fit, lengths known not to, and between the two what nobody knows."""
 
     model_name: str
     native_length_tokens: int
     device_name: str
-    """Kind of GPU, as in the catalog where it is known: ``A100-80GB``."""
+    """Kind of GPU, as in the catalog where it is known: ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget."""
     cell: Cell
     capacity_tokens: int
-    """The longest length that fits; 0: not even the shortest."""
+    """The longest length that fits; 0: none is known to."""
+    does_not_fit_tokens: int | None = None
+    """The shortest length known not to fit; None: nobody knows of one."""
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source
+    trainer: Trainer = "highwater"
+    """Whose step it is."""
     found_in: str
     """File that says so, or the command that predicts it."""
+
+    def is_unknown(self, length_tokens: int) -> bool:
+        """Nobody knows whether this length fits."""
+        fails = self.does_not_fit_tokens
+        return self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails)
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
@@ -32,6 +45,53 @@ def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity |
     return next((each for each in in_order(capacities) if each.capacity_tokens >= length_tokens), None)
 
 
+def may_be_simpler(capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None) -> bool:
+    """Of the same capacities: whether nobody knows if a simpler cell than ``found`` trains a length; of None, if any cell does."""
+    known = {capacity.cell for capacity in capacities if not capacity.is_unknown(length_tokens)}
+    simpler = (each.cell for each in capacities if found is None or simplicity(each.cell) < simplicity(found.cell))
+    return any(cell not in known for cell in simpler)
+
+
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
     """The simplest first."""
     return sorted(capacities, key=lambda capacity: simplicity(capacity.cell))
+
+
+def study_capacities(study: Study) -> tuple[Capacity, ...]:
+    """What a study knows of each cell: its answer, or the longest fit so far; a memory-only proof is a capacity of its own."""
+    answers = {answer.cell: answer for answer in study.answers}
+    found: list[Capacity] = []
+    for cell in study.question.cells:
+        answer = answers.get(cell)
+        if answer is None:
+            memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
+            fits, fails = study.longest_fit_tokens(cell), None
+        else:
+            memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
+            fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens
+        found.append(_of_study(study, cell, fits or 0, fails))
+        if memory_only is not None:
+            found.append(_of_study(study, cell, memory_only, fails, is_memory_only=True))
+    return tuple(found)
+
+
+def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
+    """The catalog's name of a GPU, where it has one; with its memory, where that is not the whole card's."""
+    kind = kind_of(device_name)
+    name = device_name if kind is None else kind.name
+    return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
+
+
+def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False) -> Capacity:
+    question: Question = study.question
+    return Capacity(
+        model_name=question.model.name,
+        native_length_tokens=question.model.shape.native_length_tokens,
+        device_name=kind_with_memory(question.device_name, question.memory_budget_bytes),
+        cell=cell,
+        capacity_tokens=fits,
+        does_not_fit_tokens=fails,
+        is_memory_only=is_memory_only,
+        source="simulated" if question.simulated else "measured",
+        found_in=study.path or "a search that was not recorded",
+    )

@@ -1,15 +1,18 @@
-"""Published: capacity tables of other trainers, CSV to questions and answers, and what they call a rung.
+"""Published: capacity tables of other trainers, CSV to questions and answers or to capacities, and what they call a rung.
 
-A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits; empty: unknown, left out).
+A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits; empty: unknown); others are not
+read. As questions, cells that are unknown are left out; as capacities they are said to be unknown.
 """
 
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.spec.capacities import Capacity
 from highwater.spec.codec import Noun
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.layout import Layout
@@ -32,6 +35,9 @@ _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
 _CEILING_TOKENS = 1024**2
 """Longer than any published capacity: a table says that something failed above each."""
 
+_LONGEST_TOKENS = 16 * 1024**2
+"""What is longer is no length: a guide has a row for each step up to it."""
+
 
 class CapacityTable(Noun, frozen=True, kw_only=True):
     """Known capacities, as questions and as their answers."""
@@ -47,17 +53,56 @@ def read_capacity_table(path: Path) -> CapacityTable:
 
     Raises UsageError for a file that is no such table, ModelError for a model that is not known.
     """
-    try:
-        rows = _read_rows(path)
-        capacity_tokens = {(row["model"], _cell(row)): int(row["max_model_len"]) for row in rows}
-    except (OSError, TypeError, ValueError, csv.Error) as error:
-        hint = f"give a CSV with the columns {', '.join(_COLUMNS)}"
-        raise UsageError(f"{path} is not a capacity table: {error}", hint=hint) from error
+    rows = [row for row in _read_rows(path) if row.tokens is not None]
+    capacity_tokens = {(row.model_name, row.cell): row.tokens for row in rows if row.tokens is not None}
+    if not rows:
+        raise _no_table(path, "it has no row with a capacity")
     cells: dict[tuple[str, str], list[Cell]] = {}
     for row in rows:
-        cells.setdefault((row["gpu"], row["model"]), []).append(_cell(row))
+        cells.setdefault((row.device_name, row.model_name), []).append(row.cell)
     questions = tuple(_question(gpu, model, own) for (gpu, model), own in cells.items())
     return CapacityTable(questions=questions, capacity_tokens=capacity_tokens)
+
+
+def table_capacities(path: Path) -> tuple[Capacity, ...]:
+    """What the capacity table in a CSV file says of each cell, in its order, the unknown cells too.
+
+    The next length of the published grid is known not to fit: that is where the published search stopped. Errors as for
+    ``read_capacity_table``.
+    """
+    rows = _read_rows(path)
+    natives = {name: load_model(name).shape.native_length_tokens for name in dict.fromkeys(row.model_name for row in rows)}
+    grids = {name: published_grid(native_tokens) for name, native_tokens in natives.items()}
+
+    def next_tokens(row: _Row, tokens: int) -> int:
+        grid = grids[row.model_name]
+        return grid.length(grid.index_at_most(tokens) + 1)
+
+    return tuple(
+        Capacity(
+            model_name=row.model_name,
+            native_length_tokens=natives[row.model_name],
+            device_name=row.device_name,
+            cell=row.cell,
+            capacity_tokens=row.tokens or 0,
+            does_not_fit_tokens=None if row.tokens is None else next_tokens(row, row.tokens),
+            source="published",
+            trainer="trinity",
+            found_in=str(path),
+        )
+        for row in rows
+    )
+
+
+def published_grid(native_length_tokens: int) -> Grid:
+    """The lengths of the published tables, for a model of this native length."""
+    return Grid(
+        start_tokens=PUBLISHED_STEP_TOKENS,
+        step_tokens=PUBLISHED_STEP_TOKENS,
+        native_length_tokens=native_length_tokens,
+        beyond_step_tokens=max(1, native_length_tokens // 4),
+        max_tokens=_CEILING_TOKENS,
+    )
 
 
 def rung_name(settings: Settings) -> str:
@@ -65,24 +110,49 @@ def rung_name(settings: Settings) -> str:
     return next(name for name, known in PUBLISHED_SETTINGS.items() if known == settings)
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows whose capacity is known. Raises ValueError for a file that has none."""
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"it has no column {', '.join(missing)}")
-        rows = [row for row in reader if row["max_model_len"]]
+class _Row(NamedTuple):
+    """One row of a table."""
+
+    device_name: str
+    model_name: str
+    cell: Cell
+    tokens: int | None
+    """None: unknown."""
+
+
+def _read_rows(path: Path) -> list[_Row]:
+    """Every row; raises UsageError for a file that is no such table, or has none."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"it has no column {', '.join(missing)}")
+            rows = [_row(row, reader.line_num) for row in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise _no_table(path, str(error)) from error
     if not rows:
-        raise ValueError("it has no row with a capacity")
+        raise _no_table(path, "it has no row")
     return rows
 
 
-def _cell(row: Mapping[str, str]) -> Cell:
-    if row["settings"] not in PUBLISHED_SETTINGS:
-        raise ValueError(f"settings {row['settings']!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
-    layout = Layout(gpus=int(row["gpus"]), ulysses_degree=int(row["sp"]))
-    return Cell(layout=layout, settings=PUBLISHED_SETTINGS[row["settings"]])
+def _row(row: Mapping[str, str | None], line: int) -> _Row:
+    """One row of the file; raises ValueError for what is none, UsageError for a degree that cannot be."""
+    device_name, rung, gpus, sp, model_name, tokens = (row[column] for column in _COLUMNS)
+    if not device_name or not model_name or gpus is None or sp is None:
+        raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
+    if rung is None or rung not in PUBLISHED_SETTINGS:
+        raise ValueError(f"settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
+    known = int(tokens) if tokens and tokens.strip() else None
+    if known is not None and not 0 <= known <= _LONGEST_TOKENS:
+        raise ValueError(f"line {line} has a capacity of {known}")
+    layout = Layout(gpus=int(gpus), ulysses_degree=int(sp))
+    cell = Cell(layout=layout, settings=PUBLISHED_SETTINGS[rung])
+    return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=known)
+
+
+def _no_table(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is not a capacity table: {why}", hint=f"give a CSV with the columns {', '.join(_COLUMNS)}")
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
@@ -95,12 +165,6 @@ def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
         device_total_bytes=next((kind.usable_bytes for kind in gpu_catalog() if kind.name == gpu), None),
         memory_budget_bytes=None,
         cells=tuple(cells),
-        grid=Grid(
-            start_tokens=PUBLISHED_STEP_TOKENS,
-            step_tokens=PUBLISHED_STEP_TOKENS,
-            native_length_tokens=native_tokens,
-            beyond_step_tokens=native_tokens // 4,
-            max_tokens=_CEILING_TOKENS,
-        ),
+        grid=published_grid(native_tokens),
         simulated=True,
     )

@@ -1,4 +1,4 @@
-"""Directories that trials write to: where studies lie, and proof that there is room before anything starts."""
+"""Directories and files that are written: where studies lie, and proof that there is room before anything starts."""
 
 import errno
 import os
@@ -60,6 +60,23 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
         f"{format_bytes(free)} are free",
         hint=", or ".join([f"free some space (`df -h {shlex.quote(str(directory))}`)", *_ways_to_save_less(needed, free)]),
     )
+
+
+def check_new_file(path: Path, *, flag: str, name: str) -> None:
+    """Raise UsageError for a file that is there already, or cannot be written; ``name`` is like what one would call it."""
+    try:
+        path.touch(exist_ok=False)
+        path.unlink()
+    except OSError as error:
+        why = "is there already" if path.exists() else f"cannot be written: {error.strerror}"
+        raise UsageError(f"{path} {why}", hint=f"name a new file: `{flag} {shlex.quote(free_name(name))}`") from error
+
+
+def free_name(name: str) -> str:
+    """``guide.md``, ``guide-2.md``, ...: the first that is not in the working directory yet."""
+    stem, suffix = Path(name).stem, Path(name).suffix
+    names = (name, *(f"{stem}-{number}{suffix}" for number in range(2, 1000)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def study_path(log_directory: Path, question: Question) -> Path:

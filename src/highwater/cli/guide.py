@@ -1,0 +1,58 @@
+"""``highwater guide``: the simplest settings for each length, from studies, tables and predictions."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from highwater import guiding
+from highwater.cli import console
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
+from highwater.report.guide import UNKNOWN, Guide, guide_rows
+from highwater.report.guide_markdown import guide_markdown
+from highwater.report.guide_parts import gpus_heading, summary
+from highwater.store.directory import free_name
+
+_FILES = (".csv", ".jsonl", ".json")
+
+
+def guide(arguments: argparse.Namespace) -> int:
+    """Print the guide, or write it and print how far each model gets."""
+    for flag in (arguments.predict, arguments.gpus):
+        arguments.sources += [word for word in flag if word.endswith(_FILES)]  # `--gpus KIND FILE`: argparse gives both to the flag
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None:
+        guiding.check_guide_file(output)
+    made = guiding.guide(
+        *arguments.sources,
+        predict=[word for word in arguments.predict if not word.endswith(_FILES)],
+        gpus=[word for word in arguments.gpus if not word.endswith(_FILES)],
+        trainer=arguments.trainer,
+    )
+    console.notes(made.notes)
+    if output is not None:
+        console.talk(f"the guide: {guiding.write_guide(output, made)}")
+    if arguments.json:
+        console.answer_json(guide_rows(made))
+    elif output is None:
+        console.answer(guide_markdown(made).rstrip("\n"))
+    else:
+        console.answer("\n".join(f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables))
+    if not arguments.json:
+        console.next_command(_after(arguments))
+    return _exit_code(made)
+
+
+def _after(arguments: argparse.Namespace) -> str:
+    """The file, and then its rows."""
+    words = list(arguments.command_line)
+    if arguments.output is None:
+        return shlex.join((*words, "-o", free_name("guide.md")))
+    at = next(index for index, word in enumerate(words) if word.startswith(("-o", "--output")))
+    del words[at : at + (2 if words[at] in ("-o", "--output") else 1)]
+    return shlex.join((*words, "--json"))
+
+
+def _exit_code(made: Guide) -> int:
+    if any(choice.capacity is not None for choice in made.choices):
+        return EXIT_ANSWERED
+    return EXIT_INCONCLUSIVE if any(choice.label == UNKNOWN for choice in made.choices) else EXIT_ANSWERED_NO

@@ -1,0 +1,71 @@
+"""The guide as a Markdown document: words, a table for each number of GPUs, long contexts, capacities, practices, sources."""
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+
+from highwater.report import guide_parts, guide_text
+from highwater.report.guide import Guide
+from highwater.report.guide_parts import Section
+from highwater.report.table import TextTable
+from highwater.report.text import plain
+
+_SPECIAL = re.compile(r"[|*`\[\]\\~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+
+
+def guide_markdown(guide: Guide) -> str:
+    """The whole document."""
+    sections = guide_parts.sections(guide)
+    parts = [f"# {guide_text.TITLE}", escaped(guide_parts.introduction(guide)), _list(guide_parts.source_words(guide))]
+    parts += ["## How to read it", _list(guide_parts.words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
+    for section in sections:
+        parts += [f"## {escaped(section.heading)}", *_choices(section)]
+    parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
+    for configuration, factors in guide_parts.long_contexts(guide):
+        parts += [f"```yaml\n{configuration}```", factors]
+    budgets = guide_parts.budget_table(guide)
+    parts += ["## Memory and the token budget", guide_text.BUDGET, _list(guide_text.BUDGETS), guide_text.BUDGET_RULE]
+    parts += [f"{budgets.title}:", _table(budgets)]
+    parts += ["## Capacities", guide_text.CAPACITIES, *(part for section in sections for part in _capacities(section))]
+    parts += ["## Best practices", "\n".join(f"{n}. {text}" for n, text in enumerate(guide_text.PRACTICES, 1))]
+    parts += ["## Where the numbers come from", _table(guide_parts.origin_table(guide)), _list(map(escaped, guide.notes))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text from outside as text, in a Markdown paragraph, heading or table."""
+    return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _choices(section: Section) -> Iterator[str]:
+    """A part for each number of GPUs, its table folded away."""
+    for table in section.tables:
+        yield f"### {guide_parts.gpus_heading(table)}"
+        if table.gpus == 1:
+            yield f"> {guide_text.ONE_GPU} {escaped(guide_parts.only_with_offload(table))}".rstrip()
+        drawn = guide_parts.choice_table(table)
+        yield f"<details>\n<summary>{html.escape(plain(drawn.title))}</summary>"
+        yield _table(drawn)
+        yield "</details>"
+
+
+def _capacities(section: Section) -> Iterator[str]:
+    yield f"### {escaped(section.heading)}"
+    for table, _ in guide_parts.rungs(section):
+        yield f"**{escaped(table.title)}**"
+        yield _table(table)
+
+
+def _table(table: TextTable) -> str:
+    """Figures are aligned right; widths are even, for who reads the source."""
+    grid = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
+    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.columns))]
+    rules = tuple("-" * width if i < table.left_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths))
+    return "\n".join(
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in (grid[0], rules, *grid[1:])
+    )

@@ -1,0 +1,112 @@
+"""The guide as one HTML page that needs nothing else: no network, no script, readable on a phone, in the dark and on paper."""
+
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from highwater.report import guide_parts, guide_text
+from highwater.report.guide import Guide, farthest
+from highwater.report.guide_parts import Section
+from highwater.report.table import TextTable
+from highwater.report.text import plain_lines
+from highwater.units import format_tokens
+
+_BAR_WIDTH, _ROW_HEIGHT = 360, 22
+"""Of the picture of a section, in its own units; the width is that of the longest bar."""
+
+
+class Bar(NamedTuple):
+    """How far one model gets on one number of GPUs."""
+
+    label: str
+    text: str
+    width: int
+    y: int
+
+
+class Chart(NamedTuple):
+    """A picture of a section."""
+
+    bars: tuple[Bar, ...]
+    height: int
+
+
+class Figure(NamedTuple):
+    """One figure of a heat map."""
+
+    text: str
+    heat: float
+    """Share of the section's longest length, from 0 to 1."""
+
+
+class HeatMap(NamedTuple):
+    """The capacities of one rung."""
+
+    table: TextTable
+    rows: tuple[tuple[tuple[str, ...], tuple[Figure, ...]], ...]
+    """Number of GPUs and degree, then a figure for each model."""
+
+
+def guide_page(guide: Guide) -> str:
+    """The whole page. Everything in it is escaped but what is marked in our own text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless)
+    environment.filters["own"] = _own
+    template = environment.from_string((files("highwater.report") / "guide.html.j2").read_text(encoding="utf-8"))
+    sections = guide_parts.sections(guide)
+    return template.render(
+        text=guide_text,
+        introduction=guide_parts.introduction(guide),
+        sources=guide_parts.source_words(guide),
+        words=list(guide_parts.words(guide)),
+        sections=sections,
+        charts=[_chart(section) for section in sections],
+        heat_maps=[list(_heat_maps(section)) for section in sections],
+        gpus_heading=guide_parts.gpus_heading,
+        only_with_offload=guide_parts.only_with_offload,
+        choice_table=guide_parts.choice_table,
+        contexts=list(guide_parts.long_contexts(guide)),
+        budgets=guide_parts.budget_table(guide),
+        origins=guide_parts.origin_table(guide),
+        notes=guide.notes,
+        bar_width=_BAR_WIDTH,
+        row_height=_ROW_HEIGHT,
+    )
+
+
+def _harmless(value: Any) -> Any:
+    """Text without characters that a terminal or an editor would act upon; escaping comes after this."""
+    return plain_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _own(text: str) -> Markup:
+    """Our own text: escaped, then `code` and **bold** as they are meant."""
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))  # noqa: S704 -- escaped above
+
+
+def _chart(section: Section) -> Chart:
+    reached = [(table, name, farthest(table, name)) for table in section.tables for name in table.models]
+    longest = max((found[0] for *_, found in reached if found is not None), default=1)
+    bars: list[Bar] = []
+    for row, (table, name, found) in enumerate(reached):
+        is_memory_only = found is not None and found[1].capacity is not None and found[1].capacity.is_memory_only
+        tokens = 0 if found is None else found[0]
+        text = f"{format_tokens(tokens)}{' memory-only' if is_memory_only else ''}" if tokens else "none"
+        label = f"{guide_parts.gpus_heading(table)}, {name}"
+        bars.append(Bar(label=label, text=text, width=round(_BAR_WIDTH * tokens / longest), y=row * _ROW_HEIGHT))
+    return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
+
+
+def _heat_maps(section: Section) -> Iterator[HeatMap]:
+    rungs = list(guide_parts.rungs(section))
+    longest = max((tokens for rung in rungs for row in rung.tokens for tokens in row), default=0) or 1
+    for table, tokens_found in rungs:
+        rows = (
+            (row[:2], tuple(Figure(text, round(tokens / longest, 3)) for text, tokens in zip(row[2:], tokens_row, strict=True)))
+            for row, tokens_row in zip(table.rows, tokens_found, strict=True)
+        )
+        yield HeatMap(table, tuple(rows))

@@ -1,0 +1,220 @@
+"""What a page about a guide says, before anybody decides how it is drawn: headings, tables and sentences, nothing escaped yet."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from highwater.report import guide_text
+from highwater.report.guide import UNKNOWN, Guide, GuideTable, cell_label, farthest, rung_label
+from highwater.report.table import TextTable
+from highwater.spec.capacities import Capacity, Source
+from highwater.spec.ladder import simplicity
+from highwater.spec.layout import Layout
+from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
+from highwater.units import format_tokens
+
+SOURCES: dict[Source, str] = {
+    "measured": "measured by real trials",
+    "simulated": "simulated from a memory law, nothing was trained",
+    "predicted": "predicted, nothing was run; where the prediction is an interval, its upper end fits",
+    "published": "published by others, not measured here",
+}
+_STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
+_HF_WEIGHTS = {"always": "saved with every checkpoint", "last": "saved at the end", "never": "never saved"}
+
+
+class Section(NamedTuple):
+    """Everything about one kind of GPU, from one source, of one kind of training and one native length."""
+
+    heading: str
+    tables: tuple[GuideTable, ...]
+
+
+class LongContext(NamedTuple):
+    """How models of one native length are configured past it."""
+
+    configuration: str
+    factors: str
+    """YaRN's factor for each length of the guide, in a sentence."""
+
+
+class Rung(NamedTuple):
+    """The capacities of one rung."""
+
+    table: TextTable
+    tokens: tuple[tuple[int, ...], ...]
+    """The longest length of each figure in the table's columns of models; 0 where none is known."""
+
+
+def sections(guide: Guide) -> list[Section]:
+    """In the guide's order."""
+    return [Section(heading, tuple(group)) for heading, group in groupby(guide.tables, key=_heading)]
+
+
+def introduction(guide: Guide) -> str:
+    """What the page is about."""
+    kinds = ", ".join(dict.fromkeys(table.device_name for table in guide.tables))
+    return (
+        f"For each length in tokens and each model: the simplest settings that fit, on {kinds}. Every table says what it rests on."
+    )
+
+
+def source_words(guide: Guide) -> list[str]:
+    """What each kind of figure in the guide is; our own text."""
+    found = {table.source for table in guide.tables}
+    return [f"{text.replace(source, f'**{source}**', 1)}." for source, text in SOURCES.items() if source in found]
+
+
+def words(guide: Guide) -> Iterator[str]:
+    """The words that every guide explains, and those of its own; our own text."""
+    labels = {cell_label(each.cell) for table in guide.tables for each in table.capacities}
+    used = {name for name in guide_text.WORDS if any(name in label for label in labels)}
+    yield from (f"**{name}**: {text}" for name, text in guide_text.WORDS.items() if name in used | guide_text.ALWAYS)
+    yield from (guide_text.COMBINED, guide_text.SAME_LABEL, guide_text.NOTHING)
+    if any(choice.label == UNKNOWN for choice in guide.choices):
+        yield guide_text.UNKNOWN
+    if any(choice.capacity is not None and choice.may_be_simpler for choice in guide.choices):
+        yield guide_text.PERHAPS_SIMPLER
+    if any(choice.capacity is not None and choice.capacity.is_memory_only for choice in guide.choices):
+        yield guide_text.MEMORY_ONLY
+
+
+def gpus_heading(table: GuideTable) -> str:
+    """``4 GPUs``."""
+    return counted_ranks(table.gpus, "cuda")
+
+
+def summary(table: GuideTable) -> str:
+    """One line: how far each model gets, and what kind of figure that is."""
+    return f"longest context known to fit, {table.source}: {', '.join(_reached(table, name) for name in table.models)}"
+
+
+def only_with_offload(table: GuideTable) -> str:
+    """Models that fit nothing without it, in a sentence; empty where there is none."""
+    first = table.rows[0][1]
+    names = [each.model_name for each in first if each.capacity is not None and each.capacity.cell.settings.offload]
+    return f"Only with offload, here: {', '.join(names)}." if names else ""
+
+
+def choice_table(table: GuideTable) -> TextTable:
+    """Lengths by models; ``?`` after an entry where something simpler may fit."""
+    rows = (
+        (
+            format_tokens(tokens),
+            *(f"{c.label} ?" if c.capacity is not None and c.may_be_simpler else c.label for c in choices),
+        )
+        for tokens, choices in table.rows
+    )
+    return TextTable(
+        title=summary(table), columns=("max_model_len", *table.models), rows=tuple(rows), left_columns=1 + len(table.models)
+    )
+
+
+def long_contexts(guide: Guide) -> Iterator[LongContext]:
+    """For each native length."""
+    lengths: dict[int, set[int]] = {}
+    models: dict[int, str] = {}
+    for table in guide.tables:
+        models.setdefault(table.native_length_tokens, table.models[0])
+        found = lengths.setdefault(table.native_length_tokens, set())
+        found |= {tokens for tokens, choices in table.rows if any(choice.capacity for choice in choices)}
+    for native, found in lengths.items():
+        factors = [f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in sorted(found) if tokens > native]
+        said = f"`FACTOR` by length: {', '.join(factors)}." if factors else "No length of this guide is longer."
+        yield LongContext(
+            guide_text.long_context(_model_path(models[native]), native),
+            f"Up to {format_tokens(native)} tokens leave `rope_scaling` out. {said}",
+        )
+
+
+def budget_table(guide: Guide) -> TextTable:
+    """Default and least token budgets at the longest length of the guide."""
+    reached = (farthest(table, name) for table in guide.tables for name in table.models)
+    tokens = max((found[0] for found in reached if found is not None), default=PUBLISHED_STEP_TOKENS)
+    degrees = sorted({1, *(each.cell.layout.ulysses_degree for table in guide.tables for each in table.capacities)})
+    return TextTable(
+        title=f"Tokens per GPU at {format_tokens(tokens)} tokens",
+        columns=("SP", "default", "least"),
+        rows=tuple((str(degree), *(format_tokens(math.ceil(n * tokens / degree)) for n in (2, 1))) for degree in degrees),
+        left_columns=1,
+    )
+
+
+def rungs(section: Section) -> Iterator[Rung]:
+    """The capacities of each rung, the simplest first, by number of GPUs and degree."""
+    capacities = [each for table in section.tables for each in table.capacities]
+    models = tuple(dict.fromkeys(each.model_name for each in capacities))
+    settings_found = {each.cell.settings for each in capacities}
+    for settings in sorted(settings_found, key=lambda rung: (simplicity(Cell(layout=Layout(), settings=rung)), rung.save_hf)):
+        found: dict[tuple[int, int], dict[str, list[Capacity]]] = {}
+        for each in capacities:
+            if each.cell.settings == settings:
+                place = each.cell.layout.gpus, each.cell.layout.ulysses_degree
+                found.setdefault(place, {}).setdefault(each.model_name, []).append(each)
+        cells = [(place, [found[place].get(name, []) for name in models]) for place in sorted(found)]
+        strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
+        table = TextTable(
+            title=f"{rung_label(settings)} ({strategy}, Hugging Face weights {weights})",
+            columns=("GPUs", "SP", *models),
+            rows=tuple((*map(str, place), *map(_figure, own)) for place, own in cells),
+            left_columns=0,
+        )
+        yield Rung(table, tuple(tuple(max((c.capacity_tokens for c in each), default=0) for each in own) for _, own in cells))
+
+
+def origin_table(guide: Guide) -> TextTable:
+    """Every file and prediction with what its figures are, and what was found there."""
+    found: dict[tuple[str, Source], list[Capacity]] = {}
+    for table in guide.tables:
+        for each in table.capacities:
+            found.setdefault((each.found_in, each.source), []).append(each)
+    rows = (
+        (
+            name,
+            SOURCES[source],
+            ", ".join(dict.fromkeys(each.device_name for each in own)),
+            ", ".join(dict.fromkeys(each.model_name for each in own)),
+            str(len({(each.model_name, each.cell) for each in own})),
+            str(sum(each.capacity_tokens == 0 and each.does_not_fit_tokens is None for each in own)),
+        )
+        for (name, source), own in found.items()
+    )
+    columns = ("found in", "figures", "GPU", "models", "cells", "of them unknown")
+    return TextTable(title="Sources", columns=columns, rows=tuple(rows), left_columns=4)
+
+
+def _heading(table: GuideTable) -> str:
+    return f"{table.device_name}: {table.source} ({table.training}; native length {format_tokens(table.native_length_tokens)})"
+
+
+def _reached(table: GuideTable, model_name: str) -> str:
+    found = farthest(table, model_name)
+    if found is None:
+        return f"{model_name} none"
+    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
+    return f"{model_name} {format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
+
+
+def _model_path(model_name: str) -> str:
+    """An example of a path in a configuration: text from outside only where it is harmless there."""
+    if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
+        return "/path/to/model"
+    return f"Qwen/{model_name}" if model_name.startswith("Qwen") else f"/path/to/{model_name}"
+
+
+def _figure(capacities: Sequence[Capacity]) -> str:
+    """One cell's capacity; a memory-only proof beside it; of several files each; empty where nothing was tried."""
+    return ", ".join(dict.fromkeys(map(_capacity_text, capacities)))
+
+
+def _capacity_text(capacity: Capacity) -> str:
+    tokens, fails = capacity.capacity_tokens, capacity.does_not_fit_tokens
+    if tokens == 0:
+        if fails is None:
+            return "?"
+        return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
+    yarn = "*" if tokens > capacity.native_length_tokens else ""
+    figure = f"{'' if fails else '≥ '}{format_tokens(tokens)}{yarn}"
+    return f"{figure} memory-only" if capacity.is_memory_only else figure

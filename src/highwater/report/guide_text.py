@@ -1,0 +1,84 @@
+"""What a guide says besides its tables: words, long contexts, token budgets and practices. `code` and **bold** are marked so."""
+
+from collections.abc import Mapping
+
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+WORDS: Mapping[str, str] = {
+    "vanilla": "nothing needs to be set.",
+    "Env": f"set `export {_ALLOCATOR}` before any process starts; with Ray, before Ray starts.",
+    "Offload": "FSDP2 with CPU offload: parameters, gradients and optimizer states live in host memory.",
+    "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of GPUs.",
+    "chunked": "`--loss chunked`: the loss never holds more than a chunk of the logits.",
+    "entropy-saving": "`--entropy chunked`: the entropy is computed in chunks and recomputed in the backward pass.",
+    "no-recompute": "`--recompute none`: every activation is kept.",
+    "attention-kept": "`--recompute all-but-attention`: what the attention returns is kept, all else is recomputed.",
+    "mlp-tiles": "`--mlp-tiles N`: the MLP is computed in N tiles over the tokens.",
+}
+"""What a label is made of."""
+ALWAYS = frozenset(("vanilla", "Env", "Offload", "SP=N"))
+"""Words that every guide explains; the others only where they occur."""
+
+TITLE = "The longest context that trains, and the simplest settings for it"
+LONG_CONTEXTS = (
+    "Lengths past a model's native length need YaRN, whose factor is length / native length. In a Trinity-RFT configuration, with "
+    "`MODEL_PATH`, `MAX_MODEL_LEN` and `FACTOR` in the environment:"
+)
+CAPACITIES = (
+    "The longest length that each rung is known to fit, by number of GPUs and SP. `*`: past the native length, with YaRN. "
+    "`-`: not even the shortest. `?`: unknown. `≥`: no longer one was tried. `<`: no shorter one was tried. Empty: not tried."
+)
+COMBINED = "Entries with `+`, such as `Env + SP=2`: all of it at once."
+SAME_LABEL = (
+    "Where settings of one label were tried with both FSDP1 and FSDP2, or with and without saving Hugging Face weights, the best "
+    "of them counts; the capacities below show each."
+)
+NOTHING = "`-`: nothing that was tried fits."
+UNKNOWN = "`?`: nothing is known to fit, and not everything was tried."
+PERHAPS_SIMPLER = "`Env ?`: this fits; whether something simpler does, nobody knows."
+MEMORY_ONLY = "`(memory-only)`: memory holds it; the whole step takes too long to be tried, and nothing was trained."
+
+TRAINERS_GPUS = (
+    "GPU counts are those of the trainer alone. GPUs that generate (rollout, inference engines) come on top: a trainer on 4 GPUs "
+    "beside a rollout on 4 needs 8."
+)
+ONE_GPU = (
+    "**Warning: a trainer on one GPU.** It holds all parameters, gradients and optimizer states itself, and shares no sequence: "
+    "there is no SP. Take two GPUs or more for long sequences, and for models whose states fill most of the card."
+)
+
+_BATCHES = "trainer.trainer_config.actor_rollout_ref"
+BUDGET = (
+    "With dynamic batches (`trainer.use_dynamic_bsz: true`, the default of Trinity-RFT) two numbers decide how many tokens a GPU "
+    "gets at once, and with the model they decide the peak of its memory:"
+)
+BUDGETS = (
+    f"`{_BATCHES}.actor.ppo_max_token_len_per_gpu` for the update,",
+    f"`{_BATCHES}.ref.log_prob_max_token_len_per_gpu` for the log-probabilities of the reference.",
+)
+BUDGET_RULE = (
+    "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest sequences. Less saves memory, "
+    "down to `ceil(max_model_len / SP)`, which holds one; less than that holds no sequence of full length, and is refused. "
+    "The longer the context, the more tokens on each GPU; a higher SP divides them."
+)
+PRACTICES = (
+    "Begin with the simplest configuration that the table names for your length, not with the one that saves most.",
+    "Past the native length use YaRN, with a factor of length / native length.",
+    "When memory runs out, first `Env`, then a higher SP, and only then FSDP2 with CPU offload.",
+    "SP has to be a common divisor of the number of GPUs and of the model's attention heads.",
+    "Take more GPUs rather than fill the last one: a full GPU fails on the first step that is a little larger.",
+)
+
+
+def long_context(model_name: str, native_length_tokens: int) -> str:
+    """The model's part of a Trinity-RFT configuration past the native length."""
+    return f"""\
+model:
+  model_path: ${{oc.env:MODEL_PATH,{model_name}}}
+  max_prompt_tokens: 2048
+  max_model_len: ${{oc.env:MAX_MODEL_LEN,4096}}
+  rope_scaling:
+    rope_type: yarn
+    factor: ${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}
+    original_max_position_embeddings: {native_length_tokens}
+"""

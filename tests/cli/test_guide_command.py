@@ -1,0 +1,170 @@
+"""``highwater guide`` as a user runs it."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run, refusal
+
+DATA = Path(__file__).parents[1] / "data"
+TABLE = str(DATA / "published_capacity_a100_80gb.csv")
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+A100S = ("--gpus", "2xA100-80GB")
+
+
+def test_the_rows_of_a_guide_are_the_published_ones(highwater: Run) -> None:
+    done = highwater("guide", TABLE, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    with (DATA / "published_guide_a100_80gb.csv").open(encoding="utf-8", newline="") as file:
+        published = list(csv.DictReader(file))
+    rows = json.loads(done.stdout)
+    assert [{column: str(row[column]) for column in published[0]} for row in rows] == published
+    assert {(row["source"], type(row["gpus"]), type(row["max_model_len"])) for row in rows} == {("published", int, int)}
+
+
+def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater: Run, tmp_path: Path) -> None:
+    printed = highwater("guide", TABLE)
+    assert printed.stdout.startswith("# The longest context that trains, and the simplest settings for it\n")
+    following = shlex.split(printed.stderr.splitlines()[-1].removeprefix("next: highwater "))
+    assert following == ["guide", TABLE, "-o", "guide.md"]
+    written = highwater(*following)
+    assert written.returncode == 0
+    assert (tmp_path / "guide.md").read_text() == printed.stdout
+    assert written.stdout.startswith(
+        "A100-80GB, 1 GPU, Trinity-RFT, grpo with entropy, 2 sequences per micro-batch: longest context"
+    )
+    assert written.stderr.startswith("the guide: guide.md\n")
+    rows = highwater(*shlex.split(written.stderr.splitlines()[-1].removeprefix("next: highwater ")))
+    assert len(json.loads(rows.stdout)) == 265
+
+
+def test_a_guide_is_a_page_where_its_name_says_so(highwater: Run, tmp_path: Path) -> None:
+    assert highwater("guide", TABLE, "-o", "guide.html").returncode == 0
+    assert (tmp_path / "guide.html").read_text().startswith("<!doctype html>")
+    assert refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1] == "name a new file: `-o guide-2.html`"
+
+
+def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater: Run) -> None:
+    words = ("--predict", "Qwen3-0.6B", "Qwen3-8B", "--gpus", "2xA100-80GB", "1xH200-141GB")
+    done = highwater("guide", *words, "--json")
+    rows = json.loads(done.stdout)
+    assert {(row["gpu"], row["gpus"], row["model"]) for row in rows} == {
+        (gpu, gpus, model) for gpu, gpus in (("A100-80GB", 2), ("H200-141GB", 1)) for model in ("Qwen3-0.6B", "Qwen3-8B")
+    }
+    assert {row["source"] for row in rows} == {"predicted"}
+    both = highwater("guide", *words, TABLE, "--json")
+    assert json.loads(both.stdout) == [row for row in json.loads(both.stdout) if row["source"] == "published"] + rows, (
+        "a file after the GPUs is a source"
+    )
+    ahead = highwater("guide", *A100S, "--predict", "Qwen3-8B", TABLE, "--json")
+    assert {row["source"] for row in json.loads(ahead.stdout)} == {"published", "predicted"}
+
+
+def test_the_trainer_that_is_predicted_can_be_named(highwater: Run) -> None:
+    done = highwater("guide", "--predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--json")
+    assert "note: highwater predict Qwen3-8B --gpus 2xA100-80GB --trainer trinity: 4 of 6 cells by replay" in done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["settings"] for row in rows} <= {
+        "vanilla",
+        "Env",
+        "SP=2",
+        "Env + SP=2",
+        "Env + Offload",
+        "Env + Offload + SP=2",
+        "-",
+    }
+    assert {row["training"].partition(",")[0] for row in rows} == {"Trinity-RFT"}
+
+
+def test_a_prediction_in_a_file_is_a_source_too(highwater: Run, tmp_path: Path) -> None:
+    words = ("--gpus", "2xA100-80GB")
+    (tmp_path / "p.json").write_text(highwater("predict", "Qwen3-8B", *words, "--json").stdout)
+    from_file = json.loads(highwater("guide", "p.json", "--json").stdout)
+    assert from_file == json.loads(highwater("guide", "--predict", "Qwen3-8B", *words, "--json").stdout)
+
+
+def test_a_study_is_measured_and_one_that_was_simulated_says_so(highwater: Run, tmp_path: Path) -> None:
+    measured = highwater("guide", str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), "--json")
+    assert {(row["gpu"], row["source"]) for row in json.loads(measured.stdout)} == {("H200-141GB with 79.15 GiB", "measured")}
+    highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "64k", "--study", "s.jsonl")
+    simulated = highwater("guide", "s.jsonl")
+    assert "measured" not in simulated.stdout
+    assert "simulated from a memory law, nothing was trained" in simulated.stdout
+    assert re.search(r"^\| 71,680 +\| \?", simulated.stdout, re.MULTILINE), "longer lengths were not tried"
+
+
+def test_what_a_study_says_of_itself_is_said_again(highwater: Run, tmp_path: Path) -> None:
+    highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
+    with (tmp_path / "s.jsonl").open("a") as file:
+        file.write('{"kind": "started"')
+    done = highwater("guide", "s.jsonl")
+    note = "s.jsonl: the last line is not complete"
+    assert done.stderr.startswith(f"note: {note}")
+    assert note in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code", "label"), [("0", 1, "-"), ("", 4, "?"), ("4096", 0, "vanilla")], ids=["nothing fits", "unknown", "fits"]
+)
+def test_the_exit_code_says_whether_anything_fits(highwater: Run, tmp_path: Path, tokens: str, code: int, label: str) -> None:
+    (tmp_path / "t.csv").write_text(f"gpu,settings,gpus,sp,model,max_model_len,yarn\nH20-96GB,vanilla,1,1,Qwen3-8B,{tokens},0\n")
+    done = highwater("guide", "t.csv", "--json")
+    assert done.returncode == code
+    assert json.loads(done.stdout)[0] == {
+        "gpu": "H20-96GB",
+        "gpus": 1,
+        "max_model_len": 4096,
+        "model": "Qwen3-8B",
+        "settings": label,
+        "source": "published",
+        "training": "Trinity-RFT, grpo with entropy, 2 sequences per micro-batch",
+    }
+
+
+def test_a_file_that_is_there_is_not_overwritten(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "guide.md").write_text("mine")
+    problem, hint = refusal(highwater("guide", TABLE, "-o", "guide.md"), 2)
+    assert (problem, hint) == ("guide.md is there already", "name a new file: `-o guide-2.md`")
+    assert (tmp_path / "guide.md").read_text() == "mine"
+    assert highwater("guide", TABLE, *hint.split("`")[1].split()).returncode == 0
+    problem, hint = refusal(highwater("guide", TABLE, "-o", "no/where.md"), 2)
+    assert problem.startswith("no/where.md cannot be written")
+    assert hint == "name a new file: `-o guide-3.md`"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "a guide of nothing: no study, no table and no model is named"),
+        (A100S, "GPUs are named, and no model to predict"),
+    ],
+)
+def test_a_guide_of_nothing_is_refused_with_one_that_works(highwater: Run, words: tuple[str, ...], problem: str) -> None:
+    said, hint = refusal(highwater("guide", *words), 2)
+    assert said == problem
+    assert highwater(*hint.split("`")[1].split()[1:], "--json").returncode == 0
+
+
+def test_what_cannot_be_read_is_refused(highwater: Run, tmp_path: Path) -> None:
+    assert refusal(highwater("guide", "none.jsonl"), 2)[0] == "none.jsonl cannot be read: No such file or directory"
+    assert refusal(highwater("guide", "none.csv"), 2)[0].startswith("none.csv is not a capacity table: ")
+    problem, hint = refusal(highwater("guide", "none.json"), 2)
+    assert problem == "the prediction none.json cannot be read: No such file or directory"
+    predicted, path = hint.split("`")[1].removeprefix("highwater ").split(" > ")
+    (tmp_path / path).write_text(highwater(*predicted.split()).stdout)
+    assert highwater("guide", path).returncode == 0
+    (tmp_path / "p.json").write_text("{}")
+    assert refusal(highwater("guide", "p.json"), 2)[0].startswith("p.json is not a prediction of this version: ")
+    assert refusal(highwater("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-70GB"), 2)[0].startswith("the catalog has no GPU")
+    assert refusal(highwater("guide", "--predict", "Qwen3-8B"), 2)[0] == "no GPU is here, and none is named"
+
+
+def test_a_search_on_the_cpu_is_refused(highwater: Run) -> None:
+    small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
+    highwater("find", "tiny", "--device", "cpu", "--memory", "1GiB", *small, "--dry-run", "--study", "s.jsonl")
+    problem, hint = refusal(highwater("guide", "s.jsonl"), 2)
+    assert problem == "s.jsonl is a search on the CPU, and a guide is about GPUs"
+    assert highwater(*hint.split("`")[1].split()[1:], "--json").returncode == 0

@@ -1,0 +1,125 @@
+"""The guide as an HTML page: complete, accessible, and alone in the world."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from places import question_of
+
+from highwater import guide, write_guide
+from highwater.report.guide import Guide, guide_rows, guide_tables
+from highwater.report.guide_page import guide_page
+from highwater.spec.capacities import study_capacities
+from highwater.spec.study import Study
+
+TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
+LARGEST_BYTES = 1_500_000
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes and text; raises for a tag that closes another."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def made() -> Guide:
+    return guide(TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
+
+
+def test_a_page_has_every_row_of_the_guide(made: Guide) -> None:
+    rows = Page(guide_page(made)).rows
+    for row in guide_rows(made):
+        found = [cells for cells in rows if cells[0] == f"{row['max_model_len']:,}"]
+        assert any(str(row["settings"]) in (cell, cell.removesuffix(" ?")) for cells in found for cell in cells[1:])
+    published = [cells[1:] for cells in rows if cells[0] == "16,384"]
+    assert ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"] in published
+
+
+def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
+    text = guide_page(made)
+    assert len(text.encode()) < LARGEST_BYTES
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
+    page = Page(text)
+    assert all(str(link["href"]).startswith("#") for link in page.all("a"))
+    places = {attributes.get("id") for _, attributes in page.elements}
+    assert all(str(link["href"])[1:] in places for link in page.all("a"))
+    assert "default-src 'none'" in str(page.all("meta"))
+
+
+def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(made: Guide) -> None:
+    text = guide_page(made)
+    page = Page(text)
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("h1")) == len(page.all("main")) == len(page.all("title")) - len(page.all("svg")) == 1
+    assert len(page.all("caption")) == len(page.all("table")) > len(made.tables)
+    assert {heading.get("scope") for heading in page.all("th")} == {"col", "row"}
+    assert all(image["role"] == "img" and image["aria-labelledby"] for image in page.all("svg"))
+    scrolled = [a for a in page.all("div") if a.get("class") == "scroll"]
+    assert len(scrolled) == len(page.all("table")) + len(page.all("svg"))
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in scrolled)
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert all("open" in details for details in page.all("details")), "what is folded is not printed"
+
+
+def test_figures_are_coloured_by_their_length_and_say_it_too(made: Guide) -> None:
+    text = guide_page(guide(TABLE))
+    assert '<td class="figure heat" style="--heat:1.0">122,880*</td>' in text
+    assert '<td class="figure heat" style="--heat:0.0">-</td>' in text
+    assert '<rect x="220" y="223" width="360" height="16"></rect>\n<text x="586" y="235">122,880</text>' in text
+
+
+def test_text_from_outside_stays_text() -> None:
+    hostile = "\"><script>alert(1)</script>{{ 7 * 7 }}'\x1b[31m`c`**b**"
+    question = question_of(gpus=[1])
+    model = msgspec.structs.replace(question.model, name=hostile)
+    study = Study(question=msgspec.structs.replace(question, model=model, device_name=hostile), path=hostile)
+    text = guide_page(Guide(tables=guide_tables(study_capacities(study)), notes=(hostile,)))
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert "49" not in re.findall(r"\{\{.*?\}\}|49", text)
+    assert "<code>c</code>" not in text
+    assert "<strong>b</strong>" not in text
+    assert Page(text).all("h1")
+
+
+def test_the_name_of_the_file_says_whether_it_is_a_page(made: Guide, tmp_path: Path) -> None:
+    assert write_guide(tmp_path / "guide.html", made).read_text().startswith("<!doctype html>")
+    assert write_guide(tmp_path / "guide.md", made).read_text().startswith("# ")
+
+
+def test_only_a_page_loads_the_templates() -> None:
+    code = "import sys, highwater.cli.guide; print('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
