@@ -48,12 +48,13 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command is None:
         sys.stderr.write(usage())
         return EXIT_USER
-    from highwater.cli import commands, doctor, prediction  # here, so that a slip in the grammar is told at once
+    from highwater.cli import commands, doctor, prediction, recommendation  # here, so that a slip in the grammar is told at once
 
     handlers = {
         "find": commands.find,
         "try": commands.try_,
         "predict": prediction.predict,
+        "recommend": recommendation.recommend,
         "show": commands.show,
         "doctor": doctor.doctor,
         "schema": commands.schema,
