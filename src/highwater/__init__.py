@@ -11,15 +11,17 @@ if TYPE_CHECKING:
     from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
     from highwater.errors import HighwaterError as HighwaterError
+    from highwater.recommendation import recommend as recommend
 
 _PUBLIC = {
     "find": "highwater.api",
     "predict": "highwater.api",
     "run_trial": "highwater.api",
     "open_study": "highwater.api",
+    "recommend": "highwater.recommendation",
     "HighwaterError": "highwater.errors",
 }
-__all__ = ["HighwaterError", "__version__", "find", "open_study", "predict", "run_trial"]
+__all__ = ["HighwaterError", "__version__", "find", "open_study", "predict", "recommend", "run_trial"]
 
 
 def __getattr__(name: str) -> Any:
