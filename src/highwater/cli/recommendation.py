@@ -58,19 +58,21 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
-    """One trial of what is recommended, or the longer list; where nothing fits, the same for the first remedy to be typed."""
+    """One trial of what is recommended, or its configuration; where nothing fits, the same for the first remedy to be typed."""
     if found.chosen is None:
         remedy = next((remedy for remedy in found.remedies if remedy.flags or remedy.without), None)
         if remedy is None:
             return shlex.join(
-                ("highwater", "predict", arguments.model, *_words(arguments, drop=("--length", "--rollout-gpus", "--study")))
+                ("highwater", "predict", arguments.model, *words_again(arguments, drop=("--length", "--rollout-gpus", "--study")))
             )
         flags = dict(zip(remedy.flags[::2], remedy.flags[1::2], strict=True))
-        return shlex.join(("highwater", "recommend", arguments.model, *_words(arguments, drop=remedy.without, **flags)))
+        return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments, drop=remedy.without, **flags)))
     if found.trainer == "highwater" and not arguments.list_:
         return shlex.join(("highwater", "try", arguments.model, *_trial_words(found.chosen, found.length_tokens)))
-    shown = () if arguments.list_ else ("--list",)
-    return shlex.join(("highwater", "recommend", arguments.model, *_words(arguments), *shown))
+    if not arguments.list_:
+        words = words_again(arguments, drop=("--trainer",))
+        return shlex.join(("highwater", "emit", "--for", "trinity", arguments.model, *words))
+    return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments)))
 
 
 def _trial_words(candidate: Candidate, length_tokens: int) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ def _trial_words(candidate: Candidate, length_tokens: int) -> tuple[str, ...]:
     return (*degrees, "--length", str(length_tokens), *setting_flags(candidate.cell.settings))
 
 
-def _words(arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str) -> list[str]:
+def words_again(arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str) -> list[str]:
     """What was typed, as flags, with changes."""
     typed: dict[str, object] = {
         "--gpus": arguments.cluster,
