@@ -267,6 +267,34 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
     assert told(study, 204_800) is None
 
 
+def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
+    study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
+    found = recommend(length=100_000, studies=[study], **HERE)
+    chunked = by_label(found)["Env+chunked, 1 GPU"]
+    assert (chunked.source, chunked.capacity_tokens, chunked.is_at_least) == ("measured", 262_144, True)
+    rows = {row[0]: row for row in rung_list(found).rows}
+    assert "≥262,144*" in rows["Env+chunked"]
+    assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))["Env, 1 GPU"].is_at_least
+    most = recommend("Qwen3-0.6B", gpus="8xH200-141GB", length="1m").candidates[-1]
+    assert (most.capacity_tokens, most.is_at_least) == (1024**2, True)
+
+
+def test_headroom_is_what_the_shortest_longer_fit_left():
+    study = highwater.open_study(STUDY)
+    fits = [t for t in study.trials if t.spec.settings.label == "Env" and t.result.outcome is Outcome.FIT]
+    for length in sorted({trial.spec.length_tokens for trial in fits}):
+        left = min(t.result.headroom_bytes for t in fits if t.spec.length_tokens == length)
+        assert told(study, length).headroom_bytes == told(study, length - 1).headroom_bytes == left
+
+
+def test_little_headroom_comes_with_the_flag_that_asks_for_more():
+    def shown(**more):
+        return plain_table(recommendation_tables(recommend(length="64k", **H20S, **more))[0])
+
+    assert "142.5 MiB of each GPU, at least; `--margin 2GiB` asks for more" in shown()
+    assert "--margin" not in shown(margin="2GiB")
+
+
 def test_what_is_proven_of_memory_alone_is_labelled():
     study = changed(
         memory_only=MemoryOnlyFit(length_tokens=300_000, peak_reserved_bytes=None, headroom_bytes=7), does_not_fit_tokens=304_000

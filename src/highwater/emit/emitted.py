@@ -39,7 +39,7 @@ def strategy(candidate: Candidate) -> str:
 def heading(found: Recommendation, chosen: Candidate, *, target: str, version: str) -> list[str]:
     """What the configuration is and who says that it fits: lines of a comment."""
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
-    capacity = f"up to {format_tokens(chosen.capacity_tokens)} tokens ({chosen.capacity_source})"
+    capacity = f"up to {format_tokens(chosen.capacity_tokens)} tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
     return [
         f"{target} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
         f"{rollout}",

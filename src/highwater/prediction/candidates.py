@@ -63,14 +63,14 @@ def predicted_candidates(asked: Asked) -> tuple[Candidate, ...]:
         on_a_grid, _ = asked.question(sequences, length_tokens=None)
         here = predict_by_formula(question, asked.room, asked.trainer, known)
         longest = predict_by_formula(on_a_grid, asked.room, asked.trainer, known)
-        found += (_candidate(asked, question, a, b.capacity_tokens) for a, b in zip(here, longest, strict=True))
+        found += (_candidate(asked, question, a, b) for a, b in zip(here, longest, strict=True))
     return tuple(sorted(found, key=lambda candidate: candidate.order))
 
 
 def first_fit(asked: Asked) -> Candidate | None:
     """The simplest that fits; what it trains at the longest is not asked."""
     found = (
-        _candidate(asked, question, predicted, 0)
+        _candidate(asked, question, predicted)
         for question in _at_length(asked)
         for predicted in predict_by_formula(question, asked.room, asked.trainer, asked.known(question))
         if predicted.capacity_tokens
@@ -88,7 +88,7 @@ def _at_length(asked: Asked) -> Iterator[Question]:
         yield asked.question(sequences, length_tokens=asked.length_tokens)[0]
 
 
-def _candidate(asked: Asked, question: Question, predicted: CellPrediction, on_a_grid_tokens: int) -> Candidate:
+def _candidate(asked: Asked, question: Question, predicted: CellPrediction, longest: CellPrediction | None = None) -> Candidate:
     fits = predicted.capacity_tokens > 0
     host_bytes = predicted.footprint.host_bytes
     lacks_bytes = None
@@ -107,8 +107,9 @@ def _candidate(asked: Asked, question: Question, predicted: CellPrediction, on_a
         lacks_bytes=lacks_bytes,
         lacks_of=None if fits else "host" if predicted.binding == "host" else "device",
         host_bytes=host_bytes,
-        capacity_tokens=max(on_a_grid_tokens, predicted.capacity_tokens),
+        capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
         capacity_source="predicted",
+        is_at_least=longest is None or longest.binding == "ceiling",
     )
 
 

@@ -15,6 +15,8 @@ from highwater.units import format_bytes
 
 _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
+_OF_MEMORY = ("memory", "host_memory")
+"""Ends of a search that say what does not fit."""
 
 
 def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin_bytes: int) -> str | None:
@@ -56,6 +58,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         lacks_of=None if fits else "host" if answer.limit == "host_memory" else "device",
         capacity_tokens=max(answer.reach_tokens or 0, length_tokens if fits else 0),
         capacity_source="measured",
+        is_at_least=answer.limit not in _OF_MEMORY,
         step_time=step_time(study, candidate, length_tokens),
     )
 
@@ -90,7 +93,7 @@ def _fits(study: Study, answer: CellAnswer, length_tokens: int) -> bool | None:
         return all(told)
     if length_tokens <= (answer.reach_tokens or 0):
         return True
-    fails = answer.does_not_fit_tokens if answer.limit in ("memory", "host_memory") else None
+    fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
     return False if fails is not None and length_tokens >= fails else None
 
 
@@ -102,11 +105,15 @@ def _is_trained(study: Study, answer: CellAnswer, length_tokens: int) -> bool:
 
 
 def _headroom_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int | None:
-    """At this length; where no trial had it, at the longest that fits, which leaves no more."""
-    results = [trial.result for trial in _trials(study, answer, length_tokens) if trial.result is not None]
-    here = [result.headroom_bytes for result in results if result.headroom_bytes is not None]
-    if here:
-        return min(here)
+    """That the shortest fit of this length or above left, which leaves no more; without one, that of the answer."""
+    fits = [
+        (trial.spec.length_tokens, trial.result.headroom_bytes)
+        for trial in study.trials_of(answer.cell)
+        if trial.result is not None and study.question.counts_as_fit(trial.result) and trial.result.headroom_bytes is not None
+    ]
+    left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
+    if left is not None:
+        return left[1]
     if length_tokens > (answer.capacity_tokens or 0):
         return None if answer.memory_only is None else answer.memory_only.headroom_bytes
     return answer.headroom_bytes

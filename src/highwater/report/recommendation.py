@@ -7,7 +7,7 @@ from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
-from highwater.units import format_bytes, format_seconds, format_tokens
+from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
 """Of the rungs that train longer than what was shown before them."""
@@ -86,7 +86,7 @@ def reason(candidate: Candidate) -> str:
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
     rows = (
         ("rung", f"{chosen.label}, {_by(chosen)}"),
-        ("headroom", f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least"),
+        ("headroom", f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{_more_headroom(chosen)}"),
         ("token budget", f"{format_tokens(chosen.token_budget_tokens)} a GPU: {_packed(chosen, found)}"),
         ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
         ("step", _step_in_words(chosen.step_time)),
@@ -111,7 +111,7 @@ def _next_table(chosen: Candidate, longer: tuple[Candidate, ...], found: Recomme
         (
             *_names(each),
             *("; ".join(costs(each, found)) or "nothing", *_budget(each), _capacity(each, found)),
-            f"+{format_tokens(each.capacity_tokens - chosen.capacity_tokens)}",
+            f"{'≥' if each.is_at_least else ''}+{format_tokens(each.capacity_tokens - chosen.capacity_tokens)}",
         )
         for each in longer
     )
@@ -157,8 +157,8 @@ def _budget(candidate: Candidate) -> tuple[str, str]:
 
 
 def _capacity(candidate: Candidate, found: Recommendation) -> str:
-    tokens = candidate.capacity_tokens
-    return f"{format_tokens(tokens)}{'*' if tokens > found.native_length_tokens else ''}" if tokens else "none"
+    tokens, least = candidate.capacity_tokens, "≥" if candidate.is_at_least else ""
+    return f"{least}{format_tokens(tokens)}{'*' if tokens > found.native_length_tokens else ''}" if tokens else "none"
 
 
 def _packed(candidate: Candidate, found: Recommendation) -> str:
@@ -181,6 +181,11 @@ def _step_in_words(step: StepTime | None) -> str:
         return f"{figure}: {step.tokens_per_s:,.0f} tokens/s"
     at = format_tokens(step.measured_length_tokens)
     return f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the same FLOP/s"
+
+
+def _more_headroom(chosen: Candidate) -> str:
+    is_little = chosen.headroom_bytes is not None and chosen.headroom_bytes < GIB
+    return "; `--margin 2GiB` asks for more" if is_little else ""
 
 
 def _environment(candidate: Candidate) -> str:

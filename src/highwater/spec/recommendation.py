@@ -52,6 +52,8 @@ class Candidate(Noun, frozen=True, kw_only=True):
     capacity_tokens: int
     """The longest length that fits; 0: none on the grid does."""
     capacity_source: Source
+    is_at_least: bool = False
+    """Nothing longer was tried or asked about, or it ended otherwise than by memory: the capacity is that or more."""
     step_time: StepTime | None = None
     """None: no trial of this cell had its speed measured."""
 
