@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.guiding import guide as guide
     from highwater.guiding import write_guide as write_guide
+    from highwater.recommendation import recommend as recommend
 
 _PUBLIC = {
     "find": "highwater.api",
@@ -21,9 +22,20 @@ _PUBLIC = {
     "open_study": "highwater.api",
     "guide": "highwater.guiding",
     "write_guide": "highwater.guiding",
+    "recommend": "highwater.recommendation",
     "HighwaterError": "highwater.errors",
 }
-__all__ = ["HighwaterError", "__version__", "find", "guide", "open_study", "predict", "run_trial", "write_guide"]
+__all__ = [
+    "HighwaterError",
+    "__version__",
+    "find",
+    "guide",
+    "open_study",
+    "predict",
+    "recommend",
+    "run_trial",
+    "write_guide",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import Expected, check_prediction, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
+    gpus_meant,
     package_obstacles,
     probe,
     refuse_busy_gpus,
@@ -31,26 +32,21 @@ from highwater.launch.probe import (
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, trace_directory
-from highwater.prediction.asked import predicted_question, room_in
-from highwater.prediction.calibration import Calibration, calibrate
+from highwater.prediction.asked import calibration_of, predict_by_formula, predicted_question, room_in
 from highwater.prediction.capacity import (
     ACCURACY,
     NOT_MODELLED,
     NOT_TRACED,
     TRACED_ACCURACY,
     Prediction,
-    Room,
-    predict_cells,
 )
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
-from highwater.prediction.residuals import Method, Residual, shipped_residuals
+from highwater.prediction.residuals import Method
 from highwater.prediction.score import Score, score
-from highwater.prediction.shipped import predict_trinity
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
-from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.events import Trainer
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Kernel, Machine, kernels, refuse_unfit_gpu
@@ -65,7 +61,7 @@ from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import check_checkpoint_directory, check_log_directory, check_new_file, study_path
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import format_seconds, parse_bytes, parse_tokens
+from highwater.units import format_seconds, parse_tokens
 
 Listener = Callable[[Event], None]
 
@@ -132,7 +128,7 @@ def predict(
     refuse_unknown_family(load_model(model))
     is_ours = trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
     _check_exact(exact=exact, timeline=timeline, is_ours=is_ours)
-    where = _where(None if gpus is None else str(gpus), gpu_memory)
+    where = gpus_meant(gpus, gpu_memory)
     for is_named, what in ((bool(calibrate_with), "trials of"), (constants is not None, "constants as measured for")):
         if is_named and trainer != "highwater":
             raise UsageError(f"{what} this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
@@ -143,7 +139,7 @@ def predict(
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
     own = own_residuals(calibrate_with, method, room.constants, on_calibrate=on_calibrate, on_trace=on_trace)
-    known = _calibration(question, room, own, method) if trainer == "highwater" else None
+    known = calibration_of(question, room, trainer, method=method, own=own)
     prediction = Prediction(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -161,16 +157,14 @@ def predict(
         notes=notes,
     )
     if not exact:
-        return _by_formula(prediction, question, known)
+        return _by_formula(prediction, question)
     kernel = kernels(where.compute_capability)[0]
     return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
 
 
-def _by_formula(prediction: Prediction, question: Question, known: Calibration | None) -> Prediction:
-    """Every cell in closed form; the reference system's by replay, where its trace comes along."""
-    if prediction.trainer == "highwater":
-        return msgspec.structs.replace(prediction, cells=predict_cells(question, prediction.room, "highwater", known))
-    cells = predict_trinity(question, prediction.room)
+def _by_formula(prediction: Prediction, question: Question) -> Prediction:
+    """Every cell, and how many of them by replay."""
+    cells = predict_by_formula(question, prediction.room, prediction.trainer, prediction.calibration)
     replayed = sum(cell.replayed is not None for cell in cells)
     note = f"{replayed} of {len(cells)} cells by replay of a trace that comes with the package, the others by formula"
     return msgspec.structs.replace(prediction, cells=cells, notes=(*prediction.notes, note) if replayed else prediction.notes)
@@ -190,18 +184,6 @@ def _traced(
         if timeline is not None:
             _write_timeline(timeline, question, prediction, tracer)
     return prediction
-
-
-def _where(gpus: str | None, gpu_memory: str | int | None) -> Cluster:
-    """The GPUs that are meant; this machine's where none is named."""
-    named_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
-    is_here = gpus is None or gpus.strip().isdecimal()
-    return cluster(gpus, gpu_memory_bytes=named_bytes, machine=probe() if is_here else None)
-
-
-def _calibration(question: Question, room: Room, own: Sequence[Residual], method: Method) -> Calibration:
-    state_bytes = room.state_bytes_per_parameter
-    return calibrate(question, method, shipped=shipped_residuals(), own=own, state_bytes_per_parameter=state_bytes)
 
 
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> None:

@@ -22,6 +22,7 @@ except SystemExit as leaving:
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else code)
 """
+RECOMMEND = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k")
 DRY = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 
 
@@ -56,6 +57,7 @@ def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
             ("schema",),
         ),
         ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "-o", "guide.md"),
+        RECOMMEND,
     ],
 )
 def test_a_command_that_trains_nothing_imports_nothing_heavy(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -69,7 +71,9 @@ def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("words", [("--help",), ("find", "Qwen3-0.6B", *DRY), ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB")])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("find", "Qwen3-0.6B", *DRY), ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"), RECOMMEND]
+)
 def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], tmp_path: Path) -> None:
     took_s: list[float] = []
     for _ in range(3):
@@ -81,7 +85,7 @@ def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], t
 
 def test_the_public_names_are_these() -> None:
     assert highwater.__all__ == [
-        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "run_trial", "write_guide")
+        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "recommend", "run_trial", "write_guide")
     ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):

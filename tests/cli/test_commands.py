@@ -128,7 +128,9 @@ def test_the_next_command_after_a_comparison_works_on_every_machine(highwater: R
     assert highwater(*done.stderr.splitlines()[-1].split()[2:]).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["find", "try", "predict", "guide", "show", "doctor", "schema", "compare-search"])
+@pytest.mark.parametrize(
+    "command", ["find", "try", "predict", "guide", "recommend", "emit", "show", "doctor", "schema", "compare-search"]
+)
 def test_every_command_explains_itself(highwater: Run, command: str) -> None:
     done = highwater(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")

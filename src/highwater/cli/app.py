@@ -48,13 +48,16 @@ def _run(words: Sequence[str]) -> int:
     if arguments.command is None:
         sys.stderr.write(usage())
         return EXIT_USER
-    from highwater.cli import commands, doctor, guide, prediction  # here, so that a slip in the grammar is told at once
+    # here, so that a slip in the grammar is told at once
+    from highwater.cli import commands, doctor, emission, guide, prediction, recommendation
 
     handlers = {
         "find": commands.find,
         "try": commands.try_,
         "predict": prediction.predict,
         "guide": guide.guide,
+        "recommend": recommendation.recommend,
+        "emit": emission.emit,
         "show": commands.show,
         "doctor": doctor.doctor,
         "schema": commands.schema,

@@ -1,6 +1,7 @@
 """The flags of the command line: one table for all commands. A flag is a field of ``Request`` and says what that field says."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -81,6 +82,18 @@ PREDICT_FLAGS = tuple(flag for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS) if flag.nam
 """What a prediction depends on, besides the GPUs."""
 
 
+RECOMMEND_FLAGS = tuple(
+    flag for flag in PREDICT_FLAGS if flag.name not in ("token-budget", "start-length", "resolution", "max-length")
+)
+"""What a recommendation depends on: it is about one length, and names the token budget itself."""
+
+
+EMIT_FLAGS = tuple(
+    flag for flag in RECOMMEND_FLAGS if flag.name in ("ulysses", "allocator", "offload", "sequences-per-micro-batch", "margin")
+)
+"""What a recommendation for other trainers depends on."""
+
+
 def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str) -> None:
     """Give the parser these flags; one that is not typed leaves no trace in the namespace."""
     section = parser.add_argument_group(group)
@@ -103,6 +116,16 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, object]:
         if flag.several and values and "model" not in typed and not values[-1].lstrip("-").isdecimal():
             typed |= {"model": values[-1], flag.field: values[:-1]}  # `--gpus 1 2 MODEL`: argparse gives all three to the flag
     return typed
+
+
+def words_of(values: Mapping[str, object]) -> list[str]:
+    """The words that set these fields."""
+    words: list[str] = []
+    for name, value in values.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value) if isinstance(value, list) else [str(value)]
+    return words
 
 
 def _help(flag: Flag) -> str:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from highwater import __version__
-from highwater.cli.flags import PREDICT_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.cli.flags import EMIT_FLAGS, PREDICT_FLAGS, RECOMMEND_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
 from highwater.errors import UsageError
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
@@ -17,6 +17,8 @@ _COMMANDS = {
     "try": "one trial of one length",
     "predict": "the longest context of every rung on GPUs that need not be here, in a second; nothing is run",
     "guide": "the simplest settings for each length, from studies, known capacities and predictions: a page for the team",
+    "recommend": "the simplest settings that train a length on some GPUs, why simpler ones do not, what the next would buy",
+    "emit": "the recommended settings as the configuration of another trainer",
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
@@ -85,6 +87,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "try": "highwater try Qwen3-0.6B --length 32k",
         "predict": "highwater predict Qwen3-8B --gpus 4xA100-80GB",
         "guide": "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
+        "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
+        "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
         "compare-search": "highwater compare-search capacities.csv",
     }
     commands = {
@@ -95,6 +99,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _try_flags(commands["try"])
     _predict_flags(commands["predict"])
     _guide_flags(commands["guide"])
+    _recommend_flags(commands["recommend"])
+    _emit_flags(commands["emit"])
     _show_flags(commands["show"])
     commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
     commands["doctor"].add_argument(
@@ -119,24 +125,9 @@ def _try_flags(parser: Parser) -> None:
 
 
 def _predict_flags(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    parser.add_argument(
-        "--gpus", dest="cluster", metavar="[N x]KIND", help=f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
-    )
+    _gpus_that_need_not_be_here(parser)
+    _trainer(parser)
     parser.add_argument("--length", metavar="TOKENS", help="turn it round: which rungs fit this length")
-    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step (default: highwater)")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
-    parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
-    parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
-    parser.add_argument(
-        "--state-bytes-per-param",
-        metavar="N",
-        type=int,
-        default=STATE_BYTES_PER_PARAMETER,
-        help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
-    )
     parser.add_argument(
         "--exact", action="store_true", help="trace the engine's own steps on fake tensors, minutes instead of milliseconds"
     )
@@ -181,6 +172,61 @@ def _guide_flags(parser: Parser) -> None:
         "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown; default: print it"
     )
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
+
+
+def _recommend_flags(parser: Parser) -> None:
+    _gpus_that_need_not_be_here(parser)
+    _trainer(parser)
+    _length_and_rollout(parser)
+    parser.add_argument(
+        "--study",
+        dest="studies",
+        metavar="STUDY",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
+    )
+    parser.add_argument("--list", dest="list_", action="store_true", help="every rung that fits, with what each costs")
+    add_flags(parser, RECOMMEND_FLAGS, group="settings; default of --sequences-per-micro-batch: 2")
+
+
+def _emit_flags(parser: Parser) -> None:
+    parser.add_argument("--for", dest="for_", choices=("trinity", "verl"), required=True, help="whose configuration")
+    _gpus_that_need_not_be_here(parser)
+    _length_and_rollout(parser)
+    parser.set_defaults(trainer="trinity", studies=[])
+    add_flags(parser, EMIT_FLAGS, group="settings; default of --sequences-per-micro-batch: 2")
+
+
+def _length_and_rollout(parser: Parser) -> None:
+    parser.add_argument("--length", metavar="TOKENS", help="tokens of one sequence, for example 64k")
+    parser.add_argument(
+        "--rollout-gpus", metavar="K", type=int, default=0, help="of the GPUs, those that roll out: the others are the trainer's"
+    )
+
+
+def _trainer(parser: Parser) -> None:
+    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step (default: highwater)")
+
+
+def _gpus_that_need_not_be_here(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
+    parser.add_argument(
+        "--gpus", dest="cluster", metavar="[N x]KIND", help=f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
+    parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
+    parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
+    parser.add_argument(
+        "--state-bytes-per-param",
+        metavar="N",
+        type=int,
+        default=STATE_BYTES_PER_PARAMETER,
+        help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
+    )
 
 
 def _show_flags(parser: Parser) -> None:

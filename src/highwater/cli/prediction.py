@@ -2,13 +2,13 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
 from highwater import api
 from highwater.cli import console
-from highwater.cli.flags import typed_values
+from highwater.cli.flags import typed_values, words_of
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.prediction.capacity import Prediction
 from highwater.prediction.score import Score
@@ -103,18 +103,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         where = () if arguments.cluster is None else ("--gpus", arguments.cluster)
         return shlex.join(("highwater", "predict", model, *where))
     if prediction.length_tokens is None:
-        return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *_flags(typed)))
+        return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(typed)))
     typed = {name: value for name, value in typed.items() if name not in ("ulysses", "margin")}
     layout = prediction.explained.cell.layout
     words = ("--gpus", str(prediction.gpus), "--ulysses", str(layout.ulysses_degree), "--length", str(prediction.length_tokens))
-    return shlex.join(("highwater", "try", model, *words, *_flags(typed)))
-
-
-def _flags(typed: Mapping[str, object]) -> list[str]:
-    """The words that set these fields."""
-    words: list[str] = []
-    for name, value in typed.items():
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words += map(str, value) if isinstance(value, list) else [str(value)]
-    return words
+    return shlex.join(("highwater", "try", model, *words, *words_of(typed)))

@@ -1,12 +1,15 @@
 """Asked: the question of a prediction, every rung and layout on GPUs that need not be here, and the memory that it is about."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.prediction.capacity import Room
+from highwater.prediction.calibration import Calibration, calibrate
+from highwater.prediction.capacity import CellPrediction, Room, predict_cells
+from highwater.prediction.residuals import Method, Residual, shipped_residuals
+from highwater.prediction.shipped import predict_trinity
 from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.model import load_model
@@ -57,6 +60,22 @@ def _requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, An
     if "offload" not in settings and settings.get("allocator") != "native":
         ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})
     return [request_from(asked, keywords=True) for asked in ladders]
+
+
+def calibration_of(
+    question: Question, room: Room, trainer: Trainer, *, method: Method = "formula", own: Sequence[Residual] = ()
+) -> Calibration | None:
+    """What the intervals of a question are learned from; None for a trainer whose trials nobody recorded."""
+    if trainer != "highwater":
+        return None
+    return calibrate(
+        question, method, shipped=shipped_residuals(), own=own, state_bytes_per_parameter=room.state_bytes_per_parameter
+    )
+
+
+def predict_by_formula(question: Question, room: Room, trainer: Trainer, known: Calibration | None) -> tuple[CellPrediction, ...]:
+    """Every cell in closed form; the reference system's by replay, where its trace comes along."""
+    return predict_trinity(question, room) if trainer == "trinity" else predict_cells(question, room, trainer, known)
 
 
 def room_in(where: Cluster, *, host_memory: str | int | None, reserved: str | int, state_bytes_per_param: int) -> Room:

@@ -92,7 +92,7 @@ def load_model(name_or_path: str) -> Model:
     directory = directory.resolve()
     if not _is_utf_8(str(directory)):
         raise ModelError(f"the directory {directory} is not named in UTF-8", hint="rename it: a study has to name it")
-    config = _read_config(directory / "config.json")
+    config = read_config(directory / "config.json")
     return Model(
         name=directory.name,
         directory=str(directory),
@@ -154,7 +154,8 @@ def _catalog_directory(name: str, tried: Path) -> Path:
     raise ModelError(f"no model {name!r}: not a directory, not in the catalog", hint=f"give a directory, or one of {known}")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A parsed ``config.json``; raises ModelError for one that cannot be read."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from msgspec import Meta, inspect
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Strategy
+from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Settings, Strategy
 from highwater.spec.study import Method, Proof
 from highwater.spec.trial import Device
 from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
@@ -228,6 +228,17 @@ def request_from(values: Mapping[str, object], *, config_file: str | None = None
         names_it = spell is _as_flag or error.problem.startswith(error.name)
         problem = error.problem if names_it else f"{error.name}: {error.problem}"
         raise UsageError(f"{where}{problem}", hint=error.hint.replace("{}", spell(error.name, error.example))) from error
+
+
+def setting_flags(settings: Settings) -> tuple[str, ...]:
+    """The flags that name these settings: allocator and loss, which stand for a rung, and what is not the default."""
+    words = ["--allocator", settings.allocator, "--loss", settings.loss]
+    for name in Settings.__struct_fields__:
+        value = getattr(settings, name)
+        if name not in ("allocator", "loss") and value != getattr(Settings(), name):
+            words.append(f"--{name.removesuffix('_tokens').replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return tuple(words)
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -1,0 +1,45 @@
+"""``highwater emit``: what is recommended, as another trainer's configuration on stdout."""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from highwater.cli import console
+from highwater.cli.recommendation import found_for, words_again
+from highwater.emit.emitted import Emitted, Target
+from highwater.emit.trinity import trinity
+from highwater.emit.verl import verl
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
+from highwater.spec.recommendation import Candidate, Recommendation
+
+
+class Emit(Protocol):
+    """Makes the configuration of one trainer."""
+
+    def __call__(self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+        """Of a recommendation whose chosen rung is ``chosen``."""
+        ...
+
+
+_TARGETS: Mapping[Target, Emit] = {"trinity": trinity, "verl": verl}
+
+
+def emit(arguments: argparse.Namespace) -> int:
+    """Print the configuration; where nothing fits there is none."""
+    found = found_for(arguments)
+    console.notes(found.notes)
+    again = ("highwater", "recommend", arguments.model, *words_again(arguments))
+    if found.chosen is None:
+        console.talk("nothing fits: there is nothing to configure")
+        console.next_command(shlex.join(again))
+        return EXIT_ANSWERED_NO
+    path = Path(arguments.model).expanduser()
+    emitted = _TARGETS[arguments.for_](found, found.chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    if arguments.json:
+        console.answer_json(emitted)
+    else:
+        console.answer(emitted.text.rstrip("\n"))
+        console.next_command(shlex.join((*again, "--list")))
+    return EXIT_ANSWERED

@@ -1,0 +1,62 @@
+"""A recommendation as Trinity-RFT's YAML. Names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
+
+Its trainer is verl's actor. In that version ``model.rope_scaling`` reaches the rollout alone: the trainer reads the model's own
+``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to be in both.
+"""
+
+import yaml
+
+from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, nested, strategy, yarn_lines
+from highwater.spec.recommendation import Candidate, Recommendation
+
+VERSION = "0.6.0"
+MODEL_PATH = "${oc.env:MODEL_PATH}"
+"""Where nobody said where the model lies."""
+_COMMAND = "trinity run --config trinity.yaml"
+
+
+def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """The sections that a length depends on."""
+    values = _values(found, chosen, model_path or MODEL_PATH)
+    is_expandable = chosen.cell.settings.allocator == "expandable"
+    environment = {ALLOCATOR_VARIABLE: EXPANDABLE} if is_expandable else {}
+    said = heading(found, chosen, target="Trinity-RFT", version=VERSION)
+    said += [f"before `ray start`: export {name}={value}" for name, value in environment.items()]
+    said += [] if model_path else ["before `ray start`: export MODEL_PATH=the model's directory"]
+    said += yarn_lines(found, why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself")
+    if found.rollout_gpus:
+        said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")
+    said.append(f"start: {_COMMAND}")
+    return Emitted(
+        target="trinity",
+        checked_with=VERSION,
+        values=values,
+        environment=environment,
+        command=_COMMAND,
+        text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False),
+    )
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        "mode": "both" if found.rollout_gpus else "train",
+        "model.model_path": model_path,
+        "model.max_model_len": found.length_tokens,
+    }
+    if found.yarn is not None:
+        scaling = {name: value for name, value in found.yarn.rope_parameters.items() if name != "rope_theta"}
+        values |= {f"model.rope_scaling.{name}": value for name, value in scaling.items()}
+        if "rope_theta" in found.yarn.rope_parameters:
+            values["model.rope_theta"] = float(found.yarn.rope_parameters["rope_theta"])
+    values |= {"cluster.node_num": 1, "cluster.gpu_per_node": found.gpus + found.rollout_gpus}
+    if found.rollout_gpus:
+        values |= {"explorer.rollout_model.engine_num": found.rollout_gpus, "explorer.rollout_model.tensor_parallel_size": 1}
+    return values | {
+        "trainer.trainer_type": "verl",
+        "trainer.trainer_strategy": strategy(chosen),
+        "trainer.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
+        "trainer.use_dynamic_bsz": True,
+        "trainer.use_remove_padding": True,
+        "trainer.max_token_len_per_gpu": chosen.token_budget_tokens,
+        "trainer.offload_policy": chosen.cell.settings.offload,
+    }

@@ -1,0 +1,74 @@
+"""A recommendation as verl's Hydra overrides, in a shell script. Names: ``_generated_ppo_trainer.yaml`` of verl 0.9.1.
+
+verl turns expandable segments on by itself after each exchange of weights (``verl/workers/engine_workers.py``); in the environment
+they would end vLLM's sleep mode, whose memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
+"""
+
+import shlex
+
+from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, strategy, yarn_lines
+from highwater.errors import UsageError
+from highwater.spec.recommendation import Candidate, Recommendation
+
+VERSION = "0.9.1"
+MODEL_PATH = "$MODEL_PATH"
+"""Where nobody said where the model lies."""
+_PROGRAM = "python3 -m verl.trainer.main_ppo"
+_ACTOR, _REF, _ROLLOUT = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout")
+
+
+def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """The overrides that a length depends on. Raises UsageError for GPUs set aside: verl's actor and rollout share theirs."""
+    if found.rollout_gpus:
+        raise UsageError(
+            "verl's actor and rollout share their GPUs: none are set aside",
+            hint="leave `--rollout-gpus` out, and `--reserved 10GiB` for what the rollout keeps while the actor trains",
+        )
+    values = _values(found, chosen, model_path or MODEL_PATH)
+    said = heading(found, chosen, target="verl", version=VERSION)
+    said.append("what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says how much")
+    if chosen.cell.settings.allocator == "expandable":
+        said.append(
+            f"expandable segments: verl turns them on after each exchange of weights; {ALLOCATOR_VARIABLE}={EXPANDABLE} would end "
+            "vLLM's sleep mode"
+        )
+    said += [] if model_path else ["before: export MODEL_PATH=the model's directory"]
+    said += yarn_lines(found, why="no override reaches rope parameters, which are a mapping in the model's config")
+    said.append(f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}")
+    words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]
+    command = f'{_PROGRAM} \\\n{"".join(words)}  "$@"'
+    return Emitted(
+        target="verl",
+        checked_with=VERSION,
+        values=values,
+        environment={},
+        command=command,
+        text=f"#!/usr/bin/env bash\n{comment(said)}{command}\n",
+    )
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
+    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offload
+    return {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": found.gpus,
+        "actor_rollout_ref.model.path": model_path,
+        "actor_rollout_ref.model.use_remove_padding": True,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+        f"{_ACTOR}.strategy": strategy(chosen),
+        f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
+        f"{_ACTOR}.use_dynamic_bsz": True,
+        f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,
+        f"{_ACTOR}.fsdp_config.offload_policy": offload,
+        f"{_REF}.log_prob_use_dynamic_bsz": True,
+        f"{_REF}.log_prob_max_token_len_per_gpu": budget,
+        f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
+        f"{_ROLLOUT}.max_model_len": found.length_tokens,
+    }
+
+
+def _override(name: str, value: Value) -> str:
+    if value == MODEL_PATH:
+        return f'{name}="{value}"'
+    return shlex.quote(f"{name}={value}")

@@ -1,0 +1,45 @@
+"""Rope: the YaRN block that a length past the native one needs, read off a model's ``config.json`` without transformers."""
+
+from pathlib import Path
+from typing import Any
+
+from highwater.spec.codec import Noun
+from highwater.spec.model import Model, read_config
+from highwater.spec.settings import Rope
+
+_KEPT = ("rope_theta", "partial_rotary_factor")
+"""What stays of a model's own parameters."""
+
+
+class Yarn(Noun, frozen=True, kw_only=True):
+    """What to write into a config so that its positions reach a length."""
+
+    factor: float
+    """Length over native length."""
+    rope_parameters: dict[str, str | float]
+    """As transformers 5 names them; ``rope_scaling`` before."""
+    max_position_embeddings: int
+
+
+def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
+    """The block that ``engine/rope.py`` writes for a length; None where positions stay as they are.
+
+    A length that cannot be reached is refused before: see ``spec/plan.py``.
+    """
+    config = read_config(Path(model.directory, "config.json"))
+    config = config.get("text_config", config)
+    own: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    native = model.shape.native_length_tokens
+    if not model.rope or (length_tokens <= native and not (model.own_rope_scaling and rope == "yarn")):
+        return None
+    if model.own_rope_scaling:
+        native = int(own.get("original_max_position_embeddings") or native)
+    if length_tokens <= native:
+        return None
+    kept = {name: value for name in _KEPT if (value := own.get(name, config.get(name))) is not None}
+    factor = length_tokens / native
+    return Yarn(
+        factor=factor,
+        rope_parameters={**kept, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": native},
+        max_position_embeddings=length_tokens,
+    )

@@ -1,0 +1,56 @@
+"""``highwater emit`` as a user runs it."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Run, refusal
+
+ASKED = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k", "--allocator", "expandable")
+
+
+def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> None:
+    done = highwater("emit", "--for", "trinity", *ASKED, "--rollout-gpus", "2")
+    assert done.returncode == 0, done.stderr
+    document = yaml.safe_load(done.stdout)
+    assert document["cluster"]["gpu_per_node"] == 4
+    assert document["trainer"]["trainer_type"] == "verl"
+    assert done.stdout.startswith("# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout\n")
+    following = shlex.split(done.stderr.removeprefix("next: highwater "))
+    assert highwater(*following).returncode == 0
+
+
+def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
+    done = highwater("emit", "--for", "verl", str(tiny), *ASKED[1:-4], "--length", "4k")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/usr/bin/env bash\n# verl 0.9.1: tiny")
+    assert f"actor_rollout_ref.model.path={tiny}" in done.stdout
+
+
+def test_one_document_has_the_values_by_name(highwater: Run) -> None:
+    document = json.loads(highwater("emit", "--for", "verl", *ASKED, "--json").stdout)
+    assert (document["schema_version"], document["target"], document["checked_with"]) == (1, "verl", "0.9.1")
+    assert document["values"]["actor_rollout_ref.actor.use_dynamic_bsz"] is True
+
+
+def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
+    done = highwater("emit", "--for", "trinity", "Qwen3-32B", "--gpus", "1xL40S", "--length", "32k", "--allocator", "native")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nothing fits: there is nothing to configure" in done.stderr
+    assert "next: highwater recommend Qwen3-32B" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (ASKED, "--for"),
+        (("--for", "verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
+        (("--for", "megatron", *ASKED), "megatron"),
+        (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
+        (("--for", "trinity", *ASKED, "--trainer", "highwater"), "unknown flag --trainer"),
+    ],
+)
+def test_what_cannot_be_emitted_is_refused(highwater: Run, words: tuple[str, ...], said: str) -> None:
+    assert said in refusal(highwater("emit", *words), 2)[0]

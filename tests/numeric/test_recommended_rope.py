@@ -1,0 +1,30 @@
+"""The YaRN block that a recommendation names is the one that the engine writes."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from highwater.engine.rope import scale_rope
+from highwater.spec.model import catalog_names, load_model
+from highwater.spec.rope import yarn
+
+
+@pytest.mark.parametrize("rope", ["auto", "yarn"])
+@pytest.mark.parametrize("name", catalog_names())
+def test_the_block_is_the_engines(name, rope):
+    model = load_model(name)
+    native = model.shape.native_length_tokens
+    for length in (native // 2, native, native + 4096, 8 * native):
+        if length > native and model.own_rope_scaling and rope == "auto":
+            continue  # refused
+        config = AutoConfig.from_pretrained(model.directory)
+        before = json.dumps(config.rope_parameters, default=str)
+        scale_rope(config, length_tokens=length, rope=rope)
+        found = yarn(model, length_tokens=length, rope=rope)
+        if found is None:
+            assert json.dumps(config.rope_parameters, default=str) == before
+        else:
+            implied = {} if "rope_theta" in found.rope_parameters else {"rope_theta": config.rope_parameters["rope_theta"]}
+            assert config.rope_parameters == implied | found.rope_parameters, "a config.json may leave its family's base out"
+            assert config.max_position_embeddings == found.max_position_embeddings == length

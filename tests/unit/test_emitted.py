@@ -1,0 +1,150 @@
+"""A recommendation in other trainers' words: every name and type is one that the trainer's own package has."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from highwater.emit import trinity as trinity_file
+from highwater.emit import verl as verl_file
+from highwater.emit.emitted import Emitted, nested
+from highwater.emit.trinity import trinity
+from highwater.emit.verl import verl
+from highwater.errors import UsageError
+from highwater.recommendation import recommend
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.recommendation import Candidate, Recommendation
+
+DATA = Path(__file__).parents[1] / "data"
+_TYPES = {"int": int, "bool": bool, "str": str, "Optional[int]": int, "Optional[float]": float, "Optional[str]": str}
+
+
+def asked(length: int | str = "64k", **changes) -> tuple[Recommendation, Candidate]:
+    found = recommend(
+        **{"model": "Qwen3-4B", "gpus": "4xH200-141GB", "length": length, "trainer": "trinity", "allocator": "expandable"} | changes
+    )
+    assert found.chosen is not None
+    return found, found.chosen
+
+
+def rungs() -> list[tuple[Recommendation, Candidate]]:
+    found, _ = asked()
+    return [(found, candidate) for candidate in found.candidates]
+
+
+def recorded(package: str, version: str) -> dict[str, str]:
+    document = json.loads((DATA / f"settings_{package}.json").read_text())
+    assert (document["package"], document["version"]) == (package, version), "`record_trainers.py` renews it"
+    return document["settings"]
+
+
+@pytest.mark.parametrize(("found", "candidate"), rungs(), ids=lambda each: getattr(each, "label", ""))
+def test_every_setting_of_trinity_is_one_that_trinity_has(found, candidate):
+    known = recorded("trinity-rft", trinity_file.VERSION)
+    for name, value in trinity(found, candidate).values.items():
+        if name.startswith("model.rope_scaling."):
+            assert known["model.rope_scaling"] == "Optional[dict]"
+        else:
+            assert type(value) is _TYPES[known[name]], name
+
+
+@pytest.mark.parametrize(("found", "candidate"), rungs(), ids=lambda each: getattr(each, "label", ""))
+def test_every_override_of_verl_is_one_that_verl_has(found, candidate):
+    known = recorded("verl", verl_file.VERSION)
+    for name, value in verl(found, candidate).values.items():
+        assert known[name] == "any" or type(value) is _TYPES[known[name]], name
+
+
+def test_the_yaml_says_what_the_values_say_and_what_was_recommended():
+    found, chosen = asked(rollout_gpus=2)
+    emitted = trinity(found, chosen, model_path="/models/mine")
+    document = yaml.safe_load(emitted.text)
+    assert document == nested(emitted.values)
+    assert document["mode"] == "both"
+    assert document["cluster"] == {"node_num": 1, "gpu_per_node": 4}
+    assert document["explorer"]["rollout_model"] == {"engine_num": 2, "tensor_parallel_size": 1}
+    assert document["model"]["model_path"] == "/models/mine"
+    assert document["model"]["max_model_len"] == 65_536
+    assert document["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 1.6, "original_max_position_embeddings": 40_960}
+    trainer = document["trainer"]
+    assert trainer["ulysses_sequence_parallel_size"] == chosen.cell.layout.ulysses_degree
+    assert trainer["max_token_len_per_gpu"] == chosen.token_budget_tokens
+    assert emitted.environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert "before `ray start`: export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in emitted.text
+
+
+def test_without_rollout_the_trainer_is_alone():
+    emitted = trinity(*asked())
+    assert emitted.values["mode"] == "train"
+    assert emitted.values["cluster.gpu_per_node"] == 4
+    assert not any(name.startswith("explorer") for name in emitted.values)
+
+
+def test_the_native_allocator_and_a_native_length_need_nothing():
+    emitted = trinity(*asked("8k", allocator="native"))
+    assert emitted.environment == {}
+    assert "ALLOC_CONF" not in emitted.text
+    assert "YaRN" not in emitted.text
+    assert not any("rope" in name for name in emitted.values)
+    assert "YaRN" not in verl(*asked("8k")).text
+
+
+@pytest.mark.parametrize("emit", [trinity, verl])
+def test_offload_is_fsdp2s_policy(emit):
+    for found, candidate in rungs():
+        values = emit(found, candidate).values
+        strategy, policy = (next(v for n, v in values.items() if n.endswith(end)) for end in ("strategy", "offload_policy"))
+        assert (strategy, policy) == (("fsdp2", True) if candidate.cell.settings.offload else ("fsdp", False))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(rungs()), st.one_of(st.none(), st.text(st.characters(exclude_categories=["C"]), min_size=1)))
+def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
+    emitted = verl(*rung, model_path=path)
+    command = emitted.text[emitted.text.index("python3 -m") :]
+    shown = command.replace("python3 -m verl.trainer.main_ppo", r"printf '%s\0'", 1)
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, env={"MODEL_PATH": "/models/mine"}, check=True)
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words == [f"{name}={'/models/mine' if value == '$MODEL_PATH' else value}" for name, value in emitted.values.items()]
+
+
+def test_verl_is_not_given_what_ends_its_rollout():
+    emitted = verl(*asked())
+    assert emitted.environment == {}
+    assert "would end vLLM's sleep mode" in emitted.text
+    assert not re.search(r"^(export|PYTORCH)", emitted.text, re.MULTILINE)
+
+
+def test_verls_gpus_are_shared_so_none_are_set_aside():
+    found, chosen = asked(rollout_gpus=2)
+    with pytest.raises(UsageError, match="share their GPUs") as refused:
+        verl(found, chosen)
+    assert verl(*asked(reserved=shlex.split(refused.value.hint.split("`")[3])[1]))
+
+
+@pytest.mark.parametrize("emit", [trinity, verl])
+def test_the_block_for_the_models_config_is_the_recommended_one_and_every_figure_is_labelled(emit):
+    found, chosen = asked()
+    emitted = emit(found, chosen)
+    block = next(line for line in emitted.text.splitlines() if line.startswith("# {"))
+    assert json.loads(block.removeprefix("# ")) == {
+        "rope_parameters": found.yarn.rope_parameters,
+        "max_position_embeddings": 65_536,
+    }
+    assert "predicted" in emitted.text
+    assert from_json(to_json(emitted), Emitted) == emitted
+
+
+@pytest.mark.parametrize("emit", [trinity, verl])
+def test_no_name_ends_a_comment(emit):
+    found, chosen = asked()
+    for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
+        emitted = emit(msgspec.structs.replace(found, model_name=f"a{end}touch b"), chosen)
+        assert not any(line.startswith("touch") for line in emitted.text.splitlines())
