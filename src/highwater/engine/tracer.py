@@ -35,6 +35,7 @@ from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.fake_dispatch import QuickFakeMode
+from highwater.engine.gradient_sums import GradientSums
 from highwater.engine.place import Place
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -76,7 +77,9 @@ def trace(order: TraceOrder) -> EventLog:
     source = batches(spec, vocab_size=_vocab_size(spec), data_rank=place.data_rank)
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
     rehearsal = rehearsal_batch(spec, place)
-    ledger = EventLedger()
+    sums = GradientSums()
+    sums.learn(EventLedger(sums))
+    ledger = EventLedger(sums)
     if order.trainer == "highwater":  # the reference's attention is taken to wait for the GPU in every layer
         fake_cuda.heard_record_stream.append(ledger.lend)
         ledger.most_awaited = _LENT_BY_FSDP1 if place.mesh.size() > 1 else None
@@ -107,7 +110,8 @@ def trace(order: TraceOrder) -> EventLog:
 class EventLedger(TorchDispatchMode):
     """Every storage on the device that an operator returns: its birth, its resizing, its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: GradientSums | None = None) -> None:
+        """Without ``sums`` that have learned, gradients are added up in copies."""
         super().__init__()
         self.events: list[Event] = []
         self.operators: dict[str, int] = {}
@@ -125,6 +129,7 @@ class EventLedger(TorchDispatchMode):
         """Allocations given back and not free yet, the oldest first: after how many launches, and which."""
         self._launches = 0
         self.most_awaited: int | None = None
+        self._sums = sums or GradientSums()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,7 +188,7 @@ class EventLedger(TorchDispatchMode):
             return True if args[0].dtype is torch.bool else 1  # nobody knows the number, and no memory depends on it
         if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs that are meant")
-        results = _on_plain_tensors(func, args)(*args, **kwargs)
+        results = self._sums.operator(func, args)(*args, **kwargs)
         if not self.is_muted and not func.is_view:
             self._launches += 1
             self._await(self._launches - (0 if _waits_for_gpu(func, args, kwargs, results) else _LAUNCHES_AHEAD))
@@ -261,14 +266,6 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     else:
         return False
     return not goes_on and _device_of(source).type != _device_of(result).type
-
-
-def _on_plain_tensors(func: Any, args: Sequence[Any]) -> Any:
-    """The operator that autograd would take there: it adds the gradient of ``x[indices]`` up in place, but in a copy where a
-    dispatch mode is on. Source: index_backward, torch/csrc/autograd/FunctionsManual.cpp.
-    """
-    is_gradient = func is aten.index_put.default and args[3:] == (True,) and not torch.is_grad_enabled()
-    return aten.index_put_.default if is_gradient else func
 
 
 def _nothing(_: Sequence[Any]) -> list[int]:
