@@ -2,7 +2,7 @@
 
 ``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the trials that ``traced.json`` calls so; what comes
 with the package was not learned from them. By formula, by formula with each search judged by
-an interval that learned from the other held-out ones too, as ``--calibrate`` does, and by the traces that ``traced.json`` has.
+an interval that learned from the other held-out ones too, as ``--calibrate`` does, and by the traces as ``traced.json`` first had them.
 """
 
 import json
@@ -101,8 +101,8 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
             formula = likely_footprint(study.question.model.shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
             if method == "formula":
                 tally.add(spec, result, method, formula.device_used_bytes, factors)
-            elif row["traced"]["fits"]:
-                predicted = row["traced"]["peak_reserved_bytes"] + formula.outside_bytes
+            elif row["judged"]["fits"]:
+                predicted = row["judged"]["peak_reserved_bytes"] + formula.outside_bytes
                 tally.add(spec, result, method, predicted, factors)
     return tally
 
