@@ -1,8 +1,8 @@
 """Intervals beside the trials that are held out: how many lie within, and how many of those that were said to fit did.
 
 ``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the trials that ``traced.json`` calls so; what comes
-with the package was not learned from them. By formula, by formula with each search judged by
-an interval that learned from the other held-out ones too, as ``--calibrate`` does, and by the traces as ``traced.json`` first had them.
+with the package was not learned from them. By formula, by formula with each search judged by an interval that learned from the
+other held-out ones too, as ``--calibrate`` does, and by the traces as ``traced.json`` first had them.
 """
 
 import json
