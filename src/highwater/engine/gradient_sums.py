@@ -28,9 +28,8 @@ _MOST_CALLERS = 64
 """Native callers that are looked through; a sum of gradients is some 30 below the engine."""
 _ENGINES_SUM = b"_ZN5torch8autograd11InputBuffer3addE"
 """torch::autograd::InputBuffer::add, as it is called in PyTorch's library."""
-
 _LIBRARIES = b"/torch/lib/"
-"""Where PyTorch's own are."""
+"""In the path of each of PyTorch's own."""
 
 
 class _Counts(NamedTuple):
@@ -113,6 +112,7 @@ def _shared(value: Tensor) -> Tensor:
 
 
 def _held(value: Tensor) -> Tensor:
+    """Something in Python holds the first one."""
     return value * 2 + _Kept.apply(value)
 
 
@@ -122,7 +122,7 @@ def _viewed(value: Tensor) -> Tensor:
 
 
 class _Kept(torch.autograd.Function):
-    """Something in Python holds its gradient."""
+    """Doubles, and keeps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -136,6 +136,8 @@ class _Kept(torch.autograd.Function):
 
 
 class _Caller(NamedTuple):
+    """A native function that is running."""
+
     is_torch: bool
     is_sum: bool
 
