@@ -2,7 +2,7 @@
 
 ``python -m highwater.engine.tracer ORDER EVENTS`` in a process of its own, on any machine: no number is computed, no GPU asked.
 What runs is the engine's own code; what a CPU build cannot run is stood in for by what makes the same allocations: the fused
-attention and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``_HIDDEN``.
+attention and norm, the Triton kernels. What a kernel takes for itself and gives back is in ``hidden_bytes.py``.
 No size depends on a number: experts are one product over all of them, of as many rows wherever a router sends the tokens.
 """
 
@@ -36,6 +36,7 @@ from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.gradient_sums import GradientSums
+from highwater.engine.hidden_bytes import HIDDEN, in_embedding_backward, nothing
 from highwater.engine.place import Place
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -80,7 +81,9 @@ def trace(order: TraceOrder) -> EventLog:
     sums = GradientSums()
     sums.learn(EventLedger(sums))
     ledger = EventLedger(sums)
-    if order.trainer == "highwater":  # the reference's attention is taken to wait for the GPU in every layer
+    if order.trainer == "trinity":  # its traces are to lie on lines over the tokens
+        ledger.hidden = {func: hidden for func, hidden in HIDDEN.items() if hidden is not in_embedding_backward}
+    else:  # the reference's attention is taken to wait for the GPU in every layer
         fake_cuda.heard_record_stream.append(ledger.lend)
         ledger.most_awaited = _LENT_BY_FSDP1 if place.mesh.size() > 1 else None
     _mute_while_shapes_are_asked(ledger)
@@ -129,6 +132,7 @@ class EventLedger(TorchDispatchMode):
         """Allocations given back and not free yet, the oldest first: after how many launches, and which."""
         self._launches = 0
         self.most_awaited: int | None = None
+        self.hidden = HIDDEN
         self._sums = sums or GradientSums()
 
     @classmethod
@@ -195,7 +199,7 @@ class EventLedger(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and _device_of(tensor).type == "cuda":
                 self._see(tensor, str(func))
-        hidden = [] if self.is_muted else _HIDDEN.get(func, _nothing)(args)
+        hidden = [] if self.is_muted else self.hidden.get(func, nothing)(args)
         ids = [self._allocate(size, f"inside {func}") for size in hidden]
         self.events.extend(Free(number) for number in reversed(ids))
         return results
@@ -268,36 +272,6 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     return not goes_on and _device_of(source).type != _device_of(result).type
 
 
-def _nothing(_: Sequence[Any]) -> list[int]:
-    return []
-
-
-def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """Q's gradient in float32; where query heads share keys, k's and v's for every one of them. Source: docs/results/layer."""
-    query, key = args[1], args[2]
-    shared = query.shape[1] != key.shape[1]
-    return [4 * query.numel()] + ([query.element_size() * query.numel()] * 2 if shared else [])
-
-
-def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
-    """One workspace for all of it and a float32 number per token and query head. Source: docs/results/predict/histories.json.gz."""
-    query = args[1]
-    return [sum(_in_flash_backward(args)) + 4 * query.numel() // query.shape[-1] + 256]
-
-
-def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
-    """Past 3,072 tokens: float32 sums of ten sorted rows each. Source: ATen/native/cuda/EmbeddingBackwardKernel.cu."""
-    gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
-    width = -(-gradient.shape[-1] // 32) * 32
-    return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
-
-
-_HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
-    aten.embedding_dense_backward.default: _in_embedding_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
-    aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
-}
-"""Bytes that an operator takes for itself and gives back before it returns, by operator."""
 _FIRST_PHASE = "experience"
 """Before it the host reads the loss of the step before, for which it waits until the GPU is done."""
 _LAUNCHES_AHEAD = 1024
