@@ -26,6 +26,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
 from highwater.spec.study import Question, Study, counted_ranks
 from highwater.store.journal import read_study
@@ -59,6 +60,8 @@ def recommend(
     """
     refuse_unknown_family(load_model(model))
     _check(trainer, studies, settings)
+    typed = request_from({"model": model, **settings}, keywords=True)
+    settings = {name: getattr(typed, name) for name in settings}
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     asked = Asked(
         model=model,
@@ -135,7 +138,13 @@ def _with_trials(
             room=asked.room,
             margin_bytes=question.margin_bytes,
         )
-        found = [None if why else as_measured(candidate, study, asked.length_tokens) for candidate in candidates]
+        host_bytes = asked.room.host_bytes
+        found = [
+            None
+            if why or (host_bytes is not None and (candidate.host_bytes or 0) > host_bytes)
+            else as_measured(candidate, study, asked.length_tokens)
+            for candidate in candidates
+        ]
         if not any(found):
             why = why or f"no rung that is asked about has an answer for this length on {counted_ranks(asked.where.gpus, 'cuda')}"
             notes.append(f"{study.path} is not used: {why}")

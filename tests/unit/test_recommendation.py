@@ -13,13 +13,11 @@ from highwater.cli.parser import parse
 from highwater.errors import UsageError
 from highwater.prediction.capacity import Room
 from highwater.prediction.recorded import as_measured, obstacle
-from highwater.prediction.remedies import MOST_GPUS_TRIED
 from highwater.recommendation import recommend
 from highwater.report.recommendation import next_rungs, recommendation_tables, rung_list
 from highwater.report.table import plain_table
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.flops import step_flops
-from highwater.spec.hardware import gpu_catalog
 from highwater.spec.ladder import simplicity
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -390,61 +388,6 @@ def test_a_length_that_positions_cannot_reach_is_refused():
         recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k")
     assert "--rope yarn" in refused.value.hint
     assert recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k", rope="yarn").yarn is not None
-
-
-NOWHERE = {"model": "Qwen3-32B", "gpus": "1xL40S", "length": "512k"}
-
-
-def test_where_nothing_fits_the_fewest_more_gpus_the_smallest_larger_one_and_a_technique_are_named():
-    found = recommend("Qwen3-8B", gpus="1xA100-80GB", length="256k")
-    assert found.chosen is None
-    assert found.earlier == found.candidates
-    more, larger, technique = found.remedies
-    assert (more.kind, larger.kind, technique.kind) == ("more GPUs", "a larger GPU", "technique")
-    counts = [2, 4, 8, 16]
-    fits = [bool(recommend("Qwen3-8B", gpus=f"{n}xA100-80GB", length="256k").chosen) for n in counts]
-    assert more.flags == ("--gpus", f"{counts[fits.index(True)]}xA100-80GB")
-    kinds = [kind for kind in gpu_catalog() if (kind.usable_bytes or 0) > found.device_bytes]
-    does = [k for k in kinds if recommend("Qwen3-8B", gpus=f"1x{k.name}", length="256k").chosen]
-    assert larger.flags == ("--gpus", f"1x{min(does, key=lambda k: k.usable_bytes).name}")
-    assert technique.label is None
-    assert "one that shrinks `" in technique.what
-    for remedy in (more, larger):
-        chosen = recommend("Qwen3-8B", gpus=remedy.flags[1], length="256k").chosen
-        assert (chosen.label, chosen.headroom_bytes) == (remedy.label, remedy.headroom_bytes)
-
-
-def test_a_setting_that_stands_in_the_way_is_the_technique():
-    asked = {"gpus": "1xA100-80GB", "length": "64k"}
-    alone = recommend("Qwen3-4B", allocator="native", loss="full", **asked)
-    assert alone.chosen is None
-    technique = alone.remedies[-1]
-    assert technique.without in (("--allocator",), ("--loss",))
-    kept = {"loss": "full"} if "--allocator" in technique.without else {"allocator": "native"}
-    assert recommend("Qwen3-4B", **kept, **asked).chosen
-
-
-def test_smaller_states_are_a_technique_where_they_are_what_is_in_the_way():
-    asked = {"model": "Qwen3-4B", "gpus": "1xA100-80GB", "length": "12k", "trainer": "trinity", "offload": False}
-    assert recommend(**asked).remedies[-1].flags == ("--state-bytes-per-param", "8")
-    assert recommend(state_bytes_per_param=8, **asked).chosen
-
-
-def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_type():
-    found = recommend(**NOWHERE)
-    more = [remedy for remedy in found.remedies if remedy.kind == "more GPUs"]
-    assert all(remedy.flags == () for remedy in more)
-    assert all("several machines" in remedy.what for remedy in more)
-    hopeless = recommend("Qwen3-32B", gpus="16xRTX-3090", length="1m", offload=False)
-    assert [remedy.kind for remedy in hopeless.remedies][-1] == "technique"
-    assert f"no count up to {MOST_GPUS_TRIED}" in "\n".join(map(plain_table, recommendation_tables(hopeless)))
-
-
-def test_remedies_leave_the_gpus_for_rollout_alone():
-    found = recommend("Qwen3-8B", gpus="2xA100-80GB", length="256k", rollout_gpus=1)
-    for remedy in found.remedies:
-        if remedy.flags:
-            assert recommend("Qwen3-8B", gpus=remedy.flags[1], length="256k", rollout_gpus=1).chosen.label == remedy.label
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         remedy = next((remedy for remedy in found.remedies if remedy.flags or remedy.without), None)
         if remedy is None:
-            return shlex.join(
-                ("highwater", "predict", arguments.model, *words_again(arguments, drop=("--length", "--rollout-gpus", "--study")))
-            )
+            drop = ("--length", "--rollout-gpus", "--study")
+            own = {"--gpus": f"{found.gpus}x{found.device_name}"} if found.rollout_gpus and arguments.cluster else {}
+            return shlex.join(("highwater", "predict", arguments.model, *words_again(arguments, drop=drop, **own)))
         flags = dict(zip(remedy.flags[::2], remedy.flags[1::2], strict=True))
         return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments, drop=remedy.without, **flags)))
     if found.trainer == "highwater" and not arguments.list_:

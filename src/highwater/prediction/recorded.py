@@ -7,7 +7,7 @@ import msgspec
 from highwater.prediction.capacity import Room
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
-from highwater.spec.model import Model
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.study import CellAnswer, RecordedTrial, Study
 from highwater.spec.trial import Outcome
@@ -33,6 +33,10 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
     memory_bytes = question.memory_budget_bytes or question.device_total_bytes
     if memory_bytes is None or abs(memory_bytes / room.device_bytes - 1) > _SAME_MEMORY:
         return f"its trials had {format_bytes(memory_bytes)} of each GPU, and {format_bytes(room.device_bytes)} are asked about"
+    if question.data is not None:
+        return "its trials read data of their own"
+    if room.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
+        return "its trials had float32 states with AdamW, and others are asked about"
     if question.margin_bytes != margin_bytes:
         return f"its lengths leave {format_bytes(question.margin_bytes)}, and {format_bytes(margin_bytes)} are asked for"
     return None

@@ -13,7 +13,7 @@ from highwater.spec.recommendation import Candidate, Remedy
 from highwater.units import format_bytes
 
 MOST_GPUS_TRIED = 64
-"""The GPUs are doubled up to here."""
+"""Every count of one machine is tried, then twice as many, up to here."""
 _SMALLER_STATES_BYTES = 8
 """A parameter: weights, gradients and both moments in bfloat16, for one."""
 _RESTRICTIONS = ("allocator", "loss", "ulysses", "recompute", "mlp_tiles", "strategy")
@@ -31,15 +31,14 @@ def remedies(asked: Asked, *, reserved_bytes: int, rollout_gpus: int) -> tuple[R
 
 
 def more_gpus(asked: Asked, *, rollout_gpus: int = 0) -> Remedy | None:
-    """The fewest of the same kind, doubled until something fits."""
-    gpus = 2 * asked.where.gpus
-    while gpus <= MOST_GPUS_TRIED:
+    """The fewest of the same kind in one machine; where none of them do, twice a machine's, and twice that."""
+    larger = (MOST_GPUS << doubled for doubled in range(1, (MOST_GPUS_TRIED // MOST_GPUS).bit_length()))
+    for gpus in (*range(asked.where.gpus + 1, MOST_GPUS + 1), *larger):
         where = msgspec.structs.replace(asked.where, gpus=gpus)
         found = first_fit(replace(asked, where=where))
         if found is not None:
             machines = "" if gpus <= MOST_GPUS else ", on several machines, where nothing was ever measured"
             return _remedy("more GPUs", f"{gpus} x {where.device_name}{machines}", found, _gpu_flags(where, gpus + rollout_gpus))
-        gpus *= 2
     return None
 
 
@@ -72,6 +71,9 @@ def technique(asked: Asked) -> Remedy:
     question, _ = asked.question(asked.budgets[-1], length_tokens=asked.length_tokens)
     cells = predict_by_formula(question, asked.room, asked.trainer, asked.known(question))
     nearest = max(cells, key=lambda predicted: predicted.headroom_bytes)
+    if nearest.binding == "host":
+        needs = format_bytes(min(predicted.footprint.host_bytes for predicted in cells))
+        return Remedy(kind="technique", what=f"more host memory than `--host-memory` says: {needs} at least")
     largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
     what = f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of what {nearest.cell.label} takes; none here does"
     return Remedy(kind="technique", what=what)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from highwater.report.table import TextTable
 from highwater.report.text import plain
+from highwater.spec.cluster import MOST_GPUS
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
@@ -111,7 +112,7 @@ def _next_table(chosen: Candidate, longer: tuple[Candidate, ...], found: Recomme
         (
             *_names(each),
             *("; ".join(costs(each, found)) or "nothing", *_budget(each), _capacity(each, found)),
-            f"{'≥' if each.is_at_least else ''}+{format_tokens(each.capacity_tokens - chosen.capacity_tokens)}",
+            _more(each, chosen),
         )
         for each in longer
     )
@@ -123,11 +124,18 @@ def _next_table(chosen: Candidate, longer: tuple[Candidate, ...], found: Recomme
     )
 
 
+def _more(longer: Candidate, chosen: Candidate) -> str:
+    """Tokens; nothing where one of the two is at least what it is, or where a prediction and a measurement would be mixed."""
+    if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
+        return "-"
+    return f"{'≥' if longer.is_at_least else ''}+{format_tokens(longer.capacity_tokens - chosen.capacity_tokens)}"
+
+
 def _remedy_table(found: Recommendation) -> TextTable:
     tried = {remedy.kind for remedy in found.remedies}
     rows = [(each.kind, plain(each.what), each.label or "-", format_bytes(each.headroom_bytes)) for each in found.remedies]
     if "more GPUs" not in tried:
-        rows.append(("more GPUs", "no count up to 64 of this kind", "-", "-"))
+        rows.append(("more GPUs", f"none of up to {MOST_GPUS} of this kind, nor twice or four times that", "-", "-"))
     if "a larger GPU" not in tried:
         rows.append(("a larger GPU", "none of the catalog", "-", "-"))
     return TextTable(
@@ -215,7 +223,8 @@ def _footnotes(found: Recommendation) -> Iterator[str]:
         )
     if any(candidate.cell.settings.offload and candidate.fits for candidate in found.candidates) and not found.host_memory_bytes:
         yield "offload is taken to find the host memory that it needs; `--host-memory` says how much there is"
-    predicted = next((candidate for candidate in found.candidates if candidate.source == "predicted"), None)
+    shown = (*([found.chosen] if found.chosen else []), *found.candidates)
+    predicted = next((candidate for candidate in shown if candidate.source == "predicted"), None)
     if predicted is not None:
         yield from _about_predictions(found, predicted)
     for path in dict.fromkeys(candidate.found_in for candidate in found.candidates if candidate.source == "measured"):
