@@ -1,0 +1,184 @@
+"""Recommendations from studies: what trials measured is taken, where they are about what is asked."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import highwater
+from highwater.prediction.capacity import Room
+from highwater.prediction.recorded import as_measured, obstacle
+from highwater.recommendation import recommend
+from highwater.report.recommendation import recommendation_tables, rung_list
+from highwater.report.table import plain_table
+from highwater.spec.flops import step_flops
+from highwater.spec.model import load_model
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.study import MemoryOnlyFit, Study
+from highwater.spec.trial import Outcome
+
+STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
+HERE = {"model": "Qwen3-0.6B", "gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
+"""What the study's trials were about."""
+
+
+def by_label(found: Recommendation) -> dict[str, Candidate]:
+    return {each.label: each for each in found.candidates}
+
+
+def test_what_a_study_measured_is_taken_and_the_rest_predicted():
+    found = recommend(length=150_000, studies=[STUDY], **HERE)
+    each = by_label(found)
+    for label in ("vanilla, 1 GPU", "Env, 1 GPU"):
+        assert (each[label].source, each[label].capacity_source, each[label].capacity_tokens) == ("measured", "measured", 196_608)
+        assert each[label].found_in == str(STUDY)
+        assert each[label].fits
+    assert each["Env+chunked, 1 GPU"].source == "predicted"
+    assert found.chosen == each["vanilla, 1 GPU"]
+    text = plain_table(rung_list(found))
+    assert f"measured: {STUDY}" in text
+    assert {row[2] for row in rung_list(found).rows} == {"measured", "predicted"}
+
+
+def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
+    rows = [row for table in recommendation_tables(recommend(length=150_000, studies=[STUDY], **HERE)) for row in table.rows]
+    bought = [row for row in rows if row[0] == "Env+chunked" and "predicted" in row]
+    assert bought
+    assert {row[-1] for row in bought} == {"-"}
+
+
+def test_a_measured_answer_overrules_a_prediction_both_ways():
+    predicted = by_label(recommend(length=190_000, **HERE))["Env, 1 GPU"]
+    assert not predicted.fits, "the upper end is above what the GPU has"
+    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    assert found.fits
+    assert found.headroom_bytes == 1_328_257_433, "what the longest trial left: less than this length leaves"
+    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    assert (beyond.fits, beyond.source, beyond.lacks_bytes, beyond.capacity_tokens) == (False, "measured", None, 196_608)
+    tables = recommendation_tables(recommend(length=204_800, studies=[STUDY], **HERE))
+    assert any("out of memory" in row and "196,608*" in row for table in tables for row in table.rows)
+
+
+def test_between_the_two_trials_of_an_edge_nobody_measured_so_it_is_predicted():
+    found = by_label(recommend(length=200_000, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    assert found.source == "predicted"
+
+
+def changed(**fields) -> Study:
+    """The study with another answer for Env."""
+    study = highwater.open_study(STUDY)
+    answers = tuple(
+        msgspec.structs.replace(answer, **fields) if answer.cell.settings.label == "Env" else answer for answer in study.answers
+    )
+    return msgspec.structs.replace(study, answers=answers, trials=())
+
+
+def told(study: Study, length: int) -> Candidate | None:
+    return as_measured(by_label(recommend(length=length, **HERE))["Env, 1 GPU"], study, length)
+
+
+@pytest.mark.parametrize("limit", ["ceiling", "time", "inconclusive"])
+def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
+    study = changed(limit=limit, does_not_fit_tokens=None)
+    assert told(study, 196_608).fits
+    assert told(study, 204_800) is None
+
+
+def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
+    study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
+    found = recommend(length=100_000, studies=[study], **HERE)
+    chunked = by_label(found)["Env+chunked, 1 GPU"]
+    assert (chunked.source, chunked.capacity_tokens, chunked.is_at_least) == ("measured", 262_144, True)
+    rows = {row[0]: row for row in rung_list(found).rows}
+    assert "≥262,144*" in rows["Env+chunked"]
+    assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))["Env, 1 GPU"].is_at_least
+    most = recommend("Qwen3-0.6B", gpus="8xH200-141GB", length="1m").candidates[-1]
+    assert (most.capacity_tokens, most.is_at_least) == (1024**2, True)
+
+
+def test_headroom_is_what_the_shortest_longer_fit_left():
+    study = highwater.open_study(STUDY)
+    fits = [t for t in study.trials if t.spec.settings.label == "Env" and t.result.outcome is Outcome.FIT]
+    for length in sorted({trial.spec.length_tokens for trial in fits}):
+        left = min(t.result.headroom_bytes for t in fits if t.spec.length_tokens == length)
+        assert told(study, length).headroom_bytes == told(study, length - 1).headroom_bytes == left
+
+
+def test_what_is_proven_of_memory_alone_is_labelled():
+    study = changed(
+        memory_only=MemoryOnlyFit(length_tokens=300_000, peak_reserved_bytes=None, headroom_bytes=7), does_not_fit_tokens=304_000
+    )
+    found = told(study, 250_000)
+    assert (found.fits, found.is_memory_only, found.headroom_bytes) == (True, True, 7)
+    assert not told(study, 196_608).is_memory_only
+    assert not told(study, 304_000).fits
+
+
+def test_host_memory_that_ran_out_is_named():
+    assert told(changed(limit="host_memory"), 204_800).lacks_of == "host"
+
+
+def test_a_trial_of_the_very_length_counts_before_the_bracket():
+    study = highwater.open_study(STUDY)
+    failed = next(t for t in study.trials if t.spec.settings.label == "Env" and t.result.outcome is Outcome.OUT_OF_MEMORY)
+    spec = msgspec.structs.replace(failed.spec, length_tokens=100_000)
+    again = msgspec.structs.replace(study, trials=(*study.trials, msgspec.structs.replace(failed, spec=spec)))
+    assert told(study, 100_000).fits
+    assert not told(again, 100_000).fits
+
+
+def test_an_answer_that_is_not_there_yet_tells_nothing():
+    study = highwater.open_study(STUDY)
+    assert told(msgspec.structs.replace(study, answers=()), 8192) is None
+    assert told(changed(capacity_tokens=None, does_not_fit_tokens=None, limit="inconclusive"), 8192) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"model": "Qwen3-1.7B"}, "its model is Qwen3-0.6B"),
+        ({"gpus": "A100-80GB"}, "its GPUs are NVIDIA H200"),
+        ({"gpu_memory": None}, "its trials had 79.15 GiB of each GPU, and 139.80 GiB are asked about"),
+        ({"reserved": "20GiB"}, "its trials had 79.15 GiB of each GPU, and 59.15 GiB are asked about"),
+        ({"state_bytes_per_param": 8}, "its trials had float32 states with AdamW"),
+        ({"margin": "1GiB"}, "its lengths leave 0.0 MiB, and 1.00 GiB are asked for"),
+        ({"gpus": "2xH200-141GB"}, "no rung that is asked about has an answer for this length on 2 GPUs"),
+        ({"objective": "grpo"}, "no rung that is asked about"),
+    ],
+)
+def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
+    found = recommend(length="8k", studies=[STUDY], **(HERE | asked))
+    assert {each.source for each in found.candidates} == {"predicted"}
+    assert found.notes[-1].startswith(f"{STUDY} is not used: {why}")
+
+
+def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
+    assert {each.source for each in recommend(length="8k", studies=[STUDY], host_memory="1MiB", **HERE).candidates} == {"predicted"}
+
+
+def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing():
+    study, room = highwater.open_study(STUDY), Room(device_bytes=84_986_665_369)
+    changes = (({"simulated": True}, "simulated"), ({"device": "cpu"}, "on the CPU"), ({"data": "texts.py:read"}, "of their own"))
+    for change, why in changes:
+        other = msgspec.structs.replace(study, question=msgspec.structs.replace(study.question, **change))
+        assert why in obstacle(other, model=study.question.model, device_name="H200-141GB", room=room, margin_bytes=0)
+
+
+def test_a_step_is_timed_by_a_trial_and_unknown_without_one():
+    assert {each.step_time for each in recommend(length="8k", **HERE).candidates} == {None}
+    found = by_label(recommend(length=196_608, studies=[STUDY], **HERE))
+    step = found["Env, 1 GPU"].step_time
+    assert (step.source, step.tokens_per_s, step.step_tokens) == ("measured", pytest.approx(4901.8, abs=0.1), 2 * 196_608)
+    assert step.time_s == pytest.approx(2 * 196_608 / step.tokens_per_s)
+    assert found["Env+chunked, 1 GPU"].step_time is None
+
+
+def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_says_so():
+    found = recommend(length=100_000, studies=[STUDY], **HERE)
+    step = by_label(found)["Env, 1 GPU"].step_time
+    shape, cell = load_model("Qwen3-0.6B").shape, by_label(found)["Env, 1 GPU"].cell
+    measured = step.measured_length_tokens
+    here, there = (step_flops(shape, length_tokens=n, sequences=2, settings=cell.settings) for n in (100_000, measured))
+    assert step.source == "predicted"
+    assert here / step.time_s == pytest.approx(there * step.tokens_per_s / (2 * measured))
+    assert "tokens/s, measured at" in "\n".join(map(plain_table, recommendation_tables(found)))
