@@ -151,3 +151,15 @@ def test_the_flags_are_explained(highwater: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "--rollout-gpus" in done.stdout
     assert "--token-budget" not in done.stdout
+
+
+def test_help_names_the_defaults_of_this_command(highwater: Run) -> None:
+    text = " ".join(highwater("recommend", "--help").stdout.split())
+    assert "sequences packed into one micro-batch (default: 2)" in text
+    assert "GPUs that share one sequence (default: every degree that divides GPUs and heads)" in text
+
+
+def test_what_is_asked_next_is_about_the_trainers_gpus(highwater: Run) -> None:
+    done = highwater("recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--rollout-gpus", "15", "--length", "1m")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "next: highwater predict Qwen3-32B --gpus 1xRTX-3090"

@@ -94,11 +94,20 @@ EMIT_FLAGS = tuple(
 """What a recommendation for other trainers depends on."""
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str) -> None:
-    """Give the parser these flags; one that is not typed leaves no trace in the namespace."""
+def add_flags(
+    parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str, defaults: Mapping[str, str] | None = None
+) -> None:
+    """Give the parser these flags; one that is not typed leaves no trace in the namespace.
+
+    ``defaults``: by field, in words, what a command takes that is not ``Request``'s default.
+    """
     section = parser.add_argument_group(group)
     for flag in flags:
-        options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
+        options: dict[str, Any] = {
+            "dest": flag.field,
+            "default": argparse.SUPPRESS,
+            "help": _help(flag, (defaults or {}).get(flag.field)),
+        }
         if flag.switch:
             options["action"] = "store_true"
         else:
@@ -128,10 +137,11 @@ def words_of(values: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _help(flag: Flag) -> str:
+def _help(flag: Flag, default: str | None) -> str:
     field = next(field for field in fields(Request) if field.name == flag.field)
     description = next(extra.description or "" for extra in get_args(field.type) if isinstance(extra, Meta))
-    shown = "" if field.default in (None, False, 0) or "default" in description else f" (default: {_spelled(field.default)})"
+    is_silent = field.default in (None, False, 0) or "default" in description
+    shown = "" if default is None and is_silent else f" (default: {default or _spelled(field.default)})"
     return f"{description}{shown}".replace("%", "%%")
 
 

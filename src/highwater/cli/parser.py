@@ -12,6 +12,9 @@ from highwater.errors import UsageError
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 
+_EVERY_DEGREE = {"ulysses": "every degree that divides GPUs and heads"}
+_RECOMMENDED = _EVERY_DEGREE | {"sequences_per_micro_batch": "2"}
+"""By field, defaults that are not those of a search."""
 _COMMANDS = {
     "find": "the longest context that a model trains with here, by real trials",
     "try": "one trial of one length",
@@ -153,7 +156,7 @@ def _predict_flags(parser: Parser) -> None:
     parser.add_argument(
         "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"
     )
-    add_flags(parser, PREDICT_FLAGS, group="settings and lengths")
+    add_flags(parser, PREDICT_FLAGS, group="settings and lengths", defaults=_EVERY_DEGREE)
 
 
 def _guide_flags(parser: Parser) -> None:
@@ -188,7 +191,7 @@ def _recommend_flags(parser: Parser) -> None:
         help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
     )
     parser.add_argument("--list", dest="list_", action="store_true", help="every rung that fits, with what each costs")
-    add_flags(parser, RECOMMEND_FLAGS, group="settings; default of --sequences-per-micro-batch: 2")
+    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
 
 
 def _emit_flags(parser: Parser) -> None:
@@ -196,7 +199,7 @@ def _emit_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
     _length_and_rollout(parser)
     parser.set_defaults(trainer="trinity", studies=[])
-    add_flags(parser, EMIT_FLAGS, group="settings; default of --sequences-per-micro-batch: 2")
+    add_flags(parser, EMIT_FLAGS, group="settings", defaults=_RECOMMENDED)
 
 
 def _length_and_rollout(parser: Parser) -> None:
