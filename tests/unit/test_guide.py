@@ -190,6 +190,17 @@ def test_a_memory_only_proof_is_named_as_one() -> None:
     assert "nothing was trained" in page
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order: int) -> None:
+    question = question_of(gpus=[1])
+    cell = question.cells[0]
+    one = msgspec.structs.replace(question, cells=(cell,))
+    answers = (answer(cell, 4096, 16384, 12288), answer(cell, 8192, 16384))[::order]
+    found = [each for own in answers for each in study_capacities(Study(question=one, answers=(own,)))]
+    made = Guide(tables=guide_tables(found))
+    assert labels(made) == {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
+
+
 def test_what_was_simulated_is_not_said_to_be_measured() -> None:
     question = question_of(gpus=[1])
     study = Study(question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells))

@@ -53,8 +53,8 @@ def may_be_simpler(capacities: tuple[Capacity, ...], length_tokens: int, found: 
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The simplest first."""
-    return sorted(capacities, key=lambda capacity: simplicity(capacity.cell))
+    """The simplest first; of one cell what was trained in full before what memory alone is known to hold."""
+    return sorted(capacities, key=lambda capacity: (simplicity(capacity.cell), capacity.is_memory_only))
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
