@@ -321,11 +321,12 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
         "original_max_position_embeddings": 40960,
     }
     assert "51,200: 1.25, 61,440: 1.5," in page
+    assert "reaches the rollout alone: the trainer reads the model's own `config.json`" in page
 
 
 def test_token_budgets_are_said_where_they_begin_and_where_they_end() -> None:
     page = guide_markdown(guide(TABLE))
-    for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "use_dynamic_bsz"):
+    for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "use_dynamic_bsz", "trainer.max_token_len_per_gpu"):
         assert name in page
     assert re.search(r"^\| 4 +\| 61,440 +\| 30,720 +\|$", page, re.MULTILINE), "of 122,880 tokens"
 
