@@ -142,12 +142,14 @@ def predict(
     known = calibration_of(question, room, trainer, method=method, own=own)
     prediction = Prediction(
         model_name=question.model.name,
+        config_digest=question.model.config_digest,
         native_length_tokens=question.grid.native_length_tokens,
         trainer=trainer,
         gpus=where.gpus,
         device_name=where.device_name,
         device_bytes=where.device_bytes,
         room=room,
+        margin_bytes=question.margin_bytes,
         length_tokens=length_tokens,
         cells=(),
         method=method,

@@ -1,26 +1,48 @@
 """Guiding: a guide from what studies found, what others published and what is predicted, and the file it is written to."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from highwater import api
 from highwater.errors import MachineError, UsageError
-from highwater.prediction.capacity import Prediction, predicted_capacities
+from highwater.prediction.capacity import Prediction, Room, predicted_capacities
 from highwater.report.guide import Guide, guide_tables
 from highwater.report.guide_markdown import guide_markdown
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
 from highwater.spec.events import Trainer
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
 from highwater.spec.study import Study
-from highwater.store.directory import check_new_file
+from highwater.store.directory import check_new_file, free_name
+from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 
 _PAGE = ".html"
+_PREDICTION = "prediction.json"
+
+
+class _Found(NamedTuple):
+    """What one source knows."""
+
+    capacities: tuple[Capacity, ...]
+    notes: tuple[str, ...]
+    """What a reader should know about it."""
+    words: str
+    """The source as one types it after ``highwater guide``."""
+
+
+class _Known(NamedTuple):
+    """Which model a name stands for, and the first source that says so."""
+
+    config_digest: str
+    found_in: str
+    words: str
 
 
 def guide(
@@ -41,7 +63,9 @@ def guide(
         raise UsageError("a guide of nothing: no study, no table and no model is named", hint=f"for example `{_EXAMPLE}`")
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
-    for found, said in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
+    models: dict[str, _Known] = {}
+    for found, said, words in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
+        _check_models(found, words, models)
         capacities += found
         notes |= dict.fromkeys(said)
     return Guide(tables=guide_tables(capacities), notes=tuple(notes))
@@ -72,37 +96,73 @@ def check_guide_file(path: Path) -> None:
     check_new_file(path, flag="-o", name="guide.html" if path.suffix == _PAGE else "guide.md")
 
 
-def _read(path: Path) -> tuple[tuple[Capacity, ...], tuple[str, ...]]:
-    """What one file knows, and what a reader should know about it."""
+def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
+    """Raise UsageError where a name that is known already stands for another model; what is new is added to ``models``."""
+    for each in found:
+        if each.config_digest is None:
+            continue
+        known = models.setdefault(each.model_name, _Known(each.config_digest, each.found_in, words))
+        if known.config_digest != each.config_digest:
+            raise UsageError(
+                f"{known.found_in} and {each.found_in} each have a model {each.model_name}, and these are two models: their "
+                "config.json differ",
+                hint=f"`highwater guide {known.words}` and `highwater guide {words}` make a guide of each",
+            )
+
+
+def _read(path: Path) -> _Found:
+    """What one file knows."""
+    words = shlex.quote(str(path))
     if path.suffix == ".csv":
-        return table_capacities(path), ()
+        return _Found(table_capacities(path), (), words)
     if path.suffix == ".json":
         return _read_prediction(path)
     study: Study = api.open_study(path)
     if study.question.device == "cpu":
         hint = f"leave it out; for example `{_EXAMPLE}`"
         raise UsageError(f"{path} is a search on the CPU, and a guide is about GPUs", hint=hint)
-    return study_capacities(study), tuple(f"{path}: {note}" for note in study.notes)
+    odd = (f"{each.cell.label}: not monotone: {text}" for each in study.answers for text in each.contradictions)
+    return _Found(study_capacities(study), tuple(f"{path}: {note}" for note in (*study.notes, *odd)), words)
 
 
-def _read_prediction(path: Path) -> tuple[tuple[Capacity, ...], tuple[str, ...]]:
-    hint = f"`highwater predict Qwen3-8B --gpus 4xA100-80GB --json > {shlex.quote(str(path))}` writes one"
+def _read_prediction(path: Path) -> _Found:
+    hint = f"`highwater predict Qwen3-8B --gpus 4xA100-80GB --json > {free_name(_PREDICTION)}` writes one"
     try:
         prediction = from_json(path.read_bytes(), Prediction)
     except OSError as error:
         raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a prediction of this version: {error}", hint=hint) from error
-    return predicted_capacities(prediction, str(path)), tuple(f"{path}: {note}" for note in prediction.notes)
+    assumed = _assumed(prediction.room)
+    if assumed:
+        flags = " and ".join(f"`{flag}`" for flag in assumed)
+        raise UsageError(
+            f"{path} was predicted with {' and '.join(assumed.values())}, and a guide says nothing of that",
+            hint=f"predict without {flags}: {hint}",
+        )
+    notes = tuple(f"{path}: {note}" for note in prediction.notes)
+    return _Found(predicted_capacities(prediction, str(path)), notes, shlex.quote(str(path)))
 
 
-def _predictions(
-    models: Sequence[str], gpus: Sequence[str], trainer: Trainer
-) -> Iterator[tuple[tuple[Capacity, ...], tuple[str, ...]]]:
+def _assumed(room: Room) -> dict[str, str]:
+    """What a prediction takes for granted that others do not, by its flag. What is reserved of a GPU is in the GPU's name."""
+    states, host = room.state_bytes_per_parameter, room.host_bytes
+    found: dict[str, str] = {}
+    if states != STATE_BYTES_PER_PARAMETER:
+        found["--state-bytes-per-param"] = f"{states} bytes of states a parameter"
+    if host is not None:
+        found["--host-memory"] = f"{format_bytes(host)} of host memory"
+    if room.constants is not None:
+        found["--constants"] = "constants of its own"
+    return found
+
+
+def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer) -> Iterator[_Found]:
     for where in gpus or (None,):
         for model in models:
-            words = ["highwater", "predict", model, *(("--gpus", where) if where else ())]
-            words += ["--trainer", trainer] if trainer != "highwater" else []
+            flags = ["--gpus", where] if where else []
+            flags += ["--trainer", trainer] if trainer != "highwater" else []
             prediction = api.predict(model, gpus=where, trainer=trainer)
-            command = shlex.join(words)
-            yield predicted_capacities(prediction, command), tuple(f"{command}: {note}" for note in prediction.notes)
+            command = shlex.join(["highwater", "predict", model, *flags])
+            notes = tuple(f"{command}: {note}" for note in prediction.notes)
+            yield _Found(predicted_capacities(prediction, command), notes, shlex.join(["--predict", model, *flags]))

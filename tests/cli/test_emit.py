@@ -26,7 +26,7 @@ def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
     done = highwater("emit", "--for", "verl", str(tiny), *ASKED[1:-4], "--length", "4k")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/usr/bin/env bash\n# verl 0.9.1: tiny")
-    assert f"actor_rollout_ref.model.path={tiny}" in done.stdout
+    assert f'actor_rollout_ref.model.path="{tiny}"' in done.stdout
 
 
 def test_one_document_has_the_values_by_name(highwater: Run) -> None:

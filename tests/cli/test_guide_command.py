@@ -86,6 +86,28 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater: Run, tmp_path: Path) 
     assert from_file == json.loads(highwater("guide", "--predict", "Qwen3-8B", *words, "--json").stdout)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--state-bytes-per-param", "8"), "8 bytes of states a parameter"),
+        (("--host-memory", "512GiB"), "512.00 GiB of host memory"),
+        (("--constants", "c.json"), "constants of its own"),
+    ],
+)
+def test_a_prediction_that_assumes_more_is_refused_with_one_that_does_not(
+    highwater: Run, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "c.json").write_text((FOUND.parent / "predict" / "constants-h200.json").read_text())
+    (tmp_path / "prediction.json").write_text(highwater("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", *flags, "--json").stdout)
+    problem, hint = refusal(highwater("guide", "prediction.json"), 2)
+    assert problem == f"prediction.json was predicted with {said}, and a guide says nothing of that"
+    assert hint.startswith(f"predict without `{flags[0]}`: ")
+    predicted, path = hint.split("`")[3].removeprefix("highwater ").split(" > ")
+    assert path == "prediction-2.json", "what a user has is not written over"
+    (tmp_path / path).write_text(highwater(*predicted.split()).stdout)
+    assert highwater("guide", path).returncode == 0
+
+
 def test_a_study_is_measured_and_one_that_was_simulated_says_so(highwater: Run, tmp_path: Path) -> None:
     measured = highwater("guide", str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), "--json")
     assert {(row["gpu"], row["source"]) for row in json.loads(measured.stdout)} == {("H200-141GB with 79.15 GiB", "measured")}
@@ -157,7 +179,9 @@ def test_what_cannot_be_read_is_refused(highwater: Run, tmp_path: Path) -> None:
     (tmp_path / path).write_text(highwater(*predicted.split()).stdout)
     assert highwater("guide", path).returncode == 0
     (tmp_path / "p.json").write_text("{}")
-    assert refusal(highwater("guide", "p.json"), 2)[0].startswith("p.json is not a prediction of this version: ")
+    problem, hint = refusal(highwater("guide", "p.json"), 2)
+    assert problem.startswith("p.json is not a prediction of this version: ")
+    assert "--json > prediction-2.json` writes one" in hint, "neither p.json nor prediction.json is written over"
     assert refusal(highwater("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-70GB"), 2)[0].startswith("the catalog has no GPU")
     assert refusal(highwater("guide", "--predict", "Qwen3-8B"), 2)[0] == "no GPU is here, and none is named"
 

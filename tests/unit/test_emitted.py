@@ -26,6 +26,36 @@ DATA = Path(__file__).parents[1] / "data"
 _TYPES = {"int": int, "bool": bool, "str": str, "Optional[int]": int, "Optional[float]": float, "Optional[str]": str}
 
 
+PATH = "actor_rollout_ref.model.path"
+PATHS = [
+    ("/models/mine", '"/models/mine"', "/models/mine"),
+    ("ep=3,a b", '"ep=3,a b"', "ep=3,a b"),
+    ("${oc.env:HOME}", r'"\${oc.env:HOME}"', r"\${oc.env:HOME}"),
+    ("it's", '"it\'s"', "it's"),
+    ('say "a"', r'"say \"a\""', 'say "a"'),
+    ("a\\b\\", r'"a\b\\"', "a\\b\\"),
+    ("\\${x}", r'"\\\${x}"', r"\\\${x}"),
+]
+"""A path, as Hydra 1.3.2 reads it, and as OmegaConf 2.3.1 does: both gave back the path."""
+
+
+def read_by_hydra(quoted: str) -> str:
+    """A quoted value: a quote within has an odd number of backslashes before it, the end an even one; half are meant."""
+    quote, within = quoted[0], quoted[1:-1]
+    assert quote in "\"'"
+    assert quoted[-1] == quote
+    ends = re.findall(rf"(\\*){quote}", within)
+    assert all(len(backslashes) % 2 for backslashes in ends), quoted
+    assert len(re.findall(r"\\*\Z", within)[0]) % 2 == 0, quoted
+    return re.sub(rf"(\\+)({quote}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], within)
+
+
+def read_by_omegaconf(text: str) -> str:
+    """Text without an interpolation; backslashes count before ``${``."""
+    assert all(len(backslashes) % 2 for backslashes in re.findall(r"(\\*)\$\{", text)), "an interpolation"
+    return re.sub(r"(\\+)\$\{", lambda found: found[1][: len(found[1]) // 2] + "${", text)
+
+
 def asked(length: int | str = "64k", **changes) -> tuple[Recommendation, Candidate]:
     found = recommend(
         **{"model": "Qwen3-4B", "gpus": "4xH200-141GB", "length": length, "trainer": "trinity", "allocator": "expandable"} | changes
@@ -112,7 +142,25 @@ def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
     shown = command.replace("python3 -m verl.trainer.main_ppo", r"printf '%s\0'", 1)
     done = subprocess.run(["bash", "-c", shown], capture_output=True, env={"MODEL_PATH": "/models/mine"}, check=True)
     words = done.stdout.decode().split("\0")[:-1]
-    assert words == [f"{name}={'/models/mine' if value == '$MODEL_PATH' else value}" for name, value in emitted.values.items()]
+    values = emitted.values | {PATH: "/models/mine" if emitted.values[PATH] == "$MODEL_PATH" else emitted.values[PATH]}
+    said = dict(word.split("=", 1) for word in words)
+    assert list(said) == list(values)
+    assert read_by_omegaconf(read_by_hydra(said.pop(PATH))) == values.pop(PATH)
+    assert said == {name: str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("path", "quoted", "written"), PATHS, ids=lambda each: each)
+def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_its_characters(path: str, quoted: str, written: str) -> None:
+    (word,) = [word for word in shlex.split(verl(*asked(), model_path=path).command) if word.startswith(PATH)]
+    assert word == f"{PATH}={quoted}"
+    document = yaml.safe_load(trinity(*asked(), model_path=path).text)
+    assert document["model"]["model_path"] == written
+    assert read_by_omegaconf(read_by_hydra(quoted)) == read_by_omegaconf(written) == path
+
+
+def test_a_path_that_nobody_named_comes_from_the_environment() -> None:
+    assert """ actor_rollout_ref.model.path="'$MODEL_PATH'" """ in verl(*asked()).text
+    assert yaml.safe_load(trinity(*asked()).text)["model"]["model_path"] == "${oc.env:MODEL_PATH}"
 
 
 def test_verl_is_not_given_what_ends_its_rollout():

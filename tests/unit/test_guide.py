@@ -1,7 +1,9 @@
 """The guide: the published one cell for cell, what it says where nobody knows, and the page that it makes."""
 
 import csv
+import json
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +12,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from places import question_of
+from places import question_of, write_model
 
-from highwater import HighwaterError, guide, write_guide
+from highwater import HighwaterError, api, guide, predict, write_guide
 from highwater.errors import UsageError
 from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
 from highwater.report.guide_markdown import escaped, guide_markdown
 from highwater.spec.capacities import Capacity, study_capacities
+from highwater.spec.codec import to_json
 from highwater.spec.ladder import simplicity
 from highwater.spec.layout import Layout
 from highwater.spec.published import PUBLISHED_SETTINGS, published_grid, table_capacities
@@ -107,6 +110,7 @@ def tables(draw: st.DrawFn) -> tuple[Capacity, ...]:
         found.append(
             Capacity(
                 model_name="m",
+                config_digest="d",
                 native_length_tokens=40960,
                 device_name="g",
                 cell=cell,
@@ -190,6 +194,17 @@ def test_a_memory_only_proof_is_named_as_one() -> None:
     assert "nothing was trained" in page
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order: int) -> None:
+    question = question_of(gpus=[1])
+    cell = question.cells[0]
+    one = msgspec.structs.replace(question, cells=(cell,))
+    answers = (answer(cell, 4096, 16384, 12288), answer(cell, 8192, 16384))[::order]
+    found = [each for own in answers for each in study_capacities(Study(question=one, answers=(own,)))]
+    made = Guide(tables=guide_tables(found))
+    assert labels(made) == {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
+
+
 def test_what_was_simulated_is_not_said_to_be_measured() -> None:
     question = question_of(gpus=[1])
     study = Study(question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells))
@@ -206,6 +221,47 @@ def test_predicted_measured_and_published_stand_in_tables_of_their_own() -> None
         assert {each.source for each in table.capacities} == {table.source}
     headings = re.findall(r"^## .*: (published|measured|predicted) \(", guide_markdown(made), re.MULTILINE)
     assert headings == ["published", "measured", "predicted"]
+
+
+def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path) -> None:
+    other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
+    with pytest.raises(UsageError, match=r"each have a model Qwen3-0\.6B, and these are two models") as refused:
+        guide(TABLE, predict=[other], gpus=["1xA100-80GB"])
+    hints = [shlex.split(words) for words in refused.value.hint.split("`")[1::2]]
+    assert hints == [
+        ["highwater", "guide", str(TABLE)],
+        ["highwater", "guide", "--predict", other, "--gpus", "1xA100-80GB"],
+    ]
+    assert guide(TABLE).tables
+    assert guide(predict=[other], gpus=["1xA100-80GB"]).tables
+    path = tmp_path / "p.json"
+    path.write_text(to_json(predict(other, gpus="1xA100-80GB")))
+    with pytest.raises(UsageError, match="two models"):
+        guide(FOUND / "qwen3-0.6b-79gib-full.jsonl", path)
+
+
+def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", margin="2GiB")))
+    made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
+    plain = "highwater, sft, 1 sequence per micro-batch"
+    assert [table.training for table in made.tables] == [f"{plain}, 2.00 GiB left free", plain]
+    assert "2.00 GiB left free" in guide_markdown(made)
+    question = msgspec.structs.replace(question_of(gpus=[1]), margin_bytes=1024**3)
+    (table,) = guide_tables(study_capacities(Study(question=question)))
+    assert table.training.endswith(", 1.00 GiB left free")
+
+
+def test_what_speaks_against_an_answer_is_said_too(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()]
+    answered = next(line for line in lines if line["kind"] == "cell_answered")
+    answered["answer"] |= {"monotone": False, "contradictions": ["6,000 tokens did not fit, 7,000 tokens did"]}
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    made = guide(path)
+    said = f"{path}: {api.open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did not fit, 7,000 tokens did"
+    assert said in made.notes
+    assert escaped(said) in guide_markdown(made)
 
 
 def test_another_trainer_and_another_objective_stand_in_tables_of_their_own() -> None:
@@ -265,11 +321,12 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
         "original_max_position_embeddings": 40960,
     }
     assert "51,200: 1.25, 61,440: 1.5," in page
+    assert "reaches the rollout alone: the trainer reads the model's own `config.json`" in page
 
 
 def test_token_budgets_are_said_where_they_begin_and_where_they_end() -> None:
     page = guide_markdown(guide(TABLE))
-    for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "use_dynamic_bsz"):
+    for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "use_dynamic_bsz", "trainer.max_token_len_per_gpu"):
         assert name in page
     assert re.search(r"^\| 4 +\| 61,440 +\| 30,720 +\|$", page, re.MULTILINE), "of 122,880 tokens"
 

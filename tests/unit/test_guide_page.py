@@ -11,7 +11,7 @@ import pytest
 from places import question_of
 
 from highwater import guide, write_guide
-from highwater.report.guide import Guide, guide_rows, guide_tables
+from highwater.report.guide import Guide, guide_tables
 from highwater.report.guide_page import guide_page
 from highwater.spec.capacities import study_capacities
 from highwater.spec.study import Study
@@ -58,12 +58,24 @@ def made() -> Guide:
 
 
 def test_a_page_has_every_row_of_the_guide(made: Guide) -> None:
-    rows = Page(guide_page(made)).rows
-    for row in guide_rows(made):
-        found = [cells for cells in rows if cells[0] == f"{row['max_model_len']:,}"]
-        assert any(str(row["settings"]) in (cell, cell.removesuffix(" ?")) for cells in found for cell in cells[1:])
-    published = [cells[1:] for cells in rows if cells[0] == "16,384"]
-    assert ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"] in published
+    seen: list[tuple[int, str, list[str]]] = []
+    rows = iter(Page(guide_page(made)).rows)
+    for table in made.tables:
+        heading = next(row for row in rows if row[0] == "max_model_len")
+        assert heading[1:] == list(table.models)
+        for tokens, choices in table.rows:
+            length, *cells = next(rows)
+            seen.append((table.gpus, length, cells))
+            assert length == f"{tokens:,}"
+            assert [cell.removesuffix(" ?") for cell in cells] == [choice.label for choice in choices]
+    assert not any(row[0] == "max_model_len" for row in rows)
+    assert (2, "16,384", ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"]) in seen
+
+
+def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(made: Guide) -> None:
+    text = guide_page(made)
+    assert "<caption>simplest settings by length and model, 1 GPU, published</caption>" in text
+    assert not set(re.findall(r"<caption>(.*?)</caption>", text)) & set(re.findall(r"<summary>(.*?)</summary>", text))
 
 
 def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:

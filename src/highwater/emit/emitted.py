@@ -1,6 +1,7 @@
 """Emitted: a recommendation in another trainer's words, and what its configurations have in common."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -62,6 +63,14 @@ def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
 def comment(lines: list[str]) -> str:
     """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where nobody ended it."""
     return "".join(f"# {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
+
+
+def literal(text: str) -> str:
+    r"""The text as OmegaConf's text: ``${`` begins no interpolation there, ``\${``. Backslashes count before ``${`` alone.
+
+    Source: OmegaConf's grammar, checked with 2.3.1.
+    """
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,18 @@ Its trainer is verl's actor. In that version ``model.rope_scaling`` reaches the 
 
 import yaml
 
-from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, nested, strategy, yarn_lines
+from highwater.emit.emitted import (
+    ALLOCATOR_VARIABLE,
+    EXPANDABLE,
+    Emitted,
+    Value,
+    comment,
+    heading,
+    literal,
+    nested,
+    strategy,
+    yarn_lines,
+)
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.6.0"
@@ -17,7 +28,7 @@ _COMMAND = "trinity run --config trinity.yaml"
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The sections that a length depends on."""
-    values = _values(found, chosen, model_path or MODEL_PATH)
+    values = _values(found, chosen, literal(model_path) if model_path else MODEL_PATH)
     is_expandable = chosen.cell.settings.allocator == "expandable"
     environment = {ALLOCATOR_VARIABLE: EXPANDABLE} if is_expandable else {}
     said = heading(found, chosen, target="Trinity-RFT", version=VERSION)

@@ -4,9 +4,10 @@ verl turns expandable segments on by itself after each exchange of weights (``ve
 they would end vLLM's sleep mode, whose memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
 """
 
+import re
 import shlex
 
-from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, strategy, yarn_lines
+from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, literal, strategy, yarn_lines
 from highwater.errors import UsageError
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -14,6 +15,7 @@ VERSION = "0.9.1"
 MODEL_PATH = "$MODEL_PATH"
 """Where nobody said where the model lies."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
+_PATH = "actor_rollout_ref.model.path"
 _ACTOR, _REF, _ROLLOUT = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout")
 
 
@@ -52,7 +54,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
     return {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": found.gpus,
-        "actor_rollout_ref.model.path": model_path,
+        _PATH: model_path,
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": True,
         f"{_ACTOR}.strategy": strategy(chosen),
@@ -69,6 +71,16 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _override(name: str, value: Value) -> str:
-    if value == MODEL_PATH:
-        return f'{name}="{value}"'
-    return shlex.quote(f"{name}={value}")
+    """One argument of the shell's. A path is quoted for Hydra, where ``,`` and ``=`` mean something, then for the shell."""
+    if name != _PATH:
+        return shlex.quote(f"{name}={value}")
+    return f"{name}=\"'{value}'\"" if value == MODEL_PATH else shlex.quote(f"{name}={_quoted(str(value))}")
+
+
+def _quoted(text: str) -> str:
+    r"""The text between Hydra's quotes, taken literally: ``"`` is ``\"``, and before a quote each backslash is two.
+
+    Source: Hydra's override grammar, checked with 1.3.2.
+    """
+    within = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text))
+    return f'"{within}"'

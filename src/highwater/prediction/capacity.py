@@ -104,6 +104,8 @@ class Prediction(Noun, frozen=True, kw_only=True):
 
     schema_version: int = 1
     model_name: str
+    config_digest: str | None = None
+    """Digest of the model's ``config.json``; None in files from before it was written."""
     native_length_tokens: int
     trainer: Trainer
     gpus: int
@@ -111,6 +113,8 @@ class Prediction(Noun, frozen=True, kw_only=True):
     device_bytes: int
     """Of one GPU, as its driver reports it."""
     room: Room
+    margin_bytes: int = 0
+    """What a length has to leave of a GPU to count as one that fits."""
     length_tokens: int | None
     """None: the longest length that fits was asked."""
     cells: tuple[CellPrediction, ...]
@@ -135,11 +139,13 @@ def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacit
     return tuple(
         Capacity(
             model_name=prediction.model_name,
+            config_digest=prediction.config_digest,
             native_length_tokens=prediction.native_length_tokens,
             device_name=kind_with_memory(prediction.device_name, None if is_whole else prediction.room.device_bytes),
             cell=predicted.cell,
             capacity_tokens=predicted.capacity_tokens,
             does_not_fit_tokens=predicted.does_not_fit_tokens,
+            margin_bytes=prediction.margin_bytes,
             source="predicted",
             trainer=prediction.trainer,
             found_in=found_in,

@@ -7,6 +7,7 @@ from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
+from highwater.units import format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
 TRAINERS = {"highwater": "highwater", "trinity": "Trinity-RFT"}
@@ -114,7 +115,7 @@ def rung_label(settings: Settings) -> str:
 
 
 def training(capacity: Capacity) -> str:
-    """Whose step it is, and what it trains: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
+    """Whose step it is, what it trains and has to leave: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
     extras = [name for name, is_there in (("a critic", settings.critic), ("entropy", settings.entropy != "none")) if is_there]
     objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
@@ -123,7 +124,8 @@ def training(capacity: Capacity) -> str:
     if settings.token_budget_tokens is not None:
         packed = f"a token budget of {settings.token_budget_tokens} per GPU"
     own = [name for name, is_there in _OWN.items() if is_there(settings)] if capacity.trainer == "highwater" else []
-    return ", ".join((TRAINERS[capacity.trainer], objective, packed, *own))
+    left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
+    return ", ".join((TRAINERS[capacity.trainer], objective, packed, *own, *left))
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:

@@ -23,9 +23,10 @@ def guide_markdown(guide: Guide) -> str:
     parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
     for configuration, factors in guide_parts.long_contexts(guide):
         parts += [f"```yaml\n{configuration}```", factors]
+    parts.append(guide_text.LONG_CONTEXTS_TRAINER)
     budgets = guide_parts.budget_table(guide)
-    parts += ["## Memory and the token budget", guide_text.BUDGET, _list(guide_text.BUDGETS), guide_text.BUDGET_RULE]
-    parts += [f"{budgets.title}:", _table(budgets)]
+    parts += ["## Memory and the token budget", guide_text.BUDGET, _list(guide_text.BUDGETS)]
+    parts += [guide_text.BUDGET_OF_BOTH, guide_text.BUDGET_RULE, f"{budgets.title}:", _table(budgets)]
     parts += ["## Capacities", guide_text.CAPACITIES, *(part for section in sections for part in _capacities(section))]
     parts += ["## Best practices", "\n".join(f"{n}. {text}" for n, text in enumerate(guide_text.PRACTICES, 1))]
     parts += ["## Where the numbers come from", _table(guide_parts.origin_table(guide)), _list(map(escaped, guide.notes))]
@@ -47,9 +48,8 @@ def _choices(section: Section) -> Iterator[str]:
         yield f"### {guide_parts.gpus_heading(table)}"
         if table.gpus == 1:
             yield f"> {guide_text.ONE_GPU} {escaped(guide_parts.only_with_offload(table))}".rstrip()
-        drawn = guide_parts.choice_table(table)
-        yield f"<details>\n<summary>{html.escape(plain(drawn.title))}</summary>"
-        yield _table(drawn)
+        yield f"<details>\n<summary>{html.escape(plain(guide_parts.summary(table)))}</summary>"
+        yield _table(guide_parts.choice_table(table))
         yield "</details>"
 
 

@@ -68,6 +68,7 @@ def guide_page(guide: Guide) -> str:
         gpus_heading=guide_parts.gpus_heading,
         only_with_offload=guide_parts.only_with_offload,
         choice_table=guide_parts.choice_table,
+        summary=guide_parts.summary,
         contexts=list(guide_parts.long_contexts(guide)),
         budgets=guide_parts.budget_table(guide),
         origins=guide_parts.origin_table(guide),

@@ -108,7 +108,10 @@ def choice_table(table: GuideTable) -> TextTable:
         for tokens, choices in table.rows
     )
     return TextTable(
-        title=summary(table), columns=("max_model_len", *table.models), rows=tuple(rows), left_columns=1 + len(table.models)
+        title=f"simplest settings by length and model, {gpus_heading(table)}, {table.source}",
+        columns=("max_model_len", *table.models),
+        rows=tuple(rows),
+        left_columns=1 + len(table.models),
     )
 
 

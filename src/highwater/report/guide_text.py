@@ -24,6 +24,11 @@ LONG_CONTEXTS = (
     "Lengths past a model's native length need YaRN, whose factor is length / native length. In a Trinity-RFT configuration, with "
     "`MODEL_PATH`, `MAX_MODEL_LEN` and `FACTOR` in the environment:"
 )
+LONG_CONTEXTS_TRAINER = (
+    "**The trainer needs YaRN in the model itself.** In Trinity-RFT 0.6.0 `model.rope_scaling` reaches the rollout alone: the "
+    "trainer reads the model's own `config.json`. Write the same values there, as `rope_parameters` with the model's "
+    "`rope_theta`, and the length as `max_position_embeddings`; `highwater recommend` prints the block."
+)
 CAPACITIES = (
     "The longest length that each rung is known to fit, by number of GPUs and SP. `*`: past the native length, with YaRN. "
     "`-`: not even the shortest. `?`: unknown. `≥`: no longer one was tried. `<`: no shorter one was tried. Empty: not tried."
@@ -55,6 +60,9 @@ BUDGET = (
 BUDGETS = (
     f"`{_BATCHES}.actor.ppo_max_token_len_per_gpu` for the update,",
     f"`{_BATCHES}.ref.log_prob_max_token_len_per_gpu` for the log-probabilities of the reference.",
+)
+BUDGET_OF_BOTH = (
+    "In the section of the trainer itself: `trainer.max_token_len_per_gpu`, which `highwater emit --for trinity` writes."
 )
 BUDGET_RULE = (
     "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest sequences. Less saves memory, "

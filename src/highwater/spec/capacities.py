@@ -18,6 +18,8 @@ class Capacity(Noun, frozen=True, kw_only=True):
     """One cell's answer: lengths known to fit, lengths known not to, and between the two what nobody knows."""
 
     model_name: str
+    config_digest: str | None
+    """Which model that is; None: an older file does not say."""
     native_length_tokens: int
     device_name: str
     """Kind of GPU, as in the catalog where it is known: ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget."""
@@ -26,6 +28,8 @@ class Capacity(Noun, frozen=True, kw_only=True):
     """The longest length that fits; 0: none is known to."""
     does_not_fit_tokens: int | None = None
     """The shortest length known not to fit; None: nobody knows of one."""
+    margin_bytes: int = 0
+    """What a length has to leave of a GPU's memory to count as one that fits."""
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source
@@ -53,8 +57,8 @@ def may_be_simpler(capacities: tuple[Capacity, ...], length_tokens: int, found: 
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The simplest first."""
-    return sorted(capacities, key=lambda capacity: simplicity(capacity.cell))
+    """The simplest first; of one cell what was trained in full before what memory alone is known to hold."""
+    return sorted(capacities, key=lambda capacity: (simplicity(capacity.cell), capacity.is_memory_only))
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
@@ -86,11 +90,13 @@ def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memo
     question: Question = study.question
     return Capacity(
         model_name=question.model.name,
+        config_digest=question.model.config_digest,
         native_length_tokens=question.model.shape.native_length_tokens,
         device_name=kind_with_memory(question.device_name, question.memory_budget_bytes),
         cell=cell,
         capacity_tokens=fits,
         does_not_fit_tokens=fails,
+        margin_bytes=question.margin_bytes,
         is_memory_only=is_memory_only,
         source="simulated" if question.simulated else "measured",
         found_in=study.path or "a search that was not recorded",

@@ -71,8 +71,8 @@ def table_capacities(path: Path) -> tuple[Capacity, ...]:
     ``read_capacity_table``.
     """
     rows = _read_rows(path)
-    natives = {name: load_model(name).shape.native_length_tokens for name in dict.fromkeys(row.model_name for row in rows)}
-    grids = {name: published_grid(native_tokens) for name, native_tokens in natives.items()}
+    models = {name: load_model(name) for name in dict.fromkeys(row.model_name for row in rows)}
+    grids = {name: published_grid(model.shape.native_length_tokens) for name, model in models.items()}
 
     def next_tokens(row: _Row, tokens: int) -> int:
         grid = grids[row.model_name]
@@ -81,7 +81,8 @@ def table_capacities(path: Path) -> tuple[Capacity, ...]:
     return tuple(
         Capacity(
             model_name=row.model_name,
-            native_length_tokens=natives[row.model_name],
+            config_digest=models[row.model_name].config_digest,
+            native_length_tokens=models[row.model_name].shape.native_length_tokens,
             device_name=row.device_name,
             cell=row.cell,
             capacity_tokens=row.tokens or 0,
