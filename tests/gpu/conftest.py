@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py", "test_machine_constants.py")
+TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py", "test_machine_constants.py", "test_traces.py")
 """All their tests launch trials, or other processes that want a GPU of their own."""
 
 
