@@ -8,6 +8,7 @@ highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/st
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from highwater import api
@@ -106,11 +107,7 @@ def _beginning(study: Study) -> Beginning | None:
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
-    """The value of a flag as it was typed, the last one where there are several."""
-    found: str | None = None
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word == flag and following:
-            found = following
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+    """The value of a flag as it was typed."""
+    found = [after for word, after in pairwise(words) if word == flag]
+    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return found[-1] if found else None

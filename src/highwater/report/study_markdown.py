@@ -41,11 +41,10 @@ def _environment(report: StudyReport) -> Iterator[str]:
 
 
 def _brackets(report: StudyReport) -> Iterator[str]:
-    for cell in report.cells:
-        if cell.bracket:
-            yield from _drawn(study_parts.bracket_table(cell, report))
-        else:
-            yield f"{escaped(cell.label)}: not searched yet."
+    if report.trials:
+        yield from _drawn(study_parts.bracket_table(report))
+    waiting = [escaped(cell.label) for cell in report.cells if not cell.bracket]
+    yield f"Not searched yet: {'; '.join(waiting)}." if waiting else ""
     found = study_parts.not_monotone(report)
     yield "Not monotone:" if found else ""
     yield markdown_list(map(escaped, found))

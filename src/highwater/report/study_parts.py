@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from highwater.report.prediction import learned
-from highwater.report.study_report import CellReport, FailedTrial, Judgement, StudyReport, TrialReport
+from highwater.report.study_report import FailedTrial, Judgement, StudyReport, TrialReport
 from highwater.report.table import TextTable, answer_table, place, provenance
 from highwater.spec.environment import Environment
 from highwater.spec.study import Question, counted_ranks
@@ -202,23 +202,22 @@ def outcome(trial: TrialReport) -> str:
     return f"{OUTCOMES[trial.outcome]}{', too little headroom' if lacks else ''}"
 
 
-def bracket_table(cell: CellReport, report: StudyReport) -> TextTable:
-    """How the bracket of one cell closed."""
+def bracket_table(report: StudyReport) -> TextTable:
+    """How the brackets closed, cell by cell."""
     rows = (
         (
-            str(step.trial),
-            outcome(report.trials[step.trial - 1]),
-            format_tokens(report.trials[step.trial - 1].length_tokens),
-            format_tokens(step.fits_tokens),
-            format_tokens(step.does_not_fit_tokens),
+            *(cell.label, str(step.trial), outcome(trial), format_tokens(trial.length_tokens)),
+            *(format_tokens(step.fits_tokens), format_tokens(step.does_not_fit_tokens)),
         )
+        for cell in report.cells
         for step in cell.bracket
+        for trial in (report.trials[step.trial - 1],)
     )
     return TextTable(
-        title=f"{cell.label}: the bracket after each trial, {report.label}",
-        columns=("trial", "outcome", "length", "longest that fit", "shortest that did not"),
+        title=f"the bracket of each cell after each of its trials, {report.label}",
+        columns=("cell", "trial", "outcome", "length", "longest that fit", "shortest that did not"),
         rows=tuple(rows),
-        left_columns=2,
+        left_columns=3,
     )
 
 
@@ -253,7 +252,7 @@ def memory_table(report: StudyReport) -> TextTable:
 def _limit(report: StudyReport) -> tuple[str, ...]:
     question = report.study.question
     each = counted_ranks(1, question.device)
-    bound = "the bound that was asked for" if question.memory_budget_bytes is not None else "the whole card, as its driver says"
+    bound = "the bound that was asked for" if question.memory_budget_bytes is not None else "the whole card"
     return (f"limit: what {each} may use, {bound}; headroom: what was left of it",)
 
 
