@@ -287,6 +287,24 @@ def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Pa
     assert log_tail(None, study).reason == "no log is recorded"
 
 
+LAUNCHER = """E1122 02:35:47.289000 20798 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)
+Traceback (most recent call last):
+  File "torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  exitcode  : -9 (pid: 20803)
+"""
+
+
+def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(tmp_path: Path) -> None:
+    log = tmp_path / "model_len-8192.log"
+    log.write_text(f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}")
+    assert log_tail(str(log), None).lines == ("Traceback (most recent call last):", "RuntimeError: no memory")
+    log.write_text(LAUNCHER)
+    assert log_tail(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
+
+
 @pytest.mark.parametrize("name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"])
 def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "id_rsa").write_text("private")

@@ -19,6 +19,12 @@ _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
 """What launch/torchrun.py calls a log."""
 _FOLDER = re.compile(r"gpu-\d+")
 """Where the part of a log's path begins that lies beside the study."""
+_LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")
+_LAUNCHER_LINE = re.compile(r"[EWI]\d{4} \S+ \d+ torch/distributed/")
+"""What torchrun writes into a log itself."""
+_TRACEBACK = "Traceback (most recent call last):"
+_POINTER = re.compile(r"\s*[~^]+")
+"""What a traceback draws under a line."""
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Control sequences of terminals."""
 
@@ -69,4 +75,14 @@ def _end_of(path: Path) -> str:
 def _last_lines(text: str) -> list[str]:
     """Without colours; what a progress bar wrote over itself is lines of its own."""
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
-    return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines if line][-LINES:]
+    kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
+    return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in kept[-LINES:]]
+
+
+def _without_launcher(lines: list[str]) -> list[str]:
+    """What the workers wrote: torchrun ends a log with a traceback and a summary of its own. All, where it is all there is."""
+    end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
+    if end is None:
+        return lines
+    start = max((index for index, line in enumerate(lines[:end]) if line == _TRACEBACK), default=end)
+    return [line for line in lines[:start] if not _LAUNCHER_LINE.match(line)] or lines
