@@ -283,6 +283,7 @@ def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Pa
     found = log_tail("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
     assert found.lines == (*(f"line {i}" for i in range(1, LINES - 1)), "10%", "99% red \ufffd")
     assert log_tail(str(log), None) == found
+    assert log_tail("logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log", str(tmp_path / "study-1.jsonl")) == found
     assert log_tail(str(log.with_name("model_len-4096.log")), study).reason == "it is not there any more"
     assert log_tail(None, study).reason == "no log is recorded"
 

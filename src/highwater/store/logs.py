@@ -51,12 +51,15 @@ def log_tail(log_path: str | None, study_path: str | None) -> Tail:
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """As recorded; and beside the study, which may have been moved with its logs."""
+    """As recorded; and beside the study, which may have been moved with its logs, in the model's folder or above it."""
     yield log_path
     parts = log_path.parts
     start = next((index for index, part in enumerate(parts) if _FOLDER.fullmatch(part)), None)
-    if study_path is not None and start is not None and ".." not in parts[start:]:
-        yield Path(study_path).parent.joinpath(*parts[start:])
+    if study_path is None or start is None or ".." in parts[start:]:
+        return
+    for first in (start, start - 1):
+        if first >= 0 and parts[first] not in ("..", log_path.anchor):
+            yield Path(study_path).parent.joinpath(*parts[first:])
 
 
 def _end_of(path: Path) -> str:
