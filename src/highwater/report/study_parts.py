@@ -127,7 +127,7 @@ def environment_tables(report: StudyReport) -> Iterator[TextTable]:
     """What the trials said of themselves, and each place where the search was started."""
     kernels = dict.fromkeys(trial.attention_kernel for trial in report.trials if trial.attention_kernel)
     allocators = dict.fromkeys(f"{trial.rung}: {trial.allocator}" for trial in report.trials if trial.allocator)
-    rows = [("GPU", ", ".join(report.device_names)), *((name, " and ".join(found)) for name, found in report.versions.items())]
+    rows = [("device", ", ".join(report.device_names)), *((name, " and ".join(found)) for name, found in report.versions.items())]
     rows += [("attention", ", ".join(kernels)), ("allocator, as it told", "; ".join(allocators))]
     kept = tuple((name, value) for name, value in rows if value)
     if kept:
