@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from highwater.guiding import guide as guide
     from highwater.guiding import write_guide as write_guide
     from highwater.recommendation import recommend as recommend
+    from highwater.reporting import study_report as study_report
+    from highwater.reporting import write_report as write_report
 
 _PUBLIC = {
     "find": "highwater.api",
@@ -23,6 +25,8 @@ _PUBLIC = {
     "guide": "highwater.guiding",
     "write_guide": "highwater.guiding",
     "recommend": "highwater.recommendation",
+    "study_report": "highwater.reporting",
+    "write_report": "highwater.reporting",
     "HighwaterError": "highwater.errors",
 }
 __all__ = [
@@ -34,7 +38,9 @@ __all__ = [
     "predict",
     "recommend",
     "run_trial",
+    "study_report",
     "write_guide",
+    "write_report",
 ]
 
 

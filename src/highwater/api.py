@@ -22,6 +22,7 @@ from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import Expected, check_prediction, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
+    environment,
     gpus_meant,
     package_obstacles,
     probe,
@@ -300,7 +301,8 @@ def study_file(request: Request, question: Question) -> Path | None:
 def _search(
     planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str], expected: Expected
 ) -> Study:
-    with open_journal(path, planned.question, command=command) as journal:
+    where = None if planned.question.simulated else environment()  # a dry run depends on no machine
+    with open_journal(path, planned.question, command=command, environment=where) as journal:
         recording = RecordingRunner(runner, journal)
         for event in campaign(planned.question, recording, expected=expected):
             if isinstance(event, CellAnswered):

@@ -71,6 +71,12 @@ def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
 
 
+def test_a_report_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
+    for form in ("html", "md", "csv", "json"):
+        assert run(_RUN, "report", "s.jsonl", "-o", f"r.{form}", cwd=tmp_path).returncode == 0
+
+
 @pytest.mark.parametrize(
     "words", [("--help",), ("find", "Qwen3-0.6B", *DRY), ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"), RECOMMEND]
 )
@@ -85,7 +91,8 @@ def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], t
 
 def test_the_public_names_are_these() -> None:
     assert highwater.__all__ == [
-        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "recommend", "run_trial", "write_guide")
+        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "recommend", "run_trial"),
+        *("study_report", "write_guide", "write_report"),
     ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)
     with pytest.raises(AttributeError):

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from conftest import Run
 
+from highwater import study_report
 from highwater.api import open_study
 from highwater.spec.study import Study
 
@@ -30,6 +31,9 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert all(1000 <= int(tokens) <= 3000 for _, tokens in capacities)
     assert "checked: every answer is a pair of real trials in demo/2/study.jsonl" in done.stdout
     assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
+    found = study_report(tmp_path / "demo" / "2" / "study.jsonl")
+    assert [where.versions["torch"] == found.versions["torch"][0] for where in found.study.environments] == [True]
+    assert all("memory" in failed.log.lines[-1] for failed in found.failures), "the logs' own words"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "examples"]
     assert list((tmp_path / "demo" / "1").iterdir()) == []
 

@@ -44,7 +44,7 @@ def test_a_command_in_a_document_runs(document: str, command: str, run: Run) -> 
         assert "does not provide the extra" not in done.stderr
         return
     words = [str(ROOT / word) if word.startswith(("examples/", "docs/", "tests/")) else word for word in words]
-    if "--dry-run" not in words and words[0] not in ("predict", "guide", "recommend", "emit"):
+    if "--dry-run" not in words and words[0] not in ("predict", "guide", "recommend", "emit", "report"):
         words += ["--dry-run"] if "cpu" in words else ["--dry-run", "--device", "cuda"]
     done = run(program, *words)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,8 @@ from places import question_of, write_model
 from highwater import HighwaterError, api, guide, predict, write_guide
 from highwater.errors import UsageError
 from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
-from highwater.report.guide_markdown import escaped, guide_markdown
+from highwater.report.guide_markdown import guide_markdown
+from highwater.report.markdown import escaped
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import to_json
 from highwater.spec.ladder import simplicity

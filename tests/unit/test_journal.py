@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from places import question_of
 
 from highwater.errors import StudyError
+from highwater.launch.probe import environment
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.search.campaign import CellAnswered, campaign
+from highwater.spec.environment import RECORDED_VARIABLES
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
@@ -64,6 +66,40 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     assert read.question == QUESTION
     assert read.command == ("highwater", "find", "Qwen3-0.6B")
     assert len(read.trials) >= 2
+
+
+def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
+    monkeypatch.setenv("WANDB_API_KEY", "also secret")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    path = tmp_path / "study.jsonl"
+    here = environment()
+    open_journal(path, QUESTION, environment=here).close()
+    open_journal(path, QUESTION, environment=here).close()
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    open_journal(path, QUESTION, environment=environment()).close()
+    open_journal(path, QUESTION).close()
+    recorded = read_study(path).environments
+    assert [found.variables.get("PYTORCH_ALLOC_CONF") for found in recorded] == ["expandable_segments:True", None], (
+        "equal ones once"
+    )
+    assert recorded[0] == here
+    assert recorded[0].versions["highwater"]
+    assert recorded[0].host_memory_total_bytes > 0
+    assert "secret" not in path.read_text()
+    assert set(recorded[0].variables) <= set(RECORDED_VARIABLES)
+
+
+def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    open_journal(path, QUESTION).close()
+    lines = path.read_text().replace(',"environment":null', "")
+    assert "environment" not in lines
+    path.write_text(lines)
+    assert read_study(path).environments == ()
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 8192)
+    assert lengths(read_study(path)) == [8192]
 
 
 def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path: Path) -> None:

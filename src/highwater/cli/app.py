@@ -49,7 +49,7 @@ def _run(words: Sequence[str]) -> int:
         sys.stderr.write(usage())
         return EXIT_USER
     # here, so that a slip in the grammar is told at once
-    from highwater.cli import commands, doctor, emission, guide, prediction, recommendation
+    from highwater.cli import commands, doctor, emission, guide, prediction, recommendation, report
 
     handlers = {
         "find": commands.find,
@@ -59,6 +59,7 @@ def _run(words: Sequence[str]) -> int:
         "recommend": recommendation.recommend,
         "emit": emission.emit,
         "show": commands.show,
+        "report": report.report,
         "doctor": doctor.doctor,
         "schema": commands.schema,
         "compare-search": commands.compare_search,

@@ -72,7 +72,7 @@ def try_(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """``highwater show``: a study, or several, as a table, in the published layout, as its final lines, or as JSON."""
-    studies = [api.open_study(name) for name in arguments.studies] or [_newest(Path(arguments.log_dir))]
+    studies = [api.open_study(name) for name in arguments.studies] or [newest_study(Path(arguments.log_dir))]
     for study in studies:
         console.notes(study.notes)
     if arguments.as_ == "json":
@@ -187,7 +187,7 @@ def _after_try(command: Sequence[str]) -> str:
     return shlex.join(kept)
 
 
-def _newest(log_directory: Path) -> Study:
+def newest_study(log_directory: Path) -> Study:
     """The newest study that can be read; one that cannot is named, and hides no other."""
     paths = newest_studies(log_directory)
     for path in paths:

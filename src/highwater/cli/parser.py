@@ -23,6 +23,7 @@ _COMMANDS = {
     "recommend": "the simplest settings that train a length on some GPUs, why simpler ones do not, what the next would buy",
     "emit": "the recommended settings as the configuration of another trainer",
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
+    "report": "a page about one study: trials, brackets, memory, predictions, failures, commands; as HTML, Markdown, CSV or JSON",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
     "compare-search": "trials that each search method takes to find the capacities of a known table",
@@ -105,6 +106,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _recommend_flags(commands["recommend"])
     _emit_flags(commands["emit"])
     _show_flags(commands["show"])
+    _report_flags(commands["report"])
     commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
     commands["doctor"].add_argument(
         "--measure", action="store_true", help="read on the GPUs what libraries take of their memory, half a minute each count"
@@ -235,6 +237,15 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
 def _show_flags(parser: Parser) -> None:
     parser.add_argument("studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one")
     parser.add_argument("--as", dest="as_", choices=("table", "published", "lines", "json"), default="table", help="how to show it")
+    parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
+
+
+def _report_flags(parser: Parser) -> None:
+    parser.add_argument("study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write it into a new file: .html, .md, .csv or .json; default: print Markdown"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
 
 

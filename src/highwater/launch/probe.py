@@ -18,6 +18,7 @@ import psutil
 
 from highwater.errors import MachineError
 from highwater.spec.cluster import Cluster, cluster
+from highwater.spec.environment import RECORDED_VARIABLES, Environment
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.units import GIB, format_bytes, parse_bytes
 
@@ -47,6 +48,20 @@ def probe() -> Machine:
         host_memory_total_bytes=memory.total,
         host_memory_available_bytes=memory.available,
         versions={"python": platform.python_version(), **_installed_versions()},
+    )
+
+
+def environment() -> Environment:
+    """What a study records of this machine, and of the shell the variables of an allow-list."""
+    machine = probe()
+    return Environment(
+        versions=machine.versions,
+        driver_version=machine.driver_version,
+        gpu_names=tuple(gpu.name for gpu in machine.gpus),
+        gpu_memory_bytes=tuple(gpu.memory_total_bytes for gpu in machine.gpus),
+        cpu_cores=machine.cpu_cores,
+        host_memory_total_bytes=machine.host_memory_total_bytes,
+        variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
     )
 
 

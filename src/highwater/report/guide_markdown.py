@@ -1,23 +1,20 @@
 """The guide as a Markdown document: words, a table for each number of GPUs, long contexts, capacities, practices, sources."""
 
 import html
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from highwater.report import guide_parts, guide_text
 from highwater.report.guide import Guide
 from highwater.report.guide_parts import Section
-from highwater.report.table import TextTable
+from highwater.report.markdown import escaped, markdown_list, markdown_table
 from highwater.report.text import plain
-
-_SPECIAL = re.compile(r"[|*`\[\]\\~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 
 
 def guide_markdown(guide: Guide) -> str:
     """The whole document."""
     sections = guide_parts.sections(guide)
-    parts = [f"# {guide_text.TITLE}", escaped(guide_parts.introduction(guide)), _list(guide_parts.source_words(guide))]
-    parts += ["## How to read it", _list(guide_parts.words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
+    parts = [f"# {guide_text.TITLE}", escaped(guide_parts.introduction(guide)), markdown_list(guide_parts.source_words(guide))]
+    parts += ["## How to read it", markdown_list(guide_parts.words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
     for section in sections:
         parts += [f"## {escaped(section.heading)}", *_choices(section)]
     parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
@@ -25,21 +22,16 @@ def guide_markdown(guide: Guide) -> str:
         parts += [f"```yaml\n{configuration}```", factors]
     parts.append(guide_text.LONG_CONTEXTS_TRAINER)
     budgets = guide_parts.budget_table(guide)
-    parts += ["## Memory and the token budget", guide_text.BUDGET, _list(guide_text.BUDGETS)]
-    parts += [guide_text.BUDGET_OF_BOTH, guide_text.BUDGET_RULE, f"{budgets.title}:", _table(budgets)]
+    parts += ["## Memory and the token budget", guide_text.BUDGET, markdown_list(guide_text.BUDGETS)]
+    parts += [guide_text.BUDGET_OF_BOTH, guide_text.BUDGET_RULE, f"{budgets.title}:", markdown_table(budgets)]
     parts += ["## Capacities", guide_text.CAPACITIES, *(part for section in sections for part in _capacities(section))]
     parts += ["## Best practices", "\n".join(f"{n}. {text}" for n, text in enumerate(guide_text.PRACTICES, 1))]
-    parts += ["## Where the numbers come from", _table(guide_parts.origin_table(guide)), _list(map(escaped, guide.notes))]
+    parts += [
+        "## Where the numbers come from",
+        markdown_table(guide_parts.origin_table(guide)),
+        markdown_list(map(escaped, guide.notes)),
+    ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Text from outside as text, in a Markdown paragraph, heading or table."""
-    return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def _choices(section: Section) -> Iterator[str]:
@@ -49,7 +41,7 @@ def _choices(section: Section) -> Iterator[str]:
         if table.gpus == 1:
             yield f"> {guide_text.ONE_GPU} {escaped(guide_parts.only_with_offload(table))}".rstrip()
         yield f"<details>\n<summary>{html.escape(plain(guide_parts.summary(table)))}</summary>"
-        yield _table(guide_parts.choice_table(table))
+        yield markdown_table(guide_parts.choice_table(table))
         yield "</details>"
 
 
@@ -57,15 +49,4 @@ def _capacities(section: Section) -> Iterator[str]:
     yield f"### {escaped(section.heading)}"
     for table, _ in guide_parts.rungs(section):
         yield f"**{escaped(table.title)}**"
-        yield _table(table)
-
-
-def _table(table: TextTable) -> str:
-    """Figures are aligned right; widths are even, for who reads the source."""
-    grid = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
-    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.columns))]
-    rules = tuple("-" * width if i < table.left_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths))
-    return "\n".join(
-        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
-        for row in (grid[0], rules, *grid[1:])
-    )
+        yield markdown_table(table)

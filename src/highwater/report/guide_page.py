@@ -1,18 +1,13 @@
 """The guide as one HTML page that needs nothing else: no network, no script, readable on a phone, in the dark and on paper."""
 
-import re
 from collections.abc import Iterator
-from importlib.resources import files
-from typing import Any, NamedTuple
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup, escape
+from typing import NamedTuple
 
 from highwater.report import guide_parts, guide_text
 from highwater.report.guide import Guide, farthest
 from highwater.report.guide_parts import Section
+from highwater.report.page import page_template
 from highwater.report.table import TextTable
-from highwater.report.text import plain_lines
 from highwater.units import format_tokens
 
 _BAR_WIDTH, _ROW_HEIGHT = 360, 22
@@ -53,11 +48,8 @@ class HeatMap(NamedTuple):
 
 def guide_page(guide: Guide) -> str:
     """The whole page. Everything in it is escaped but what is marked in our own text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless)
-    environment.filters["own"] = _own
-    template = environment.from_string((files("highwater.report") / "guide.html.j2").read_text(encoding="utf-8"))
     sections = guide_parts.sections(guide)
-    return template.render(
+    return page_template("guide.html.j2").render(
         text=guide_text,
         introduction=guide_parts.introduction(guide),
         sources=guide_parts.source_words(guide),
@@ -76,17 +68,6 @@ def guide_page(guide: Guide) -> str:
         bar_width=_BAR_WIDTH,
         row_height=_ROW_HEIGHT,
     )
-
-
-def _harmless(value: Any) -> Any:
-    """Text without characters that a terminal or an editor would act upon; escaping comes after this."""
-    return plain_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _own(text: str) -> Markup:
-    """Our own text: escaped, then `code` and **bold** as they are meant."""
-    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
-    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked))  # noqa: S704 -- escaped above
 
 
 def _chart(section: Section) -> Chart:

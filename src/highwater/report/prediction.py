@@ -149,7 +149,7 @@ def _footnotes(prediction: Prediction) -> list[str]:
     if longest > prediction.native_length_tokens:
         notes.append(f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN")
     if prediction.calibration is not None:
-        notes += _learned(prediction.calibration)
+        notes += learned(prediction.calibration)
     if prediction.room.constants is not None:
         notes.append(_constants(prediction.room.constants, prediction.gpus))
     notes.append(prediction.accuracy)
@@ -169,7 +169,7 @@ def _constants(own: MachineConstants, gpus: int) -> str:
     return plain(text if gpus <= most else f"{text}; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s")
 
 
-def _learned(calibration: Calibration) -> list[str]:
+def learned(calibration: Calibration) -> list[str]:
     """What the intervals promise, what they were learned from, and for what they were not."""
     notes = ["a length fits where the upper end of its GPU memory does; likely is where the prediction between the ends does"]
     each = [

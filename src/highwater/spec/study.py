@@ -4,6 +4,7 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun, digest, to_builtins
+from highwater.spec.environment import Environment
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
@@ -240,6 +241,8 @@ class Study(Noun, frozen=True, kw_only=True):
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()
     """What was typed to ask, or last to resume; empty when it was asked from Python."""
+    environments: tuple[Environment, ...] = ()
+    """Where it was asked and resumed, by an allow-list; empty for dry runs, and for journals from before it was recorded."""
 
     @property
     def finished_trials(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.spec.codec import to_builtins, to_json
+from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, Study
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.lines import (
@@ -58,11 +59,16 @@ class Journal:
             return result
         return None if Cell(layout=spec.layout, settings=spec.settings) in self._undecided else result
 
-    def opened(self, command: Sequence[str]) -> None:
+    def opened(self, command: Sequence[str], environment: Environment | None = None) -> None:
         """Record that this process writes from here on; raises MachineError when the disk is full."""
         host, highwater_version = socket.gethostname(), __version__
         line = OpenedLine(
-            pid=os.getpid(), host=host, at_unix_s=time.time(), highwater_version=highwater_version, command=tuple(command)
+            pid=os.getpid(),
+            host=host,
+            at_unix_s=time.time(),
+            highwater_version=highwater_version,
+            command=tuple(command),
+            environment=environment,
         )
         self._append(line)
 
@@ -98,7 +104,7 @@ class Journal:
         self._record.add(line)
 
 
-def open_journal(path: Path, question: Question, *, command: Sequence[str] = ()) -> Journal:
+def open_journal(path: Path, question: Question, *, command: Sequence[str] = (), environment: Environment | None = None) -> Journal:
     """The study at ``path`` open for writing: created, or resumed when it asks the same question.
 
     Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study;
@@ -108,7 +114,7 @@ def open_journal(path: Path, question: Question, *, command: Sequence[str] = ())
     try:
         record, notes = _recover(descriptor, path, question)
         journal = Journal(path, descriptor, record, notes)
-        journal.opened(command)
+        journal.opened(command, environment)
     except BaseException:
         os.close(descriptor)
         raise
@@ -232,6 +238,7 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
         answers=record.answers,
         notes=notes,
         command=record.opened.command if record.opened else (),
+        environments=record.environments,
     )
 
 

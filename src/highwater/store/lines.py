@@ -14,6 +14,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import Noun, from_json
+from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, RecordedTrial
 from highwater.spec.trial import TrialResult, TrialSpec
 
@@ -33,6 +34,8 @@ class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"
     at_unix_s: float
     highwater_version: str
     command: tuple[str, ...] = ()
+    environment: Environment | None = None
+    """None: a dry run, or a journal from before it was recorded."""
 
 
 class StartedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
@@ -73,6 +76,8 @@ class Record:
     def __init__(self, header: HeaderLine) -> None:
         self.question = header.question
         self.opened: OpenedLine | None = None
+        self.environments: tuple[Environment, ...] = ()
+        """Each that differs from the one before, in their order."""
         self._trials: dict[LaunchKey, RecordedTrial] = {}
         self._keys: dict[str, str] = {}
         """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
@@ -86,6 +91,8 @@ class Record:
         match line:
             case OpenedLine():
                 self.opened = line
+                if line.environment is not None and line.environment not in self.environments[-1:]:
+                    self.environments += (line.environment,)
             case StartedLine():
                 trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
                 self._keys[line.spec_key] = line.spec.key

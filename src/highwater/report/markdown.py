@@ -1,0 +1,38 @@
+"""Markdown as every document of ours writes it: text from outside stays text, tables are readable in the source too."""
+
+import html
+import re
+from collections.abc import Iterable
+
+from highwater.report.table import TextTable
+from highwater.report.text import plain, plain_lines
+
+_SPECIAL = re.compile(r"[|*`\[\]\\~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+
+
+def escaped(text: str) -> str:
+    """Text from outside as text, in a Markdown paragraph, heading or table."""
+    return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
+
+
+def markdown_list(lines: Iterable[str]) -> str:
+    """An item a line; what is from outside has to be escaped already."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def markdown_table(table: TextTable) -> str:
+    """Figures are aligned right; widths are even, for who reads the source."""
+    grid = [tuple(map(escaped, row)) for row in (table.columns, *table.rows)]
+    widths = [max(3, *(len(row[column]) for row in grid)) for column in range(len(table.columns))]
+    rules = tuple("-" * width if i < table.left_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths))
+    return "\n".join(
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in (grid[0], rules, *grid[1:])
+    )
+
+
+def fenced(text: str) -> str:
+    """Text of several lines as it is, whatever is in it: the fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{plain_lines(text)}\n{fence}"

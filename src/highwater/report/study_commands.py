@@ -1,0 +1,155 @@
+"""Commands that do again what a study did: the whole search, and one trial on each side of every edge."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from highwater.errors import HighwaterError
+from highwater.spec.codec import Noun
+from highwater.spec.model import Model, load_model
+from highwater.spec.request import setting_flags
+from highwater.spec.settings import Settings
+from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB, MIB, format_tokens, parse_bytes
+
+_STUDY_FLAG = "--study"
+
+
+class Command(Noun, frozen=True, kw_only=True):
+    """Something to type."""
+
+    what: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """As one types it."""
+        return shlex.join(self.words)
+
+
+def commands(study: Study) -> tuple[Command, ...]:
+    """What was typed, the same search in a study of its own, and the trials of the edges."""
+    return (*_searches(study), *_edges(study))
+
+
+def _searches(study: Study) -> Iterator[Command]:
+    typed = study.command
+    if typed:
+        rest = "shows its answers again" if study.complete else "answers the rest"
+        yield Command(what=f"as it was typed: the same study, which {rest}", words=typed)
+    again = typed if typed[:2] == ("highwater", "find") else find_words(study.question)
+    name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
+    yield Command(what="every trial anew, in a study of its own", words=(*_without(again, _STUDY_FLAG), _STUDY_FLAG, name))
+
+
+def _edges(study: Study) -> Iterator[Command]:
+    for answer in study.answers:
+        for spec, what in _edge(study, answer):
+            where = answer.cell.label_on(study.question.device)
+            label = "memory-only, " if spec.is_memory_only else ""
+            simulated = ("--dry-run",) if study.question.simulated else ()
+            words = (*try_words(spec, study.question.model), *simulated)
+            yield Command(what=f"{where}: {format_tokens(spec.length_tokens)} tokens, {label}{what}", words=words)
+
+
+def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
+    trials = [trial for trial in study.trials_of(answer.cell) if trial.result is not None and trial.result.outcome.tells]
+    proof = None if answer.memory_only is None else answer.memory_only.length_tokens
+    for tokens, what in ((answer.capacity_tokens, "fit"), (proof, "fit"), (answer.does_not_fit_tokens, "did not")):
+        found = _first(trials, tokens)
+        if found is not None:
+            yield found, what
+
+
+def _first(trials: Iterable[RecordedTrial], length_tokens: int | None) -> TrialSpec | None:
+    return next((trial.spec for trial in trials if trial.spec.length_tokens == length_tokens), None)
+
+
+def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
+    """``highwater try`` with the very trial of a specification."""
+    layout = spec.layout
+    return (
+        *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens), "--device", spec.device),
+        *("--gpus", str(layout.gpus), "--ulysses", str(layout.ulysses_degree)),
+        *_memory(spec.memory_budget_bytes),
+        *setting_flags(spec.settings),
+        *_steps(spec.steps, spec.micro_batches, spec.data),
+        *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
+    )
+
+
+def find_words(question: Question) -> tuple[str, ...]:
+    """``highwater find`` with the very question, for a study that was asked from Python."""
+    grid, cells = question.grid, question.cells
+    published = grid.step_tokens == 4096 and grid.beyond_step_tokens == max(1, grid.native_length_tokens // 4)
+    rungs = list(dict.fromkeys(cell.settings for cell in cells))
+    return (
+        *("highwater", "find", _model_word(question.model), "--device", question.device),
+        *("--gpus", *_distinct(cell.layout.gpus for cell in cells)),
+        *("--ulysses", *_distinct(cell.layout.ulysses_degree for cell in cells)),
+        *_memory(question.memory_budget_bytes),
+        *_rung_flags(rungs),
+        *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
+        *(() if published else ("--resolution", str(grid.step_tokens))),
+        *("--method", question.method),
+        *(("--confirm", str(question.confirm)) if question.confirm else ()),
+        *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),
+        *_steps(question.steps, question.micro_batches, question.data),
+        *(() if question.timeout_s is None else ("--proof", question.proof, "--timeout", f"{question.timeout_s:g}s")),
+        *(("--dry-run",) if question.simulated else ()),
+    )
+
+
+def _rung_flags(rungs: Sequence[Settings]) -> tuple[str, ...]:
+    """Of several rungs what they share, of allocator and loss only what is the same on all: the ladder has the others."""
+    words = iter(setting_flags(rungs[0]))
+    kept: list[str] = []
+    for word in words:
+        if word in ("--allocator", "--loss"):
+            value, name = next(words), word.removeprefix("--")
+            kept += [word, value] if all(getattr(rung, name) == value for rung in rungs) else []
+        else:
+            kept.append(word)
+    return tuple(kept)
+
+
+def _model_word(model: Model) -> str:
+    """The catalog's name where it is that model, else its directory."""
+    try:
+        return model.name if load_model(model.name).config_digest == model.config_digest else model.directory
+    except HighwaterError:
+        return model.directory
+
+
+def _memory(budget_bytes: int | None) -> tuple[str, ...]:
+    """In units that give back the very same count."""
+    if budget_bytes is None:
+        return ()
+    spellings = (f"{budget_bytes / GIB:g}GiB", f"{budget_bytes / GIB:.2f}GiB", f"{budget_bytes / MIB:g}MiB")
+    exact = (text for text in spellings if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes)
+    return "--memory", next(exact, str(budget_bytes))
+
+
+def _steps(steps: int, micro_batches: int, data: str | None) -> tuple[str, ...]:
+    return (
+        *(("--steps", str(steps)) if steps != 2 else ()),
+        *(("--micro-batches", str(micro_batches)) if micro_batches != 2 else ()),
+        *(("--data", data) if data is not None else ()),
+    )
+
+
+def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The words less a flag and its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == flag:
+            next(rest, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _distinct(counts: Iterable[int]) -> tuple[str, ...]:
+    return tuple(map(str, dict.fromkeys(counts)))

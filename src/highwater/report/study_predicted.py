@@ -1,0 +1,108 @@
+"""What the formula says of a study: an interval for each of its trials, a capacity for each of its cells. No torch."""
+
+from highwater.errors import ModelError
+from highwater.prediction.asked import calibration_of
+from highwater.prediction.calibration import Calibration, Interval
+from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cells
+from highwater.prediction.formula import likely_footprint, refuse_unknown_family
+from highwater.prediction.residuals import shipped_residuals
+from highwater.spec.codec import Noun
+from highwater.spec.study import Cell, Question, Study
+from highwater.spec.trial import TrialSpec
+from highwater.version import __version__
+
+
+class PredictedTrial(Noun, frozen=True, kw_only=True):
+    """Predicted by formula, of one trial: what the fullest GPU holds."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_used_bytes: int
+    """Between the ends of the interval: as likely too much as too little."""
+    interval: Interval | None
+    """Of the memory that the driver reports; None where nobody has recorded trials with this allocator."""
+    fits: bool
+    """By the upper end."""
+    peak_phase: str
+
+
+class PredictedCell(Noun, frozen=True, kw_only=True):
+    """Predicted of one cell: how far it gets on the study's own grid of lengths."""
+
+    capacity_tokens: int
+    """Longest length whose upper end fits."""
+    likely_tokens: int
+    """Longest length where the prediction itself fits."""
+
+
+class Predictions(Noun, frozen=True, kw_only=True):
+    """Predicted by formula, of a whole study."""
+
+    trials: tuple[PredictedTrial | None, ...]
+    """In the order of the study's trials; None where nothing can be said."""
+    cells: tuple[PredictedCell | None, ...]
+    """In the order of the question's cells."""
+    calibration: Calibration | None = None
+    shared_trials: int = 0
+    """Trials of this study that the intervals were learned from: of these they say nothing new."""
+    reason: str | None = None
+    """Why there are none; None where there are."""
+    highwater_version: str = __version__
+    """Whose formula it is."""
+
+
+def predictions_of(study: Study) -> Predictions:
+    """What the formula of today says of every trial and cell of a study; or why it says nothing."""
+    question = study.question
+    reason = _obstacle(question)
+    if reason is not None:
+        return Predictions(trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason)
+    room = Room(device_bytes=_device_bytes(question))
+    known = calibration_of(question, room, "highwater")
+    keys = {trial.spec.key for trial in study.trials if trial.result is not None and not trial.result.simulated}
+    learned = {residual.trial for residual in shipped_residuals() if residual.method == "formula"}
+    return Predictions(
+        trials=tuple(_of_trial(question, trial.spec, room, known) for trial in study.trials),
+        cells=tuple(map(_of_cell, predict_cells(question, room, "highwater", known))),
+        calibration=known,
+        shared_trials=len(keys & learned),
+    )
+
+
+def _obstacle(question: Question) -> str | None:
+    """Why the formula says nothing of a question's trials, in words."""
+    if question.device != "cuda":
+        return "trials ran on the CPU, and the formula is about GPUs"
+    if question.data is not None:
+        return "trials read data of their own, and the formula is about synthetic sequences"
+    if question.memory_budget_bytes is None and question.device_total_bytes is None:
+        return "nobody recorded how much memory a GPU has"
+    try:
+        refuse_unknown_family(question.model)
+    except ModelError as error:
+        return error.problem
+    return None
+
+
+def _device_bytes(question: Question) -> int:
+    found = question.memory_budget_bytes or question.device_total_bytes
+    assert found is not None  # noqa: S101 -- asked before
+    return found
+
+
+def _of_trial(question: Question, spec: TrialSpec, room: Room, known: Calibration | None) -> PredictedTrial:
+    cell = Cell(layout=spec.layout, settings=spec.settings)
+    factors = None if known is None else known.of(spec.settings.allocator)
+    found = predict_at(question, cell, room, likely_footprint, spec.length_tokens, factors)
+    return PredictedTrial(
+        allocated_bytes=found.footprint.allocated_bytes,
+        reserved_bytes=found.footprint.reserved_bytes,
+        device_used_bytes=found.device_used_bytes,
+        interval=found.interval,
+        fits=found.capacity_tokens > 0,
+        peak_phase=found.peak_phase,
+    )
+
+
+def _of_cell(found: CellPrediction) -> PredictedCell:
+    return PredictedCell(capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens)

@@ -1,0 +1,307 @@
+"""A report about one study, as data: what was asked, where, every trial, how brackets closed, what failed, and what was predicted.
+
+Figures of trials are measured, or simulated where the question says so; what is predicted stands in fields that say so.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from highwater.report.secrets import study_without_secrets, without_secrets
+from highwater.report.study_commands import Command, commands
+from highwater.report.study_predicted import PredictedCell, PredictedTrial, Predictions
+from highwater.spec.codec import Noun
+from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
+from highwater.spec.trial import Outcome, RankReport, TrialResult
+from highwater.version import __version__
+
+SCHEMA_VERSION = 1
+
+Judgement = Literal["inside", "below", "above", "ran out as predicted", "unknown"]
+"""A measured figure beside its predicted interval; of a trial that ran out only more than its limit is known."""
+
+
+class LogEnd(Noun, frozen=True, kw_only=True):
+    """The last lines of a trial's log, as they are there when the report is made."""
+
+    lines: tuple[str, ...] = ()
+    reason: str | None = None
+    """Why there are none; None where there are."""
+
+
+class TrialReport(Noun, frozen=True, kw_only=True):
+    """One launch of one trial. Peaks are those of the fullest rank."""
+
+    number: int
+    """From 1, in the order in which trials started."""
+    cell: str
+    rung: str
+    gpus: int
+    ulysses_degree: int
+    length_tokens: int
+    is_memory_only: bool
+    attempt: int
+    repeat: int
+    outcome: Outcome | None
+    """None: it started, and no end is recorded."""
+    counts_as_fit: bool
+    """It fit, and with the headroom that was asked for."""
+    reason: str
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    """On the CPU the largest data segment."""
+    device_used_bytes: int | None = None
+    limit_bytes: int | None = None
+    """Of one GPU: the budget, or else the card."""
+    headroom_bytes: int | None = None
+    allocator_retries: int | None = None
+    allocator: str | None = None
+    """What the caching allocator said that it was set to."""
+    attention_kernel: str | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    launch_to_first_step_s: float | None = None
+    wall_s: float | None = None
+    log_path: str | None = None
+    predicted: PredictedTrial | None = None
+    beside_prediction: Judgement = "unknown"
+
+
+class BracketStep(Noun, frozen=True, kw_only=True):
+    """What was known of a cell after one of its trials."""
+
+    trial: int
+    fits_tokens: int | None
+    """The longest length that had fit; None: none yet."""
+    does_not_fit_tokens: int | None
+    """The shortest above it that had not; None: none yet."""
+
+
+class CellReport(Noun, frozen=True, kw_only=True):
+    """One cell: its answer, and how its bracket closed."""
+
+    label: str
+    cell: Cell
+    answer: CellAnswer | None
+    """None: the search has not come to an end there."""
+    bracket: tuple[BracketStep, ...]
+    predicted: PredictedCell | None = None
+    """By formula."""
+    begun_at_tokens: int | None = None
+    """The length that the search was told to begin with, by the prediction that it was given."""
+
+
+class FailedTrial(Noun, frozen=True, kw_only=True):
+    """A trial that did not fit, or told nothing, in its own words."""
+
+    trial: int
+    cell: str
+    length_tokens: int
+    outcome: Outcome
+    rank: int | None
+    phase: str | None
+    text: str
+    """What the rank that failed first said, or else the reason."""
+    log_path: str | None
+    log: LogEnd
+
+
+class Beginning(Noun, frozen=True, kw_only=True):
+    """What ordered the trials of the search, besides the formula."""
+
+    prediction: str
+    """``trace``, or the file that was named."""
+    likely_tokens: dict[str, int]
+    """By cell; empty where nobody knows any more."""
+    reason: str | None = None
+    """Why it is not known."""
+
+
+class StudyReport(Noun, frozen=True, kw_only=True):
+    """Everything that is known of a study."""
+
+    schema_version: int = SCHEMA_VERSION
+    highwater_version: str = __version__
+    """That made the report."""
+    label: Literal["measured", "simulated"]
+    """Of every figure that is not called predicted."""
+    is_complete: bool
+    versions: dict[str, tuple[str, ...]]
+    """What the trials said that they ran with: each version that there was."""
+    device_names: tuple[str, ...]
+    """What the trials said that they ran on."""
+    cells: tuple[CellReport, ...]
+    trials: tuple[TrialReport, ...]
+    failures: tuple[FailedTrial, ...]
+    predictions: Predictions
+    beginning: Beginning | None = None
+    """None: the formula's edge."""
+    commands: tuple[Command, ...]
+    study: Study
+    """As it was read, less what looks like a secret."""
+
+
+def study_report(
+    study: Study,
+    *,
+    predictions: Predictions,
+    beginning: Beginning | None = None,
+    log_of: Callable[[TrialResult], LogEnd] = lambda _: LogEnd(reason="logs were not looked for"),
+) -> StudyReport:
+    """The report of a study as it was read, finished or not. ``log_of`` finds the end of a trial's log."""
+    logs = {number: log_of(trial.result) for number, trial in enumerate(study.trials, 1) if _failed(trial) and trial.result}
+    study = study_without_secrets(study)
+    trials = tuple(
+        _trial(study, number, trial, predicted)
+        for number, (trial, predicted) in enumerate(zip(study.trials, predictions.trials, strict=True), 1)
+    )
+    results = [trial.result for trial in study.trials if trial.result is not None]
+    return StudyReport(
+        label="simulated" if study.question.simulated else "measured",
+        is_complete=study.complete,
+        versions=_versions(rank for result in results for rank in result.ranks),
+        device_names=tuple(dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)),
+        cells=tuple(
+            _cell(study, cell, predicted, beginning)
+            for cell, predicted in zip(study.question.cells, predictions.cells, strict=True)
+        ),
+        trials=trials,
+        failures=tuple(_failures(study, trials, logs)),
+        predictions=predictions,
+        beginning=beginning,
+        commands=commands(study),
+        study=study,
+    )
+
+
+def _trial(study: Study, number: int, recorded: RecordedTrial, predicted: PredictedTrial | None) -> TrialReport:
+    spec = recorded.spec
+    started = TrialReport(
+        number=number,
+        cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
+        rung=spec.settings.label,
+        gpus=spec.layout.gpus,
+        ulysses_degree=spec.layout.ulysses_degree,
+        length_tokens=spec.length_tokens,
+        is_memory_only=spec.is_memory_only,
+        attempt=recorded.attempt,
+        repeat=recorded.repeat,
+        outcome=None,
+        counts_as_fit=False,
+        reason="it started, and no end is recorded: it is running, or was interrupted",
+        limit_bytes=spec.memory_budget_bytes or study.question.device_total_bytes,
+        predicted=predicted,
+    )
+    if recorded.result is None:
+        return started
+    ended = _ended(started, study, recorded.result)
+    return msgspec.structs.replace(ended, beside_prediction=judged(ended))
+
+
+def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialReport:
+    """The trial with what its ranks measured."""
+    memories = [rank.memory for rank in result.ranks]
+    first = result.ranks[0] if result.ranks else RankReport(rank=0)
+    limits = [rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes for rank in result.ranks]
+    told = first.allocator_settings
+    return msgspec.structs.replace(
+        started,
+        outcome=result.outcome,
+        counts_as_fit=study.question.counts_as_fit(result),
+        reason=result.reason,
+        peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in memories),
+        peak_reserved_bytes=result.peak_reserved_bytes,
+        device_used_bytes=_most(memory.device_used_bytes for memory in memories),
+        limit_bytes=min((limit for limit in limits if limit is not None), default=started.limit_bytes),
+        headroom_bytes=result.headroom_bytes,
+        allocator_retries=_most(memory.allocator_retries for memory in memories),
+        allocator=told.get("PYTORCH_ALLOC_CONF", told.get("PYTORCH_CUDA_ALLOC_CONF")),
+        attention_kernel=first.attention_kernel,
+        step_time_s=result.step_time_s,
+        tokens_per_s=result.tokens_per_s,
+        mfu=result.mfu,
+        launch_to_first_step_s=result.launch_to_first_step_s,
+        wall_s=result.wall_s,
+        log_path=result.log_path,
+    )
+
+
+def judged(trial: TrialReport) -> Judgement:
+    """Where the measured memory lies beside the interval; of a trial that ran out only that it needed more than its limit."""
+    around = None if trial.predicted is None else trial.predicted.interval
+    if around is None or trial.outcome is None:
+        return "unknown"
+    if trial.outcome is Outcome.OUT_OF_MEMORY and trial.limit_bytes is not None:
+        return "ran out as predicted" if around.high_bytes > trial.limit_bytes else "above"
+    if not trial.outcome.is_fit or trial.device_used_bytes is None:
+        return "unknown"
+    if trial.device_used_bytes < around.low_bytes:
+        return "below"
+    return "inside" if trial.device_used_bytes <= around.high_bytes else "above"
+
+
+def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: Beginning | None) -> CellReport:
+    label = cell.label_on(study.question.device)
+    return CellReport(
+        label=label,
+        cell=cell,
+        answer=next((answer for answer in study.answers if answer.cell == cell), None),
+        bracket=tuple(_bracket(study, cell)),
+        predicted=predicted,
+        begun_at_tokens=None if beginning is None else beginning.likely_tokens.get(label),
+    )
+
+
+def _bracket(study: Study, cell: Cell) -> Iterator[BracketStep]:
+    """After each trial of the cell; one that tells nothing moves nothing."""
+    fits: set[int] = set()
+    fails: set[int] = set()
+    place = cell.layout, cell.settings
+    for number, trial in enumerate(study.trials, 1):
+        if (trial.spec.layout, trial.spec.settings) != place:
+            continue
+        if trial.result is not None and trial.result.outcome.tells:
+            (fits if study.question.counts_as_fit(trial.result) else fails).add(trial.spec.length_tokens)
+        longest = max(fits, default=None)
+        shortest = min((tokens for tokens in fails if tokens > (longest or 0)), default=None)
+        yield BracketStep(trial=number, fits_tokens=longest, does_not_fit_tokens=shortest)
+
+
+def _failed(trial: RecordedTrial) -> bool:
+    return trial.result is not None and not trial.result.outcome.is_fit
+
+
+def _failures(study: Study, trials: Iterable[TrialReport], logs: Mapping[int, LogEnd]) -> Iterator[FailedTrial]:
+    for reported, recorded in zip(trials, study.trials, strict=True):
+        result = recorded.result
+        if result is None or not _failed(recorded):
+            continue
+        failed = [rank for rank in result.ranks if rank.failure is not None]
+        first = min(failed, key=lambda rank: (rank.failure.at_unix_s or 0.0) if rank.failure else 0.0, default=None)
+        failure = None if first is None else first.failure
+        log = logs[reported.number]
+        yield FailedTrial(
+            trial=reported.number,
+            cell=reported.cell,
+            length_tokens=reported.length_tokens,
+            outcome=result.outcome,
+            rank=None if first is None else first.rank,
+            phase=None if failure is None else failure.phase,
+            text=result.reason if failure is None else failure.text,
+            log_path=result.log_path,
+            log=LogEnd(lines=tuple(map(without_secrets, log.lines)), reason=log.reason),
+        )
+
+
+def _versions(ranks: Iterable[RankReport]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for rank in ranks:
+        for name, version in rank.versions.items():
+            found.setdefault(name, {})[version] = None
+    return {name: tuple(versions) for name, versions in found.items()}
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)

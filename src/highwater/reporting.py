@@ -1,0 +1,113 @@
+"""Reporting: a page about one study, from its file, its logs, what was predicted of it, and the file that it is written to.
+
+```python
+import highwater
+
+highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/study-1a2b3c.jsonl"))
+```
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from highwater import api
+from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.foresight import read_prediction
+from highwater.report.study_predicted import predictions_of
+from highwater.report.study_report import Beginning, LogEnd, StudyReport
+from highwater.report.study_report import study_report as assembled
+from highwater.report.text import plain_json
+from highwater.spec.codec import to_json
+from highwater.spec.study import Study
+from highwater.spec.trial import TrialResult
+from highwater.store.directory import check_new_file
+from highwater.store.logs import log_tail
+
+FORMS = (".html", ".md", ".csv", ".json")
+"""Of a file that a report is written to, by the end of its name."""
+
+
+def study_report(study: str | Path | Study) -> StudyReport:
+    """Everything that is known of a study: a file that ``find`` wrote, finished or not, or what ``open_study`` returned.
+
+    Each trial is predicted again by formula, in milliseconds. Logs are looked for where they were written and beside the study;
+    of those that are there the last lines are taken. Nothing is run.
+    Raises StudyError for a file that is no study, or is damaged.
+    """
+    read = study if isinstance(study, Study) else api.open_study(study)
+
+    def log_of(result: TrialResult) -> LogEnd:
+        tail = log_tail(result.log_path, read.path)
+        return LogEnd(lines=tail.lines, reason=tail.reason)
+
+    return assembled(read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of)
+
+
+def write_report(path: str | Path, report: StudyReport) -> Path:
+    """Write a report into a new file, by the end of its name: a page that needs nothing else, Markdown, the trials, or everything.
+
+    Raises HighwaterError for a file that is there already or cannot be written, and for other names.
+    """
+    path = Path(path)
+    check_report_file(path)
+    text = report_text(report, path.suffix)
+    try:
+        with path.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `-o` out") from error
+    return path
+
+
+def report_text(report: StudyReport, form: str) -> str:
+    """A report in one of the ``FORMS``."""
+    # here, so that no other command, and no other form, waits for the templates
+    if form == ".html":
+        from highwater.report.study_page import study_page
+
+        return study_page(report)
+    if form == ".csv":
+        from highwater.report.study_csv import study_csv
+
+        return study_csv(report)
+    if form == ".json":
+        return plain_json(to_json(report, indent=2)) + "\n"
+    from highwater.report.study_markdown import study_markdown
+
+    return study_markdown(report)
+
+
+def check_report_file(path: Path) -> None:
+    """Raise UsageError for a name of no form, and for a file that is there: nothing that a user has is overwritten."""
+    if path.suffix not in FORMS:
+        raise UsageError(f"{path} ends in none of {', '.join(FORMS)}", hint="for example `-o report.html`")
+    check_new_file(path, flag="-o", name=f"report{path.suffix}")
+
+
+def _beginning(study: Study) -> Beginning | None:
+    """The prediction that the command of a study names, as it is now; None for the formula, and where nothing was typed."""
+    named = _value_of("--prediction", study.command)
+    if named in (None, "formula"):
+        return None
+    if named == "trace":
+        return Beginning(prediction=named, likely_tokens={}, reason="its lengths were not recorded")
+    beside = Path(study.path or named).parent / Path(named).name
+    path = next((place for place in (Path(named), beside) if place.is_file()), None)
+    if path is None:
+        return Beginning(prediction=named, likely_tokens={}, reason="it is not there any more")
+    try:
+        found = read_prediction(path, study.question)
+    except HighwaterError as error:
+        return Beginning(prediction=named, likely_tokens={}, reason=error.problem)
+    device = study.question.device
+    return Beginning(
+        prediction=named, likely_tokens={predicted.cell.label_on(device): predicted.likely_edge_tokens for predicted in found.cells}
+    )
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
+    """The value of a flag as it was typed."""
+    found = [after for word, after in pairwise(words) if word == flag]
+    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return found[-1] if found else None

@@ -1,0 +1,91 @@
+"""Logs of trials: the last lines of one, where the file that a study names is there, and is a trial's log.
+
+A study is a file that anybody may have written: a path in it is not read unless it is called as a trial's log is.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LINES = 20
+"""Of a log's end that are read."""
+
+_TAIL_BYTES = 64 * 1024
+_LONGEST_LINE = 500
+_NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
+"""What launch/torchrun.py calls a log."""
+_FOLDER = re.compile(r"gpu-\d+")
+"""Where the part of a log's path begins that lies beside the study."""
+_LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")
+_LAUNCHER_LINE = re.compile(r"[EWI]\d{4} \S+ \d+ torch/distributed/")
+"""What torchrun writes into a log itself."""
+_TRACEBACK = "Traceback (most recent call last):"
+_POINTER = re.compile(r"\s*[~^]+")
+"""What a traceback draws under a line."""
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""Control sequences of terminals."""
+
+
+class Tail(NamedTuple):
+    """The end of a log, or why there is none."""
+
+    lines: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+def log_tail(log_path: str | None, study_path: str | None) -> Tail:
+    """The last lines of a log, where it was written or beside the study; never raises."""
+    if log_path is None:
+        return Tail(reason="no log is recorded")
+    if not _NAME.fullmatch(Path(log_path).name):
+        return Tail(reason="it is not called as the log of a trial is, and is not read")
+    for path in _places(Path(log_path), study_path):
+        try:
+            return Tail(lines=tuple(_last_lines(_end_of(path))))
+        except (OSError, ValueError):  # not there, no file, or no path at all
+            continue
+    return Tail(reason="it is not there any more")
+
+
+def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
+    """As recorded; and beside the study, which may have been moved with its logs, in the model's folder or above it."""
+    yield log_path
+    parts = log_path.parts
+    start = next((index for index, part in enumerate(parts) if _FOLDER.fullmatch(part)), None)
+    if study_path is None or start is None or ".." in parts[start:]:
+        return
+    for first in (start, start - 1):
+        if first >= 0 and parts[first] not in ("..", log_path.anchor):
+            yield Path(study_path).parent.joinpath(*parts[first:])
+
+
+def _end_of(path: Path) -> str:
+    """The last bytes of a regular file, as text; raises OSError for anything else, a link too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no file")
+        start = max(0, found.st_size - _TAIL_BYTES)
+        return os.pread(descriptor, _TAIL_BYTES, start).decode("utf-8", errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+def _last_lines(text: str) -> list[str]:
+    """Without colours; what a progress bar wrote over itself is lines of its own."""
+    lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
+    kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
+    return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in kept[-LINES:]]
+
+
+def _without_launcher(lines: list[str]) -> list[str]:
+    """What the workers wrote: torchrun ends a log with a traceback and a summary of its own. All, where it is all there is."""
+    end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
+    if end is None:
+        return lines
+    start = max((index for index, line in enumerate(lines[:end]) if line == _TRACEBACK), default=end)
+    return [line for line in lines[:start] if not _LAUNCHER_LINE.match(line)] or lines

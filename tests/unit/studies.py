@@ -1,0 +1,90 @@
+"""Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks for."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from places import question_of
+
+from highwater.report.study_predicted import predictions_of
+from highwater.report.study_report import LogEnd, StudyReport, study_report
+from highwater.spec.study import RecordedTrial, Study
+from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.store.journal import read_study
+from highwater.units import GIB
+
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+REAL = sorted(FOUND.glob("*.jsonl"))
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}'|\x1b[31m`c`**b**[l](javascript:alert(3))\n# h\u202e"
+"""Text that means something to a browser, to a template, to Markdown and to a terminal."""
+QUESTION = msgspec.structs.replace(
+    question_of(loss="chunked", allocator="expandable", start_length=4096, resolution=4096), simulated=False
+)
+CELL = QUESTION.cells[0]
+
+
+def real_report(name: str) -> StudyReport:
+    """The report of a study of docs/results/find."""
+    return report_of(read_study(FOUND / f"{name}.jsonl"))
+
+
+def report_of(study: Study, logs: LogEnd | None = None) -> StudyReport:
+    """The report of a study; every log ends with ``logs``."""
+    return study_report(study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs"))
+
+
+def trial(length_tokens: int, outcome: Outcome | None, *, used_bytes: int | None = None, text: str = "it ended") -> RecordedTrial:
+    """A trial of the only cell; None has not ended."""
+    if outcome is None:
+        return RecordedTrial(spec=QUESTION.trial(CELL, length_tokens))
+    failure = None if outcome.is_fit else Failure(kind="error", phase="forward", text=text)
+    budget = MemoryBudget(budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=0, allocator_cap_bytes=79 * GIB)
+    memory = RankMemory(peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes)
+    ranks = (RankReport(rank=0, failure=failure, memory=memory, budget=budget),)
+    return RecordedTrial(
+        spec=QUESTION.trial(CELL, length_tokens, memory_only=outcome is Outcome.MEMORY_ONLY_FIT),
+        result=TrialResult(outcome=outcome, reason=text, ranks=ranks),
+    )
+
+
+def study_of(*trials: RecordedTrial, **changes: object) -> Study:
+    """A study without an answer yet."""
+    return msgspec.structs.replace(Study(path="study.jsonl", question=QUESTION, trials=trials), **changes)
+
+
+def hostile_study() -> Study:
+    """A real study, every text of which somebody else has written; what names settings is left as it is."""
+    texts = (
+        "name",
+        "model_name",
+        "directory",
+        "model_directory",
+        "device_name",
+        "reason",
+        "text",
+        "phase",
+        "log_path",
+        "path",
+        "hint",
+    )
+
+    def change(value: object, key: str) -> object:
+        if isinstance(value, Mapping):
+            return {name: change(inner, name) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [change(inner, key) for inner in value]
+        return HOSTILE if isinstance(value, str) and key in (*texts, "command", "versions", "notes", "torch") else value
+
+    fields = change(msgspec.to_builtins(read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")), "")
+    assert isinstance(fields, dict)
+    fields["notes"] = [HOSTILE]
+    answers = fields["answers"]
+    answers[0]["contradictions"] = [HOSTILE]
+    return msgspec.convert(fields, Study)
+
+
+def fifo(path: Path) -> Path:
+    """A pipe that nobody writes: whoever reads it waits."""
+    os.mkfifo(path)
+    return path

@@ -1,0 +1,253 @@
+"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever wrote the study."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from markdown_it import MarkdownIt
+from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_of, study_of, trial
+
+from highwater import study_report, write_report
+from highwater.errors import UsageError
+from highwater.report.study_csv import COLUMNS, study_csv
+from highwater.report.study_markdown import study_markdown
+from highwater.report.study_page import study_page
+from highwater.report.study_parts import HEADINGS
+from highwater.report.study_pictures import bracket_picture, memory_picture
+from highwater.report.study_report import LogEnd
+from highwater.spec.trial import Outcome
+from highwater.units import GIB
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+LARGEST_BYTES = 1_500_000
+OUTCOMES = (Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT, Outcome.CRASHED, None)
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text in each kind of element; fails for a tag that closes another."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts.append((self._open[-1], data))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def text(self, *tags: str) -> str:
+        return " ".join(data for tag, data in self.texts if not tags or tag in tags)
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_the_page_of_a_real_study_has_every_trial_and_every_section(path: Path) -> None:
+    report = study_report(path)
+    text = study_page(report)
+    page = Page(text)
+    assert [data.strip() for tag, data in page.texts if tag == "h2"] == [
+        text for name, text in HEADINGS.items() if name != "notes" or report.study.notes
+    ]
+    assert page.text("th").split().count("1") >= 3, "the first trial, in the tables of trials, memory and predictions"
+    for reported in report.trials:
+        assert f"{reported.length_tokens:,}" in page.text("td")
+    for command in report.commands:
+        assert command.text in page.text("pre")
+    assert len(text.encode()) < LARGEST_BYTES / 5
+
+
+def test_a_page_needs_nothing_else() -> None:
+    text = study_page(real_report("grpo-0.6b-1"))
+    page = Page(text)
+    assert "default-src 'none'" in str(page.all("meta"))
+    assert not {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "object", "embed", "form", "base"}
+    assert not re.search(r"@import|url\(", text)
+    assert all(str(link["href"]).startswith("#") for link in page.all("a"))
+    places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(places) == len(set(places))
+    assert {str(link["href"])[1:] for link in page.all("a")} <= set(places)
+
+
+def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper() -> None:
+    text = study_page(real_report("qwen3-4b-79gib"))
+    page = Page(text)
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("h1")) == len(page.all("main")) == len(page.all("header")) == 1
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h\d", tag)]
+    assert all(below - above <= 1 for above, below in pairwise(levels)), "no level is left out"
+    assert len(page.all("caption")) == len(page.all("table")) >= 6
+    assert {heading.get("scope") for heading in page.all("th")} == {"col", "row"}
+    pictures = page.all("svg")
+    assert all(
+        picture.get("aria-hidden") == "true" or (picture["role"] == "img" and picture["aria-labelledby"]) for picture in pictures
+    )
+    named = {str(attributes.get("id")) for attributes in page.all("title")}
+    assert {str(picture["aria-labelledby"]) for picture in pictures if "role" in picture} <= named
+    scrolled = [a for a in page.all("div") if "scroll" in str(a.get("class"))]
+    assert all(a["tabindex"] == "0" and a["role"] == "region" for a in scrolled)
+    labels = [a["aria-label"] for a in scrolled]
+    assert len(labels) == len(set(labels)) >= 8
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+
+
+def test_a_picture_shows_each_outcome_by_a_shape_of_its_own() -> None:
+    trials = (trial(4096 * (i + 1), outcome, used_bytes=(10 + i) * GIB) for i, outcome in enumerate(OUTCOMES))
+    report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
+    picture = bracket_picture(report.cells[0], report)
+    assert picture is not None
+    shapes = [mark.shape for mark in picture.marks]
+    assert len(shapes) == len(set(shapes)) == 7
+    assert "out of memory" in picture.marks[1].text
+    heights = [mark.y for mark in picture.marks]
+    assert heights == sorted(heights, reverse=True), "the longer, the higher"
+    text = study_page(report)
+    assert all(text.count(f"<{shape}") > 1 for shape in ("circle", "path"))
+    assert ">?</text>" in text
+
+
+def test_the_band_of_a_picture_is_the_bracket() -> None:
+    report = real_report("qwen3-4b-card-full")
+    picture = bracket_picture(report.cells[0], report)
+    assert picture is not None
+    last = picture.spans[-1]
+    by_trial = {mark.text.partition(",")[0]: mark.y for mark in picture.marks}
+    assert last.y == by_trial["trial 5"], "139,264 did not fit"
+    assert last.y + last.height == pytest.approx(by_trial["trial 4"]), "131,072 did"
+    areas = [span.height for span in picture.spans]
+    assert areas == sorted(areas, reverse=True), "it only closes"
+
+
+def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges() -> None:
+    report = real_report("qwen3-0.6b-79gib-full")
+    picture = memory_picture(report)
+    assert picture is not None
+    for row in picture.rows:
+        assert row.limit is not None
+        assert row.allocated <= row.reserved <= row.used <= row.limit
+    assert [row.measured is None for row in picture.rows] == [row.ran_out for row in picture.rows]
+    many = (trial(4096 * i, Outcome.FIT if i < 30 else Outcome.OUT_OF_MEMORY, used_bytes=i * GIB) for i in range(1, 32))
+    short = memory_picture(report_of(study_of(*many)))
+    assert short is not None
+    assert (len(short.rows), short.left_out) == (2, 29)
+    assert memory_picture(report_of(study_of(trial(8192, None)))) is None
+
+
+@pytest.mark.parametrize("trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len)
+def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials: tuple[object, ...]) -> None:
+    report = report_of(study_of(*trials))  # type: ignore[arg-type]
+    page = Page(study_page(report))
+    assert "Unfinished" in page.text("strong")
+    assert "Unfinished" in study_markdown(report)
+    assert len(list(csv.reader(io.StringIO(study_csv(report))))) == 1 + len(trials)
+
+
+def test_text_from_outside_stays_text_on_a_page() -> None:
+    report = report_of(hostile_study(), LogEnd(lines=(HOSTILE, "\x1b]0;title\x07")))
+    text = study_page(report)
+    page = Page(text)
+    assert not {tag for tag, _ in page.elements} & {"script", "img"}
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert "{{ 7 * 7 }}" in page.text("pre"), "templates are not run twice"
+    assert "<script>alert(1)</script>" in page.text("h1"), "it is there, as text"
+    assert all(str(link["href"]).startswith("#") for link in page.all("a"))
+    assert {"c", "b"}.isdisjoint(data for tag, data in page.texts if tag in ("code", "strong"))
+
+
+def test_text_from_outside_stays_text_in_markdown() -> None:
+    report = report_of(hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>")))
+    text = study_markdown(report)
+    assert not {"\x1b", "\u202e"} & set(text)
+    page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
+    assert not {tag for tag, _ in page.elements} & {"script", "img", "a", "em"}
+    assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == list(HEADINGS.values())
+    assert "b" not in [data for tag, data in page.texts if tag == "strong"]
+    columns: set[int] = set()
+    for row in re.findall(r"<tr>(.*?)</tr>", MarkdownIt("commonmark").enable("table").render(text), re.DOTALL):
+        columns.add(len(re.findall(r"<t[dh]", row)))
+    clean = MarkdownIt("commonmark").enable("table").render(study_markdown(real_report("qwen3-0.6b-79gib-full")))
+    assert columns == {len(re.findall(r"<t[dh]", row)) for row in re.findall(r"<tr>(.*?)</tr>", clean, re.DOTALL)}
+
+
+def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None:
+    report = real_report("qwen3-4b-card-full")
+    text = study_markdown(report)
+    assert "| predicted: interval " in text
+    assert "| measured: device used " in text
+    assert "| 135.63 GiB to 154.61 GiB |" in text
+    assert "GB" not in text.replace("GiB", "")
+    assert text.count("OutOfMemoryError") >= len(report.failures)
+
+
+def test_a_csv_has_a_row_for_each_trial_and_no_formula() -> None:
+    report = real_report("qwen3-4b-79gib")
+    rows = list(csv.DictReader(io.StringIO(study_csv(report))))
+    assert [int(row["length_tokens"]) for row in rows] == [trial.length_tokens for trial in report.trials]
+    assert tuple(rows[0]) == COLUMNS
+    assert {row["source"] for row in rows} == {"measured"}
+    for row, reported in zip(rows, report.trials, strict=True):
+        assert reported.predicted is not None
+        assert reported.predicted.interval is not None
+        assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
+        assert row["outcome"] == str(reported.outcome)
+
+
+@pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])
+def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning: str) -> None:
+    danger = f'{beginning}HYPERLINK("http://evil","x")'
+    model = msgspec.structs.replace(QUESTION.model, name=danger)
+    study = study_of(
+        trial(8192, Outcome.CRASHED, text=danger), question=msgspec.structs.replace(QUESTION, model=model, device_name=danger)
+    )
+    rows = list(csv.DictReader(io.StringIO(study_csv(report_of(study)))))
+    assert all(rows[0][name].startswith(("'", "\\t")) for name in ("model", "device", "reason"))
+    assert all(not cell.lstrip().startswith(("=", "+", "@", "＝")) for cell in rows[0].values())
+
+
+def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    report = real_report("edge-4b-1-full")
+    for name, beginning in (("r.html", "<!doctype html>"), ("r.md", "# Qwen3-4B"), ("r.csv", "model,device,"), ("r.json", "{")):
+        assert write_report(tmp_path / name, report).read_text().startswith(beginning)
+        with pytest.raises(UsageError, match="is there already"):
+            write_report(tmp_path / name, report)
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert (document["schema_version"], len(document["trials"])) == (1, len(report.trials))
+    with pytest.raises(UsageError, match=r"ends in none of \.html, \.md, \.csv, \.json"):
+        write_report(tmp_path / "r.pdf", report)
+    assert not (tmp_path / "r.pdf").exists()
+
+
+def test_a_json_report_holds_nothing_that_a_terminal_acts_upon(tmp_path: Path) -> None:
+    text = write_report(tmp_path / "r.json", report_of(hostile_study())).read_text()
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert HOSTILE in [failed["text"] for failed in json.loads(text)["failures"]]
+
+
+def test_only_a_page_loads_the_templates() -> None:
+    code = "import sys, highwater.cli.report; print('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

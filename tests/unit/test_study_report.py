@@ -1,0 +1,343 @@
+"""A report about a study, as data: what it says is what the study has."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from places import machine_with, question_of
+from studies import QUESTION, REAL, fifo, real_report, report_of, study_of, trial
+
+from highwater import study_report
+from highwater.cli.flags import typed_values
+from highwater.cli.parser import parse
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner
+from highwater.report.secrets import HIDDEN, without_secrets
+from highwater.report.study_commands import find_words, try_words
+from highwater.report.study_markdown import study_markdown
+from highwater.report.study_predicted import PredictedTrial
+from highwater.report.study_report import LogEnd, StudyReport, TrialReport, judged
+from highwater.search.campaign import CellAnswered, campaign
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.hardware import Machine
+from highwater.spec.plan import plan, plan_trial
+from highwater.spec.request import request_from
+from highwater.spec.study import Question
+from highwater.spec.trial import Outcome, TrialSpec
+from highwater.store.journal import open_journal, read_study
+from highwater.store.logs import LINES, log_tail
+from highwater.store.recording import RecordingRunner
+from highwater.units import GIB
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path) -> None:
+    report = study_report(path)
+    assert len(report.trials) == len(report.study.trials)
+    for cell in report.cells:
+        if cell.answer is not None:
+            last = cell.bracket[-1]
+            assert (last.fits_tokens or 0) == cell.answer.reach_tokens
+            if cell.answer.limit == "memory":
+                assert last.does_not_fit_tokens == cell.answer.does_not_fit_tokens
+    assert [failed.trial for failed in report.failures] == [
+        trial.number for trial in report.trials if trial.outcome is not None and not trial.outcome.is_fit
+    ]
+    assert all(trial.predicted is not None for trial in report.trials)
+    assert all(cell.predicted is not None for cell in report.cells)
+
+
+def test_figures_of_a_real_study_are_those_of_its_fullest_rank() -> None:
+    report = real_report("qwen3-4b-card-full")
+    fourth = report.trials[3]
+    assert (fourth.length_tokens, fourth.outcome) == (131072, Outcome.FIT)
+    assert (fourth.peak_reserved_bytes, fourth.limit_bytes) == (148908277760, 150109880320)
+    assert fourth.device_used_bytes is not None
+    assert fourth.headroom_bytes == 150109880320 - fourth.device_used_bytes
+    assert fourth.allocator == "expandable_segments:False"
+    assert report.versions["torch"] == ("2.11.0+cu130",)
+    assert report.device_names == ("NVIDIA H200",)
+    assert report.label == "measured"
+    assert report.predictions.shared_trials == 3
+
+
+def test_a_report_is_one_document_that_can_be_read_again() -> None:
+    report = real_report("grpo-0.6b-1")
+    assert from_json(to_json(report), StudyReport) == report
+    assert report.schema_version == 1
+
+
+def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else() -> None:
+    report = report_of(
+        study_of(
+            trial(8192, Outcome.FIT),
+            trial(65536, Outcome.OUT_OF_MEMORY),
+            trial(32768, Outcome.TIMEOUT),
+            trial(32768, Outcome.CRASHED),
+            trial(32768, Outcome.HOST_OUT_OF_MEMORY),
+            trial(16384, Outcome.MEMORY_ONLY_FIT),
+            trial(20480, None),
+        )
+    )
+    assert [(step.fits_tokens, step.does_not_fit_tokens) for step in report.cells[0].bracket] == [
+        (8192, None),
+        (8192, 65536),
+        (8192, 65536),
+        (8192, 65536),
+        (8192, 32768),
+        (16384, 32768),
+        (16384, 32768),
+    ]
+
+
+def test_a_fit_below_the_margin_does_not_count() -> None:
+    question = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
+    report = report_of(study_of(trial(8192, Outcome.FIT, used_bytes=79 * GIB), question=question))
+    assert not report.trials[0].counts_as_fit
+    assert report.cells[0].bracket[0].does_not_fit_tokens == 8192
+
+
+def test_a_study_that_is_not_finished_says_so() -> None:
+    empty = report_of(study_of())
+    assert not empty.is_complete
+    assert (empty.trials, empty.failures, empty.cells[0].bracket, empty.cells[0].answer) == ((), (), (), None)
+    begun = report_of(study_of(trial(8192, None)))
+    assert (begun.trials[0].outcome, begun.failures) == (None, ())
+    assert "no end is recorded" in begun.trials[0].reason
+
+
+@pytest.mark.parametrize(
+    ("outcome", "used", "said"),
+    [
+        (Outcome.FIT, 30, "inside"),
+        (Outcome.MEMORY_ONLY_FIT, 31, "above"),
+        (Outcome.FIT, 28, "below"),
+        (Outcome.FIT, None, "unknown"),
+        (Outcome.CRASHED, 30, "unknown"),
+        (Outcome.HOST_OUT_OF_MEMORY, 30, "unknown"),
+        (Outcome.OUT_OF_MEMORY, 10, "above"),
+    ],
+)
+def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome: Outcome, used: int | None, said: str) -> None:
+    interval = msgspec.structs.replace(a_prediction().interval, low_bytes=29 * GIB, high_bytes=30 * GIB)
+    reported = report_of(study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))).trials[0]
+    predicted = msgspec.structs.replace(a_prediction(), interval=interval)
+    assert judged(msgspec.structs.replace(reported, predicted=predicted)) == said
+
+
+def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit() -> None:
+    reported = report_of(study_of(trial(8192, Outcome.OUT_OF_MEMORY, used_bytes=GIB))).trials[0]
+    tight = msgspec.structs.replace(reported, limit_bytes=a_prediction().interval.high_bytes - 1)
+    assert judged(tight) == "ran out as predicted"
+    assert judged(msgspec.structs.replace(tight, predicted=None)) == "unknown"
+
+
+def a_prediction() -> PredictedTrial:
+    """By formula, with its interval."""
+    found: TrialReport = report_of(study_of(trial(8192, Outcome.FIT))).trials[0]
+    assert found.predicted is not None
+    assert found.predicted.interval is not None
+    return found.predicted
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "cpu", "device_total_bytes": None}, "trials ran on the CPU"),
+        ({"data": "my.batches:packed"}, "data of their own"),
+        ({"memory_budget_bytes": None, "device_total_bytes": None}, "nobody recorded how much memory a GPU has"),
+    ],
+)
+def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[str, object], said: str) -> None:
+    report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes)))
+    assert said in str(report.predictions.reason)
+    assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
+
+
+def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:
+    shape = msgspec.structs.replace(QUESTION.model.shape, model_type="mamba")
+    model = msgspec.structs.replace(QUESTION.model, shape=shape)
+    report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, model=model)))
+    assert "family mamba" in str(report.predictions.reason)
+
+
+def the_question(words: tuple[str, ...], machine: Machine) -> Question:
+    """What ``highwater find`` would ask after these words."""
+    return plan(request_from(typed_values(parse(words[1:]))), machine).question
+
+
+def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
+    """What ``highwater try`` would run after these words."""
+    arguments = parse(words[1:])
+    return plan_trial(request_from(typed_values(arguments)), machine, int(arguments.length))
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
+    study = read_study(path)
+    total_bytes = study.question.device_total_bytes
+    machine = msgspec.structs.replace(
+        machine_with(4, name=study.question.device_name, memory_total_bytes=total_bytes), host_memory_total_bytes=2048 * GIB
+    )
+    assert the_question(find_words(study.question), machine).key == study.question.key
+    for recorded in study.trials:
+        assert the_trial(try_words(recorded.spec, study.question.model), machine).key == recorded.spec.key
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gpus": [1, 2, 4], "ulysses": [1, 2], "offload": True, "strategy": "fsdp2"},
+        {"margin": "2GiB", "confirm": 2, "method": "linear", "resolution": 8192, "steps": 3, "micro_batches": 4},
+        {"objective": "grpo", "entropy": "chunked", "sequences_per_micro_batch": 2, "memory": 84986665369},
+        {"data": "my.batches:packed", "token_budget": "16k", "max_length": "16k", "save_hf": "last", "checkpoint": "sharded"},
+    ],
+)
+def test_a_question_that_was_asked_from_python_can_be_typed(settings: dict[str, object]) -> None:
+    question = question_of(**settings)
+    assert the_question(find_words(question), machine_with(0)).key == question.key
+    spec = question.trial(question.cells[-1], 8192)
+    assert the_trial((*try_words(spec, question.model), "--dry-run"), machine_with(0)).key == spec.key
+
+
+def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_each_end_of_an_edge() -> None:
+    report = real_report("qwen3-0.6b-79gib-full")
+    typed, again, *edges = report.commands
+    assert typed.words == report.study.command
+    assert again.words[-2:] == ("--study", "qwen3-0.6b-79gib-full-again.jsonl")
+    assert again.words.count("--study") == 1
+    lengths = [int(command.words[command.words.index("--length") + 1]) for command in edges]
+    assert lengths == [196608, 204800, 196608, 204800]
+
+
+def test_a_report_says_where_the_search_was_told_to_begin() -> None:
+    report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
+    assert report.beginning is not None
+    assert report.beginning.prediction == "docs/results/find/edge-4b-1-full.prediction.json"
+    assert report.beginning.reason is None
+    assert report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
+    command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
+    gone = study_report(study_of(command=command)).beginning
+    assert gone is not None
+    assert (gone.prediction, gone.reason) == ("gone.json", "it is not there any more")
+    assert study_report(study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))).beginning is None
+
+
+def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = fifo(tmp_path / "prediction.json")
+    found = study_report(study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe)))).beginning
+    assert found is not None
+    assert found.reason == "it is not there any more"
+
+
+SECRETS = (
+    "HF_TOKEN=hf_abcdefghijklmnopqrst",
+    'headers: {"Authorization": "Bearer abcdefgh12345678"}',
+    "loading with token hf_abcdefghijklmnopqrst",
+    "api_key='Zm9vYmFyYmF6'",
+    "WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567",
+    "https://user:hunter22@mirror.example/simple",
+    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
+    "AKIAIOSFODNN7EXAMPLE",
+    "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    "--password=correct-horse",
+)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> None:
+    hidden = without_secrets(text)
+    assert HIDDEN in hidden
+    study = study_of(trial(8192, Outcome.CRASHED, text=text), command=("highwater", "find", text))
+    document = to_json(report_of(study, LogEnd(lines=(text,))))
+    value = text.split("=")[-1].split()[-1].strip("\"'}")
+    assert value not in document
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "65,536 tokens: memory ran out: rank 0, forward: OutOfMemoryError: CUDA out of memory",
+        "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by signal 11 (SIGSEGV)",
+        "vanilla, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
+        "logs/qwen3-0.6b-79gib-full/Qwen3-0.6B/gpu-1/sp-1/vanilla/model_len-188416.log",
+        "ValueError: a start length of 1 token: use 2 or more",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret() -> None:
+    for path in REAL:
+        assert HIDDEN not in to_json(study_report(path).study)
+
+
+def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Path) -> None:
+    log = tmp_path / "moved" / "gpu-1" / "sp-1" / "env" / "model_len-8192.attempt-2.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"\n".join([b"old", *(b"line %d" % i for i in range(LINES - 1)), b"10%\r99%\x1b[31m red\x1b[0m \xff"]))
+    study = str(tmp_path / "moved" / "study-1.jsonl")
+    found = log_tail("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
+    assert found.lines == (*(f"line {i}" for i in range(1, LINES - 1)), "10%", "99% red \ufffd")
+    assert log_tail(str(log), None) == found
+    assert log_tail("logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log", str(tmp_path / "study-1.jsonl")) == found
+    assert log_tail(str(log.with_name("model_len-4096.log")), study).reason == "it is not there any more"
+    assert log_tail(None, study).reason == "no log is recorded"
+
+
+LAUNCHER = """E1122 02:35:47.289000 20798 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)
+Traceback (most recent call last):
+  File "torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  exitcode  : -9 (pid: 20803)
+"""
+
+
+def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(tmp_path: Path) -> None:
+    log = tmp_path / "model_len-8192.log"
+    log.write_text(f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}")
+    assert log_tail(str(log), None).lines == ("Traceback (most recent call last):", "RuntimeError: no memory")
+    log.write_text(LAUNCHER)
+    assert log_tail(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
+
+
+@pytest.mark.parametrize("name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"])
+def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    assert log_tail(str(tmp_path / name), None) == ((), "it is not called as the log of a trial is, and is not read")
+
+
+def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    (tmp_path / "model_len-1.log").symlink_to(tmp_path / "id_rsa")
+    fifo(tmp_path / "model_len-2.log")
+    for name in ("model_len-1.log", "model_len-2.log", "model_len-3\0.log", "gpu-1/../../model_len-4.log"):
+        assert log_tail(str(tmp_path / name), str(tmp_path / "study.jsonl")).lines == ()
+
+
+def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
+    report = report_of(study_of(trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")), LogEnd(lines=("the end",)))
+    (failed,) = report.failures
+    assert (failed.trial, failed.rank, failed.phase, failed.text) == (1, 0, "forward", "ValueError: no\nsecond line")
+    assert failed.log.lines == ("the end",)
+
+
+def test_a_simulated_study_is_never_called_measured(tmp_path: Path) -> None:
+    question = question_of(max_length="64k")
+    with open_journal(tmp_path / "s.jsonl", question) as journal:
+        runner = RecordingRunner(SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal)
+        for event in campaign(question, runner):
+            if isinstance(event, CellAnswered):
+                journal.cell_answered(event.answer)
+    report = study_report(tmp_path / "s.jsonl")
+    assert report.label == "simulated"
+    assert report.is_complete
+    assert all("--dry-run" in command.words for command in report.commands)
+    text = study_markdown(report).replace("nothing was measured", "")
+    assert "measured" not in text
+    assert "| simulated: device used " in text
