@@ -92,7 +92,7 @@ def test_what_is_predicted_is_what_predict_says_and_fits_where_the_upper_end_doe
             assert (each.source, each.capacity_source) == ("predicted", "predicted")
             if trainer == "highwater":
                 assert predicted.interval is not None
-                assert each.headroom_bytes == found.device_bytes - predicted.interval.high_bytes
+                assert each.headroom_bytes >= found.device_bytes - predicted.interval.high_bytes, "what is cached can be given back"
 
 
 def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
@@ -139,7 +139,7 @@ def test_the_default_token_budget_holds_two_sequences_and_the_lowered_one_a_sing
 
 
 def test_a_lowered_budget_says_that_it_costs_more_micro_batches():
-    found = recommend("Qwen3-4B", gpus="1xH20-96GB", length="32k", loss="full")
+    found = recommend("Qwen3-4B", gpus="1xH20-96GB", length="40k", loss="full")
     assert found.chosen is not None
     text = "\n".join(map(plain_table, recommendation_tables(found)))
     assert found.chosen.is_lowered
@@ -182,7 +182,7 @@ def test_the_next_rungs_are_those_that_train_longer():
     assert len(bought) == 3
     assert capacities == sorted(set(capacities))
     table = next(table for table in recommendation_tables(found) if table.title == "what the next would buy")
-    assert table.rows[0][-2:] == ("71,680*", "+6,144")
+    assert table.rows[0][-2:] == ("81,920*", "+10,240")
 
 
 def test_gpus_for_rollout_are_not_the_trainers():
@@ -205,9 +205,9 @@ def test_rollout_has_to_leave_the_trainer_a_gpu(gpus, rollout, hint):
 
 def test_little_headroom_comes_with_the_flag_that_asks_for_more():
     def shown(**more):
-        return plain_table(recommendation_tables(recommend(length="64k", **H20S, **more))[0])
+        return plain_table(recommendation_tables(recommend(length="71k", **H20S, **more))[0])
 
-    assert "142.5 MiB of each GPU, at least; `--margin 2GiB` asks for more" in shown()
+    assert "833.2 MiB of each GPU, at least; `--margin 2GiB` asks for more" in shown()
     assert "--margin" not in shown(margin="2GiB")
 
 

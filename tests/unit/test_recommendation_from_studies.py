@@ -48,12 +48,12 @@ def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
 
 
 def test_a_measured_answer_overrules_a_prediction_both_ways():
-    predicted = by_label(recommend(length=190_000, **HERE))["Env, 1 GPU"]
+    predicted = by_label(recommend(length=190_000, **HERE))["vanilla, 1 GPU"]
     assert not predicted.fits, "the upper end is above what the GPU has"
-    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
     assert found.fits
-    assert found.headroom_bytes == 1_328_257_433, "what the longest trial left: less than this length leaves"
-    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    assert found.headroom_bytes == 1_244_371_353, "what the longest trial left: less than this length leaves"
+    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
     assert (beyond.fits, beyond.source, beyond.lacks_bytes, beyond.capacity_tokens) == (False, "measured", None, 196_608)
     tables = recommendation_tables(recommend(length=204_800, studies=[STUDY], **HERE))
     assert any("out of memory" in row and "196,608*" in row for table in tables for row in table.rows)

@@ -45,15 +45,17 @@ class Tally:
     ran_out: int = 0
     """Of those that were said to fit."""
 
-    def add(self, spec: TrialSpec, result: TrialResult, method: Method, predicted_bytes: int, factors: Factors) -> None:
+    def add(
+        self, spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, factors: Factors, *, cached_bytes: int = 0
+    ) -> None:
         """One trial that tells."""
-        found = residual(spec, result, method, predicted_bytes)
+        found = residual(spec, result, method, needed_bytes, cached_bytes=cached_bytes)
         if found is not None:
             self.shares.append(found.factor)
             self.not_above += found.factor <= factors.upper
             self.not_below += found.factor >= factors.lower
         given = max((rank.budget.budget_bytes for rank in result.ranks if rank.budget is not None), default=0)
-        if interval(predicted_bytes, factors).high_bytes <= given:
+        if interval(needed_bytes, factors).high_bytes <= given:
             self.said_to_fit += 1
             self.ran_out += result.outcome is Outcome.OUT_OF_MEMORY
 
@@ -100,7 +102,7 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
                 continue
             formula = likely_footprint(study.question.model.shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
             if method == "formula":
-                tally.add(spec, result, method, formula.device_used_bytes, factors)
+                tally.add(spec, result, method, formula.needed_bytes, factors, cached_bytes=formula.cached_bytes)
             elif row["judged"]["fits"]:
                 predicted = row["judged"]["peak_reserved_bytes"] + formula.outside_bytes
                 tally.add(spec, result, method, predicted, factors)

@@ -38,7 +38,10 @@ def residuals() -> list[Residual]:
         for row, spec, result, formula in development
         if row["traced"]["fits"]
     ]
-    by_formula = [residual(spec, result, "formula", formula.device_used_bytes) for _, spec, result, formula in development]
+    by_formula = [
+        residual(spec, result, "formula", formula.needed_bytes, cached_bytes=formula.cached_bytes)
+        for _, spec, result, formula in development
+    ]
     return [each for each in (*traced, *by_formula) if each is not None]
 
 

@@ -2,8 +2,9 @@
 
 ``python docs/results/predict/traced.py`` (no GPU, half a minute a trace) goes on with ``traced.json`` beside it; ``--table`` only
 prints. Held out are the searches that were predicted before they were measured (``NAME.prediction.json``), but for FSDP1's, from
-which the tracer has learned since. What a trace said of a held-out trial when it was first compared stays as ``judged``; ``traced``
-is of the tracer that those rows have mended. The others are of an engine before (commit 4793eda): their rows stay as they are.
+which the tracer has learned since. What a trace and the formula said of a held-out trial when it was first compared stays as
+``judged`` and ``formula_judged``; ``traced`` and ``formula`` are of what those rows have mended. The others are of an engine
+before (commit 4793eda): their traces stay as they are.
 """
 
 import argparse
@@ -31,6 +32,12 @@ from highwater.units import GIB, format_tokens
 STUDIES = Path(__file__).parents[1] / "find"
 FILE = Path(__file__).with_suffix(".json")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+NAMES = {
+    "judged": "traced as it was first",
+    "traced": "traced",
+    "formula_judged": "formula as it was first",
+    "formula": "formula",
+}
 HEADINGS = (
     "model",
     "rung",
@@ -59,8 +66,9 @@ def main() -> None:
                     here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
                     rows[name] = row = beside(study_name, spec, result, tracer(here))
                     if row["held_out"]:
-                        row["judged"] = {key: row["traced"][key] for key in ("fits", *PEAKS)}
-                    FILE.write_text(json.dumps(rows, indent=1) + "\n")
+                        row |= {"judged": {key: row["traced"][key] for key in ("fits", *PEAKS)}, "formula_judged": row["formula"]}
+                rows[name]["formula"] = by_formula(spec, rows[name]["capacity_bytes"])
+                FILE.write_text(json.dumps(rows, indent=1) + "\n")
     for title, is_held_out in (("Held out", True), ("Development", False)):
         print(f"{title}\n\n{table([row for row in rows.values() if row['held_out'] is is_held_out])}\n")
     print(capacities())
@@ -94,7 +102,6 @@ def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog)
     capacity = rank.budget.allocator_cap_bytes if rank.budget is not None else None
     is_share = spec.memory_budget_bytes is not None
     ours = replay(log, allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=is_share)
-    formula = likely_footprint(load_model(spec.model_name).shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
     return {
         "study": study_name,
         # FSDP1's trials showed that it gives back what another stream still uses: their rows are traced since, and seen.
@@ -114,7 +121,7 @@ def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog)
             "retries": ours.retries,
             "versions": log.versions,
         },
-        "formula": {"peak_allocated_bytes": formula.allocated_bytes, "peak_reserved_bytes": formula.reserved_bytes},
+        "formula": by_formula(spec, capacity),
         "measured": {
             "fits": result.outcome.is_fit,
             "phase": rank.failure.phase if rank.failure else None,
@@ -124,6 +131,15 @@ def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog)
             "versions": rank.versions,
         },
     }
+
+
+def by_formula(spec: TrialSpec, capacity_bytes: int | None) -> dict[str, int]:
+    """What the formula says of the same, in the allocator's memory."""
+    shape = load_model(spec.model_name).shape
+    found = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+    if capacity_bytes is not None:
+        found = found.within(capacity_bytes + found.outside_bytes)
+    return dict(zip(PEAKS, (found.allocated_bytes, found.reserved_bytes), strict=True))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -142,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join((*names, *figures))} |")
     right = sum(row["traced"]["fits"] == row["measured"]["fits"] for row in rows)
     lines += ["", f"{right} of {len(rows)} trials are told right: whether they fit"]
-    for name, words in (("judged", "traced as it was first"), ("traced", "traced"), ("formula", "formula")):
+    for name, words in NAMES.items():
         known = [row for row in rows if name in row and row["measured"]["fits"] and row["traced"]["fits"]]
         off = sorted(error(row, name) for row in known)
         if off:

@@ -127,7 +127,7 @@ class FormulaLaw:
         """Bytes that each GPU's allocator must reserve; what NCCL takes beside it counts as if it were the allocator's."""
         shape = self.shape or _shape(spec.model_directory)
         needed = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
-        return needed.device_used_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
+        return needed.needed_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

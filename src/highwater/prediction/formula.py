@@ -23,6 +23,7 @@ from highwater.prediction.constants import (
     NCCL_BYTES,
     MachineConstants,
 )
+from highwater.prediction.streams import cached_bytes
 from highwater.spec.codec import Noun
 from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
 from highwater.spec.layout import Layout
@@ -81,6 +82,8 @@ class Footprint(Noun, frozen=True, kw_only=True):
     host: tuple[Term, ...]
     filled_share: float
     """Share of the allocator's memory that live tensors can fill."""
+    cached_bytes: int = 0
+    """What the allocator keeps besides for other streams, and gives back where it has to: reserved, but not needed."""
 
     @property
     def peak(self) -> Phase:
@@ -94,8 +97,8 @@ class Footprint(Noun, frozen=True, kw_only=True):
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator has to be given for them."""
-        return round(self.allocated_bytes / self.filled_share)
+        """What the allocator takes for them, and keeps."""
+        return round(self.allocated_bytes / self.filled_share) + self.cached_bytes
 
     @property
     def outside_bytes(self) -> int:
@@ -104,8 +107,17 @@ class Footprint(Noun, frozen=True, kw_only=True):
 
     @property
     def device_used_bytes(self) -> int:
-        """What a GPU has to have."""
+        """What the driver reports."""
         return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a GPU has to have: less than that runs out."""
+        return self.device_used_bytes - self.cached_bytes
+
+    def within(self, room_bytes: int) -> "Footprint":
+        """The same on a GPU with so much: nothing stays cached that there is no room for."""
+        return msgspec.structs.replace(self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes)))
 
     @property
     def host_bytes(self) -> int:
@@ -161,6 +173,7 @@ def footprint(
         outside=outside_terms(layout, device),
         host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
+        cached_bytes=cached_bytes(shape, settings, layout) if device == "cuda" else 0,
     )
 
 

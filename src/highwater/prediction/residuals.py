@@ -70,7 +70,8 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
             outside_bytes = _outside_bytes(spec, trial.result, own)
-            found = residual(spec, trial.result, "formula", footprint.reserved_bytes + outside_bytes)
+            needed_bytes = footprint.reserved_bytes - footprint.cached_bytes + outside_bytes
+            found = residual(spec, trial.result, "formula", needed_bytes, cached_bytes=footprint.cached_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
     if not told:
@@ -118,8 +119,9 @@ def _outside_bytes(spec: TrialSpec, result: TrialResult, own: MachineConstants |
     return sum(term.bytes for term in outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None))
 
 
-def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_bytes: int) -> Residual | None:
-    """Of one trial; None for one that does not tell how much memory it needs.
+def residual(spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, *, cached_bytes: int = 0) -> Residual | None:
+    """Of one trial; None for one that does not tell how much memory it needs. One that fits keeps ``cached_bytes`` besides, as far
+    as it was given more than it needs.
 
     One that ran out where more than it was given had been predicted needs anything above that: it says nothing. One that ran out
     where less had been predicted needs more than it was given, which is the least that the prediction was short by.
@@ -127,9 +129,10 @@ def residual(spec: TrialSpec, result: TrialResult, method: Method, predicted_byt
     used = [rank.memory.device_used_bytes for rank in result.ranks if rank.memory.device_used_bytes is not None]
     given = max((given for rank in result.ranks if (given := _given_bytes(rank)) is not None), default=None)
     if result.outcome.is_fit and used:
-        measured_bytes = max(used)
-    elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > predicted_bytes:
-        measured_bytes = given
+        room_bytes = needed_bytes + cached_bytes if given is None else given
+        measured_bytes, predicted_bytes = max(used), max(needed_bytes, min(needed_bytes + cached_bytes, room_bytes))
+    elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > needed_bytes:
+        measured_bytes, predicted_bytes = given, needed_bytes
     else:
         return None
     return Residual(

@@ -35,7 +35,7 @@ def engine_guess(question: Question, cell: Cell, usable_bytes: int) -> Line:
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        likely_footprint(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).device_used_bytes
+        likely_footprint(shape, settings, layout, length_tokens=factor * length_tokens, device=question.device).needed_bytes
         for factor in (1, 2)
     )
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
