@@ -14,21 +14,26 @@ from highwater.known import known_recommendation
 from highwater.launch.probe import gpus_meant
 from highwater.prediction.asked import predicted_question, room_in
 from highwater.prediction.capacity import CellPrediction, predict_cells
+from highwater.prediction.formula import refuse_unknown_family
 from highwater.recommendation import recommend
 from highwater.report.chooser import Answer, Place
-from highwater.report.guide import TRAINERS, Guide, GuideTable, farthest, trained
+from highwater.report.guide import NOTHING_FITS, TRAINERS, UNKNOWN, Guide, GuideTable, farthest, trained
 from highwater.report.guide_parts import entry
 from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
 
+_CONFIGURED = (trinity, verl)
+"""Trainers that Trinity-RFT's predictions stand behind."""
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
 _APART = (5 / 4, 3 / 2, 2, 4)
 """How many times one length of the chooser the next is, at least: the least of these with which there are not too many."""
 _MOST_ANSWERS = 500
 """About 2 KB each."""
+_IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
 _Own = tuple[GuideTable, tuple[Capacity, ...]]
 """A table of the guide, and what it has of one model."""
 
@@ -157,7 +162,7 @@ def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
 def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
     found = ((table, choices) for table, _ in group for tokens, choices in table.rows if tokens == length_tokens)
     return tuple(
-        f"{entry(choice)} ({table.source}; {table.training})"
+        f"{_IN_WORDS.get(choice.label, entry(choice))} ({table.source}; {table.training})"
         for table, choices in found
         for choice in choices
         if choice.model_name == model_name
@@ -174,8 +179,12 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
             TRAINERS["highwater"]: f"{shlex.join(('highwater', 'try', model, *trial_flags(chosen.cell, found.length_tokens)))}\n"
         }
     path = Path(model).expanduser()
-    emitted = [emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None) for emit in (trinity, verl)]
-    return {each.target: each.text.rstrip("\n") + "\n" for each in emitted}
+    texts: dict[str, str] = {}
+    for emit in _CONFIGURED:
+        with suppress(HighwaterError):  # a trainer that has no words for it
+            emitted = emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+            texts[emitted.target] = emitted.text.rstrip("\n") + "\n"
+    return texts
 
 
 def _explained(asking: Asking, gpus: int, length_tokens: int, sequences: int) -> tuple[CellPrediction, ...]:
@@ -183,8 +192,9 @@ def _explained(asking: Asking, gpus: int, length_tokens: int, sequences: int) ->
     asked = asking.arguments(gpus=gpus)
     settings = {**dict(asking.settings), "sequences_per_micro_batch": sequences}
     with suppress(HighwaterError):  # a family that no formula knows
+        refuse_unknown_family(load_model(asking.model))
         where = gpus_meant(asked["gpus"], asked.get("gpu_memory"))
-        room = room_in(where, host_memory=None, reserved=asking.reserved_bytes, state_bytes_per_param=16)
+        room = room_in(where, host_memory=None, reserved=asking.reserved_bytes, state_bytes_per_param=STATE_BYTES_PER_PARAMETER)
         question, _ = predicted_question(asking.model, where, asking.trainer, length_tokens, settings)
         return predict_cells(question, room, asking.trainer)
     return ()

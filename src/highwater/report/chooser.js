@@ -14,6 +14,13 @@
     return made;
   };
 
+  /* `code` in our own sentences. */
+  const marked = (name, text) => {
+    const made = element(name, null);
+    made.append(...text.split("`").map((part, index) => (index % 2 ? element("code", part) : document.createTextNode(part))));
+    return made;
+  };
+
   const fill = (select, options, selected) => {
     select.replaceChildren(...options.map(([value, text]) => {
       const option = element("option", text, { value });
@@ -49,7 +56,7 @@
 
   const tableOf = ([title, columns, rows, , leftColumns]) => {
     const region = element("div", null, { class: "scroll", role: "region", tabindex: "0", "aria-label": values[title] });
-    const table = element("table", null);
+    const table = element("table", null, { class: columns.length ? "wide" : "facts" });
     table.append(element("caption", values[title]));
     if (columns.length) {
       const head = element("tr", null);
@@ -83,7 +90,7 @@
     at("answer-entries").textContent = entries.length ? `In the tables of this guide: ${entries.join("; ")}.` : "";
     at("answer-tables").replaceChildren(...answer.tables.map(tableOf));
     const notes = [...facts.notes, ...answer.tables.flatMap((table) => table[3].map((index) => values[index]))];
-    at("answer-notes").replaceChildren(...notes.map((note) => element("li", note)));
+    at("answer-notes").replaceChildren(...notes.map((note) => marked("li", note)));
     configurations = new Map(answer.configurations.map(([name, lines]) => [values[name], lines.map((line) => values[line]).join("\n")]));
     at("answer-configuration").hidden = configurations.size === 0;
     const select = at("choose-configuration");

@@ -8,10 +8,9 @@ from highwater.report.chooser import Place
 from highwater.report.guide import cell_label
 from highwater.report.table import TextTable
 from highwater.spec.recommendation import Candidate
-from highwater.spec.study import counted_ranks
 from highwater.units import GIB, format_tokens
 
-MOST_PLACES = 24
+MOST_PLACES = 40
 """Whose maps a page draws: two of some 200 figures each."""
 _MEASURED = "m"
 """Marks a figure that was measured where the others are predicted."""
@@ -33,11 +32,13 @@ class HeatMap(NamedTuple):
     table: TextTable
     rows: tuple[tuple[tuple[str, ...], tuple[Figure, ...]], ...]
     """Names, then figures."""
+    caption: str | None = None
+    """What stands above it, where a heading says the rest of the title."""
 
 
 def place_title(place: Place) -> str:
     """What the maps of a place are about."""
-    return f"{place.model_name} on {counted_ranks(place.gpus, 'cuda')} of {place.device_name} ({place.basis})"
+    return f"{place.model_name} on {place.gpus} x {place.device_name} ({place.basis})"
 
 
 def headroom_map(place: Place) -> HeatMap:
@@ -47,7 +48,8 @@ def headroom_map(place: Place) -> HeatMap:
         for answer in place.answers
     ]
     cells = list(dict.fromkeys(cell for column in columns for cell in column))
-    is_mixed = {"measured", "predicted"} <= {each.source for column in columns for each in column.values()}
+    sources = dict.fromkeys(each.source for column in columns for each in column.values())
+    is_mixed = len(sources) > 1
     device_bytes = place.answers[0].found.device_bytes
     rows = tuple(
         ((cell_label(cell),), tuple(_headroom(column.get(cell), device_bytes, is_mixed=is_mixed) for column in columns))
@@ -55,11 +57,9 @@ def headroom_map(place: Place) -> HeatMap:
     )
     lengths = tuple(format_tokens(answer.found.length_tokens) for answer in place.answers)
     count = place.sequences
-    said = (
-        f"{place_title(place)}: GiB left of a GPU by settings and length, {count} sequence{'s' if count > 1 else ''} a micro-batch"
-    )
-    marked = f"; {_MEASURED}: measured, all else predicted" if is_mixed else ""
-    return _map(f"{said}{marked}", ("settings", *lengths), rows)
+    said = f"GiB left of a GPU by settings and length, {count} sequence{'s' if count > 1 else ''} a micro-batch"
+    marked = f"{_MEASURED}: measured, all else predicted" if is_mixed else ", ".join(sources)
+    return _map(place, f"{said}; {marked}", ("settings", *lengths), rows)
 
 
 def term_map(place: Place) -> HeatMap | None:
@@ -76,13 +76,14 @@ def term_map(place: Place) -> HeatMap | None:
     used = [predicted.footprint.device_used_bytes for predicted in explained]
     total = (("all, with what the allocator cannot fill",), tuple(Figure(f"{size / GIB:.2f}", 0.0) for size in used))
     length = format_tokens(place.explained_tokens)
-    title = f"{place_title(place)}: GiB by term and settings at the peak of a step of {length} tokens, predicted by formula"
-    return _map(title, ("term", *(cell_label(predicted.cell) for predicted in explained)), (*rows, total))
+    caption = f"GiB by term and settings at the peak of a step of {length} tokens, predicted by formula"
+    return _map(place, caption, ("term", *(cell_label(predicted.cell) for predicted in explained)), (*rows, total))
 
 
-def _map(title: str, columns: Sequence[str], rows: Sequence[tuple[tuple[str, ...], tuple[Figure, ...]]]) -> HeatMap:
+def _map(place: Place, caption: str, columns: Sequence[str], rows: Sequence[tuple[tuple[str, ...], tuple[Figure, ...]]]) -> HeatMap:
     text = tuple((*names, *(figure.text for figure in figures)) for names, figures in rows)
-    return HeatMap(TextTable(title=title, columns=tuple(columns), rows=text, left_columns=1), tuple(rows))
+    title = f"{place_title(place)}: {caption}"
+    return HeatMap(TextTable(title=title, columns=tuple(columns), rows=text, left_columns=1), tuple(rows), caption)
 
 
 def _headroom(candidate: Candidate | None, device_bytes: int, *, is_mixed: bool) -> Figure:

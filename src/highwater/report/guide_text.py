@@ -81,7 +81,7 @@ CHOICES = (
     ("model", "Model"),
     ("gpu", "Kind of GPU"),
     ("gpus", "GPUs of the trainer"),
-    ("basis", "What is trained, by which figures"),
+    ("basis", "Training and figures"),
     ("length", "Length in tokens"),
 )
 WITHOUT_SCRIPT = (
