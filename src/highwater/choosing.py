@@ -1,12 +1,13 @@
 """Choosing: what a guide's page answers for each combination of model, GPUs and length: computed by `recommend` and `emit`."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from highwater.emit.emitted import Emitted
 from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
 from highwater.errors import HighwaterError
@@ -21,17 +22,18 @@ from highwater.report.guide import NOTHING_FITS, TRAINERS, UNKNOWN, Guide, Guide
 from highwater.report.guide_parts import entry
 from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity
+from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
 
-_CONFIGURED = (trinity, verl)
-"""Trainers that Trinity-RFT's predictions stand behind."""
+_CONFIGURED: Mapping[Trainer, tuple[Callable[..., Emitted], ...]] = {"trinity": (trinity, verl), "highwater": ()}
+"""What ``emit`` configures by predictions for each trainer's step."""
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
-_APART = (5 / 4, 3 / 2, 2, 4)
+_APART = (5 / 4, 4 / 3, 2, 4)
 """How many times one length of the chooser the next is, at least: the least of these with which there are not too many."""
-_MOST_ANSWERS = 500
+_MOST_ANSWERS = 400
 """About 2 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
 _Own = tuple[GuideTable, tuple[Capacity, ...]]
@@ -174,13 +176,12 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     chosen = found.chosen
     if chosen is None:
         return {}
-    if found.trainer == "highwater":
-        return {
-            TRAINERS["highwater"]: f"{shlex.join(('highwater', 'try', model, *trial_flags(chosen.cell, found.length_tokens)))}\n"
-        }
-    path = Path(model).expanduser()
     texts: dict[str, str] = {}
-    for emit in _CONFIGURED:
+    if found.trainer == "highwater":
+        trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
+        texts[TRAINERS["highwater"]] = f"{shlex.join(trial)}\n"
+    path = Path(model).expanduser()
+    for emit in _CONFIGURED[found.trainer]:
         with suppress(HighwaterError):  # a trainer that has no words for it
             emitted = emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
             texts[emitted.target] = emitted.text.rstrip("\n") + "\n"
