@@ -15,8 +15,8 @@
   };
 
   /* `code` in our own sentences. */
-  const marked = (name, text) => {
-    const made = element(name, null);
+  const marked = (name, text, attributes) => {
+    const made = element(name, null, attributes);
     made.append(...text.split("`").map((part, index) => (index % 2 ? element("code", part) : document.createTextNode(part))));
     return made;
   };
@@ -69,7 +69,7 @@
     for (const row of rows) {
       const line = element("tr", null);
       line.append(...row.map((entry, index) => index
-        ? element("td", values[entry], index < leftColumns ? {} : { class: "figure" })
+        ? marked("td", values[entry], index < leftColumns ? {} : { class: "figure" })
         : element("th", values[entry], { scope: "row" })));
       body.append(line);
     }

@@ -36,11 +36,6 @@ class HeatMap(NamedTuple):
     """What stands above it, where a heading says the rest of the title."""
 
 
-def place_title(place: Place) -> str:
-    """What the maps of a place are about."""
-    return f"{place.model_name} on {place.gpus} x {place.device_name} ({place.basis})"
-
-
 def headroom_map(place: Place) -> HeatMap:
     """Rungs by lengths: GiB that a GPU has left, or lacks; without such figures whether it fits."""
     columns = [
@@ -82,8 +77,13 @@ def term_map(place: Place) -> HeatMap | None:
 
 def _map(place: Place, caption: str, columns: Sequence[str], rows: Sequence[tuple[tuple[str, ...], tuple[Figure, ...]]]) -> HeatMap:
     text = tuple((*names, *(figure.text for figure in figures)) for names, figures in rows)
-    title = f"{place_title(place)}: {caption}"
+    title = f"{_title(place)}: {caption}"
     return HeatMap(TextTable(title=title, columns=tuple(columns), rows=text, left_columns=1), tuple(rows), caption)
+
+
+def _title(place: Place) -> str:
+    """What the maps of a place are about."""
+    return f"{place.model_name} on {place.gpus} x {place.device_name} ({place.basis})"
 
 
 def _headroom(candidate: Candidate | None, device_bytes: int, *, is_mixed: bool) -> Figure:

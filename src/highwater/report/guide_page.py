@@ -11,9 +11,10 @@ from markupsafe import Markup
 from highwater.report import guide_parts, guide_text
 from highwater.report.chooser import Place, chooser_json
 from highwater.report.guide import Guide, farthest
-from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, place_title, term_map
+from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.report.guide_parts import Section
 from highwater.report.page import page_template
+from highwater.spec.study import counted_ranks
 from highwater.units import format_tokens
 
 _BAR_WIDTH, _ROW_HEIGHT = 360, 22
@@ -62,8 +63,8 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         data=Markup(chooser_json(places)),  # noqa: S704 -- no character of it means anything in HTML
         script=Markup(script),  # noqa: S704 -- a file of ours
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        maps=[(place, tuple(filter(None, (headroom_map(place), term_map(place))))) for place in places[:MOST_PLACES]],
-        place_title=place_title,
+        maps=_maps(places[:MOST_PLACES]),
+        most_places=MOST_PLACES,
         bar_width=_BAR_WIDTH,
         row_height=_ROW_HEIGHT,
     )
@@ -80,6 +81,16 @@ def _chart(section: Section) -> Chart:
         label = f"{guide_parts.gpus_heading(table)}, {name}"
         bars.append(Bar(label=label, text=text, width=round(_BAR_WIDTH * tokens / longest), y=row * _ROW_HEIGHT))
     return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
+
+
+def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:
+    """By kind of GPU and of training: what each place is called there, and its maps."""
+    found: dict[str, list[tuple[str, tuple[HeatMap, ...]]]] = {}
+    for place in places:
+        maps = tuple(filter(None, (headroom_map(place), term_map(place))))
+        name = f"{place.model_name}, {counted_ranks(place.gpus, 'cuda')}"
+        found.setdefault(f"{place.device_name}: {place.basis}", []).append((name, maps))
+    return found
 
 
 def _heat_maps(section: Section) -> Iterator[HeatMap]:

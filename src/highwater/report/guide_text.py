@@ -89,7 +89,7 @@ WITHOUT_SCRIPT = (
     "and `highwater recommend MODEL --gpus 4xA100-80GB --length 64k` answers for any length."
 )
 ASK_AGAIN = "This command gives the same answer, from the same version; with another length it answers between those offered here."
-AS_JSON = "What `--json` prints, but for the list of candidates; the tables above show those."
+AS_JSON = "As `highwater recommend --json` has it, but for the list of candidates; the tables above show those."
 MAPS = (
     "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at least: the stronger the colour, "
     "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows what it lacks; `?`: nobody "
