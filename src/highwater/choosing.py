@@ -33,6 +33,8 @@ _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
 _APART = (5 / 4, 4 / 3, 2, 4)
 """How many times one length of the chooser the next is, at least: the least of these with which there are not too many."""
+_REPLAYED_APART = 2
+"""Of predictions for Trinity-RFT's trainer, where each answer replays a trace for every cell: 2 s instead of 10 ms."""
 _MOST_ANSWERS = 400
 """About 2 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
@@ -54,7 +56,10 @@ def places(made: Guide) -> tuple[Place, ...]:
     each = [(_asking(made, group), group) for group in groups.values()]
     sizes = ((apart, sum(len(_lengths(group, apart=apart)) for asking, group in each if asking)) for apart in _APART)
     apart = next((apart for apart, size in sizes if size <= _MOST_ANSWERS), _APART[-1])
-    return tuple(_place(made, group, asking, apart=apart) for asking, group in each)
+    return tuple(
+        _place(made, group, asking, apart=max(apart, _REPLAYED_APART) if asking and asking.trainer == "trinity" else apart)
+        for asking, group in each
+    )
 
 
 def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:

@@ -25,7 +25,8 @@ from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 
-_PAGE = ".html"
+PAGE = ".html"
+"""What a guide's name ends with to be a page."""
 _PREDICTION = "prediction.json"
 
 
@@ -84,7 +85,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
     """
     path = Path(path)
     check_guide_file(path)
-    if path.suffix == _PAGE:
+    if path.suffix == PAGE:
         from highwater.choosing import places  # here, so that no other command waits for the templates
         from highwater.report.guide_page import guide_page
 
@@ -100,7 +101,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 def check_guide_file(path: Path) -> None:
     """Raise UsageError for a file that no guide is written to: nothing that a user has is overwritten."""
-    check_new_file(path, flag="-o", name="guide.html" if path.suffix == _PAGE else "guide.md")
+    check_new_file(path, flag="-o", name="guide.html" if path.suffix == PAGE else "guide.md")
 
 
 def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
