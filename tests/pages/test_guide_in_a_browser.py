@@ -46,6 +46,16 @@ def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed: Path, o
             assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
+def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed, width=WIDTHS["phone"])
+    with every_fold_open(page):
+        widths = page.locator(".map tbody th:first-child").evaluate_all("each => each.map((name) => name.offsetWidth)")
+        captions = page.locator(".map caption").evaluate_all("each => each.map((said) => said.offsetWidth)")
+    assert len(widths) > 100
+    assert max(widths) < WIDTHS["phone"] / 2, "names stay in sight while figures go by"
+    assert max(captions) <= WIDTHS["phone"]
+
+
 def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
     shades = {
         scheme: opened(mixed, scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
