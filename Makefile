@@ -7,7 +7,7 @@ JOBS ?= 2
 
 VENV4 := .venv-transformers4
 
-.PHONY: demo test test-all lint types contracts install clean-venv
+.PHONY: demo test test-all test-pages lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -42,7 +42,15 @@ test: lint types contracts
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu'
+	HIGHWATER_REQUIRE=transformers4 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not pages'
+
+$(VENV)/.ready-pages: $(READY)
+	$(BIN)/pip install --quiet -e '.[pages]'
+	touch $@
+
+# In a headless Chromium: `apt-get install chromium`. Screenshots lie in build/pages.
+test-pages: $(VENV)/.ready-pages
+	$(BIN)/pytest -n 0 -m pages tests/pages
 
 clean-venv:
 	rm -rf $(VENV) $(VENV4)

@@ -1,7 +1,7 @@
 """Guiding: a guide from what studies found, what others published and what is predicted, and the file it is written to."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,9 +9,11 @@ import msgspec
 
 from highwater import api
 from highwater.errors import MachineError, UsageError
+from highwater.prediction.askable import asking_of_prediction, asking_of_study, asking_of_table
 from highwater.prediction.capacity import Prediction, Room, predicted_capacities
 from highwater.report.guide import Guide, guide_tables
 from highwater.report.guide_markdown import guide_markdown
+from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
 from highwater.spec.events import Trainer
@@ -23,7 +25,8 @@ from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
 
-_PAGE = ".html"
+PAGE = ".html"
+"""What a guide's name ends with to be a page."""
 _PREDICTION = "prediction.json"
 
 
@@ -35,6 +38,8 @@ class _Found(NamedTuple):
     """What a reader should know about it."""
     words: str
     """The source as one types it after ``highwater guide``."""
+    askings: Mapping[tuple[str, str, str], Asking]
+    """What `recommend` is asked about it, by what it is called, model and kind of GPU."""
 
 
 class _Known(NamedTuple):
@@ -64,11 +69,13 @@ def guide(
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
     models: dict[str, _Known] = {}
-    for found, said, words in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
-        _check_models(found, words, models)
-        capacities += found
-        notes |= dict.fromkeys(said)
-    return Guide(tables=guide_tables(capacities), notes=tuple(notes))
+    askings: dict[tuple[str, str, str], Asking] = {}
+    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
+        _check_models(found.capacities, found.words, models)
+        capacities += found.capacities
+        notes |= dict.fromkeys(found.notes)
+        askings |= found.askings
+    return Guide(tables=guide_tables(capacities), notes=tuple(notes), askings=askings)
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
@@ -78,10 +85,11 @@ def write_guide(path: str | Path, made: Guide) -> Path:
     """
     path = Path(path)
     check_guide_file(path)
-    if path.suffix == _PAGE:
-        from highwater.report.guide_page import guide_page  # here, so that no other command waits for the templates
+    if path.suffix == PAGE:
+        from highwater.choosing import places  # here, so that no other command waits for the templates
+        from highwater.report.guide_page import guide_page
 
-        text = guide_page(made)
+        text = guide_page(made, places(made))
     else:
         text = guide_markdown(made)
     try:
@@ -93,7 +101,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 def check_guide_file(path: Path) -> None:
     """Raise UsageError for a file that no guide is written to: nothing that a user has is overwritten."""
-    check_new_file(path, flag="-o", name="guide.html" if path.suffix == _PAGE else "guide.md")
+    check_new_file(path, flag="-o", name="guide.html" if path.suffix == PAGE else "guide.md")
 
 
 def _check_models(found: Iterable[Capacity], words: str, models: dict[str, _Known]) -> None:
@@ -114,7 +122,8 @@ def _read(path: Path) -> _Found:
     """What one file knows."""
     words = shlex.quote(str(path))
     if path.suffix == ".csv":
-        return _Found(table_capacities(path), (), words)
+        capacities = table_capacities(path)
+        return _Found(capacities, (), words, _asked(capacities, asking_of_table))
     if path.suffix == ".json":
         return _read_prediction(path)
     study: Study = api.open_study(path)
@@ -122,7 +131,9 @@ def _read(path: Path) -> _Found:
         hint = f"leave it out; for example `{_EXAMPLE}`"
         raise UsageError(f"{path} is a search on the CPU, and a guide is about GPUs", hint=hint)
     odd = (f"{each.cell.label}: not monotone: {text}" for each in study.answers for text in each.contradictions)
-    return _Found(study_capacities(study), tuple(f"{path}: {note}" for note in (*study.notes, *odd)), words)
+    capacities, asking = study_capacities(study), asking_of_study(study)
+    notes = tuple(f"{path}: {note}" for note in (*study.notes, *odd))
+    return _Found(capacities, notes, words, _asked(capacities, lambda _: asking))
 
 
 def _read_prediction(path: Path) -> _Found:
@@ -141,7 +152,13 @@ def _read_prediction(path: Path) -> _Found:
             hint=f"predict without {flags}: {hint}",
         )
     notes = tuple(f"{path}: {note}" for note in prediction.notes)
-    return _Found(predicted_capacities(prediction, str(path)), notes, shlex.quote(str(path)))
+    capacities, asking = predicted_capacities(prediction, str(path)), asking_of_prediction(prediction)
+    return _Found(capacities, notes, shlex.quote(str(path)), _asked(capacities, lambda _: asking))
+
+
+def _asked(capacities: Iterable[Capacity], asking_of: Callable[[Capacity], Asking | None]) -> Mapping[tuple[str, str, str], Asking]:
+    found = ((each.found_in, each.model_name, each.device_name, asking_of(each)) for each in capacities)
+    return {(source, model, device): asking for source, model, device, asking in found if asking is not None}
 
 
 def _assumed(room: Room) -> dict[str, str]:
@@ -165,4 +182,6 @@ def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer) -
             prediction = api.predict(model, gpus=where, trainer=trainer)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
-            yield _Found(predicted_capacities(prediction, command), notes, shlex.join(["--predict", model, *flags]))
+            capacities, asking = predicted_capacities(prediction, command), asking_of_prediction(prediction, model)
+            words = shlex.join(["--predict", model, *flags])
+            yield _Found(capacities, notes, words, _asked(capacities, lambda _, asking=asking: asking))

@@ -26,6 +26,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.published import PUBLISHED_SETTINGS, published_grid, table_capacities
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, CellAnswer, MemoryOnlyFit, Study
+from highwater.spec.trial import Outcome
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
@@ -408,3 +409,14 @@ def test_what_is_no_capacity_table_is_refused(content: str, said: str, tmp_path:
     path.write_text(content)
     with pytest.raises(HighwaterError, match=re.escape(said)):
         table_capacities(path)
+
+
+def test_a_length_whose_own_trial_ran_out_of_memory_does_not_fit_whatever_longer_ones_did() -> None:
+    study = api.open_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")
+    failed = next(t for t in study.trials if t.result is not None and t.result.outcome is Outcome.OUT_OF_MEMORY)
+    again = msgspec.structs.replace(failed, spec=msgspec.structs.replace(failed.spec, length_tokens=8192))
+    label = labels(Guide(tables=guide_tables(study_capacities(msgspec.structs.replace(study, trials=(*study.trials, again))))))
+    assert (label[4096], label[12288]) == ("vanilla", "vanilla")
+    assert label[8192] == ("Env" if failed.spec.settings.label == "vanilla" else "vanilla")
+    (odd,) = (c for c in study_capacities(msgspec.structs.replace(study, trials=(*study.trials, again))) if c.odd_tokens)
+    assert (odd.fits(8192), odd.fits(8193), odd.fits(10**6)) == (False, True, False)

@@ -10,8 +10,8 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.recommendation import recommend as recommended
 from highwater.report.recommendation import recommendation_tables, rung_list
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
-from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.request import setting_flags
+from highwater.spec.recommendation import Recommendation
+from highwater.spec.request import trial_flags
 
 _EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -68,17 +68,11 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         flags = dict(zip(remedy.flags[::2], remedy.flags[1::2], strict=True))
         return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments, drop=remedy.without, **flags)))
     if found.trainer == "highwater" and not arguments.list_:
-        return shlex.join(("highwater", "try", arguments.model, *_trial_words(found.chosen, found.length_tokens)))
+        return shlex.join(("highwater", "try", arguments.model, *trial_flags(found.chosen.cell, found.length_tokens)))
     if not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", "trinity", arguments.model, *words))
     return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments)))
-
-
-def _trial_words(candidate: Candidate, length_tokens: int) -> tuple[str, ...]:
-    layout = candidate.cell.layout
-    degrees = ("--gpus", str(layout.gpus), "--ulysses", str(layout.ulysses_degree))
-    return (*degrees, "--length", str(length_tokens), *setting_flags(candidate.cell.settings))
 
 
 def words_again(arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str) -> list[str]:

@@ -41,10 +41,11 @@ def heading(found: Recommendation, chosen: Candidate, *, target: str, version: s
     """What the configuration is and who says that it fits: lines of a comment."""
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
     capacity = f"up to {format_tokens(chosen.capacity_tokens)} tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
+    headroom = "headroom unknown" if chosen.headroom_bytes is None else f"{format_bytes(chosen.headroom_bytes)} of headroom"
     return [
         f"{target} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
         f"{rollout}",
-        f"{chosen.label}: {format_bytes(chosen.headroom_bytes)} of headroom, {capacity}; {chosen.source}, {found.accuracy}",
+        f"{chosen.label}: {headroom}, {capacity}; {chosen.source}, {found.accuracy}",
         f"{target}'s settings that hold memory; what it learns, from what and how long is yours to add",
     ]
 

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from highwater.prediction.asked import calibration_of, predict_by_formula, predicted_question
@@ -62,7 +63,7 @@ def predicted_candidates(asked: Asked) -> tuple[Candidate, ...]:
         known = asked.known(question)
         on_a_grid, _ = asked.question(sequences, length_tokens=None)
         here = predict_by_formula(question, asked.room, asked.trainer, known)
-        longest = predict_by_formula(on_a_grid, asked.room, asked.trainer, known)
+        longest = _longest(on_a_grid, asked.room, asked.trainer, known)
         found += (_candidate(asked, question, a, b) for a, b in zip(here, longest, strict=True))
     return tuple(sorted(found, key=lambda candidate: candidate.order))
 
@@ -81,6 +82,12 @@ def first_fit(asked: Asked) -> Candidate | None:
 def token_budget(cell: Cell, length_tokens: int) -> int:
     """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
     return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
+
+
+@lru_cache(maxsize=64)
+def _longest(question: Question, room: Room, trainer: Trainer, known: Calibration | None) -> tuple[CellPrediction, ...]:
+    """The same whatever length is asked about: who asks about many, as a guide does, waits once."""
+    return predict_by_formula(question, room, trainer, known)
 
 
 def _at_length(asked: Asked) -> Iterator[Question]:

@@ -5,6 +5,7 @@ from math import log
 import msgspec
 
 from highwater.prediction.capacity import Room
+from highwater.spec.capacities import OF_MEMORY, cell_capacities
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
@@ -15,8 +16,6 @@ from highwater.units import format_bytes
 
 _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
-_OF_MEMORY = ("memory", "host_memory")
-"""Ends of a search that say what does not fit."""
 
 
 def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin_bytes: int) -> str | None:
@@ -47,9 +46,10 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
     answer = next((answer for answer in study.answers if answer.cell == candidate.cell), None)
     if answer is None or answer.capacity_tokens is None:
         return None
-    fits = _fits(study, answer, length_tokens)
-    if fits is None:
+    known = [fits for each in cell_capacities(study, answer.cell) if (fits := each.fits(length_tokens)) is not None]
+    if not known:
         return None
+    fits = any(known)
     is_memory_only = fits and not _is_trained(study, answer, length_tokens)
     return msgspec.structs.replace(
         candidate,
@@ -62,7 +62,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         lacks_of=None if fits else "host" if answer.limit == "host_memory" else "device",
         capacity_tokens=max(answer.reach_tokens or 0, length_tokens if fits else 0),
         capacity_source="measured",
-        is_at_least=answer.limit not in _OF_MEMORY,
+        is_at_least=answer.limit not in OF_MEMORY,
         step_time=step_time(study, candidate, length_tokens),
     )
 
@@ -87,18 +87,6 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
         tokens_per_s=tokens_per_s,
         measured_length_tokens=spec.length_tokens,
     )
-
-
-def _fits(study: Study, answer: CellAnswer, length_tokens: int) -> bool | None:
-    """By a trial of this very length, else by the bracket; None between its ends, and above where no memory ended the search."""
-    results = [trial.result for trial in _trials(study, answer, length_tokens) if trial.result is not None]
-    told = [study.question.counts_as_fit(result) for result in results if result.outcome.tells]
-    if told:
-        return all(told)
-    if length_tokens <= (answer.reach_tokens or 0):
-        return True
-    fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
-    return False if fails is not None and length_tokens >= fails else None
 
 
 def _is_trained(study: Study, answer: CellAnswer, length_tokens: int) -> bool:

@@ -5,7 +5,7 @@ is answered by replay, with the fragmentation that follows from the order of all
 """
 
 import lzma
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from highwater.prediction.trinity import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.settings import Allocator
 from highwater.spec.study import Cell, Question
 
 FILE = Path(__file__).with_name("trinity.json.xz")
@@ -36,10 +37,9 @@ class ShippedTrace(Noun, frozen=True, kw_only=True):
 def predict_trinity(question: Question, room: Room) -> tuple[CellPrediction, ...]:
     """Every cell of the question for the reference system's trainer, in its order: by replay where a trace is shipped."""
     guessed = predict_cells(question, room, "trinity")
-    logs = [shipped(question.model.shape, cell, room) for cell in question.cells]
     return tuple(
-        guess if log is None else replay_cell(question, cell, room, log, guess)
-        for cell, log, guess in zip(question.cells, logs, guessed, strict=True)
+        guess if shipped(question.model.shape, cell, room) is None else replay_cell(question, cell, room, guess)
+        for cell, guess in zip(question.cells, guessed, strict=True)
     )
 
 
@@ -50,7 +50,7 @@ def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
     return _logs().get((shape, cell.layout))
 
 
-def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, guessed: CellPrediction) -> CellPrediction:
+def replay_cell(question: Question, cell: Cell, room: Room, guessed: CellPrediction) -> CellPrediction:
     """The cell's longest length by replay, from where the closed form guesses it."""
     grid, size = question.grid, max(1, question.size_of(cell))
     if guessed.binding == "host":
@@ -59,13 +59,12 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
         return guessed  # not even the shortest, which no replay would change
     outside_bytes = TRINITY_OUTSIDE_BYTES[cell.layout.context_degree > 1]
     capacity_bytes = room.device_bytes - question.margin_bytes - outside_bytes
+    place = question.model.shape, cell.layout
     replays: dict[int, Replayed] = {}
 
     def fits(index: int) -> bool:
-        events = log.at(tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index)))
-        replays[index] = replay(events, allocator=cell.settings.allocator, capacity_bytes=capacity_bytes)
-        if index == 1 and not replays[index].fits:
-            replays[index] = needed(events, allocator=cell.settings.allocator)
+        tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index))
+        replays[index] = _replayed(place, tokens, cell.settings.allocator, capacity_bytes, index == 1)
         return replays[index].fits
 
     longest = edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
@@ -78,6 +77,19 @@ def replay_cell(question: Question, cell: Cell, room: Room, log: AffineLog, gues
     found = ended(question, found, longest, size, guessed)
     headroom_bytes = room.device_bytes - found.device_used_bytes
     return msgspec.structs.replace(found, likely_tokens=found.capacity_tokens, headroom_bytes=headroom_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _replayed(
+    place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator, capacity_bytes: int, is_shortest: bool
+) -> Replayed:
+    """One replay, a fifth of a second: of two lengths that give a GPU as many tokens, the first alone takes it.
+
+    Where not even the shortest fits, what it would need.
+    """
+    events = _logs()[place].at(tokens)
+    found = replay(events, allocator=allocator, capacity_bytes=capacity_bytes)
+    return needed(events, allocator=allocator) if is_shortest and not found.fits else found
 
 
 @cache

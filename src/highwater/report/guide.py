@@ -1,8 +1,9 @@
 """The guide: for each kind and number of GPUs, each length and each model, the simplest settings that fit, as data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.settings import Settings
@@ -61,6 +62,8 @@ class Guide:
     tables: tuple[GuideTable, ...]
     notes: tuple[str, ...] = ()
     """What a reader should know about what it was made from, one line each."""
+    askings: Mapping[tuple[str, str, str], Asking] = field(default_factory=dict[tuple[str, str, str], Asking])
+    """What ``recommend`` is asked, by source, model and kind of GPU; for those that it can be asked about."""
 
     @property
     def choices(self) -> list[Choice]:
@@ -117,15 +120,26 @@ def rung_label(settings: Settings) -> str:
 def training(capacity: Capacity) -> str:
     """Whose step it is, what it trains and has to leave: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
-    extras = [name for name, is_there in (("a critic", settings.critic), ("entropy", settings.entropy != "none")) if is_there]
-    objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
     count = settings.sequences_per_micro_batch
     packed = f"{count} sequence{'s' if count > 1 else ''} per micro-batch"
     if settings.token_budget_tokens is not None:
         packed = f"a token budget of {settings.token_budget_tokens} per GPU"
+    whose, what, *others = _trained(capacity)
+    return ", ".join((whose, what, packed, *others))
+
+
+def trained(capacity: Capacity) -> str:
+    """The same whatever is packed into a micro-batch."""
+    return ", ".join(_trained(capacity))
+
+
+def _trained(capacity: Capacity) -> tuple[str, ...]:
+    settings = capacity.cell.settings
+    extras = [name for name, is_there in (("a critic", settings.critic), ("entropy", settings.entropy != "none")) if is_there]
+    objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
     own = [name for name, is_there in _OWN.items() if is_there(settings)] if capacity.trainer == "highwater" else []
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
-    return ", ".join((TRAINERS[capacity.trainer], objective, packed, *own, *left))
+    return (TRAINERS[capacity.trainer], objective, *own, *left)
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:

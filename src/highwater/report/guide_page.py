@@ -1,13 +1,20 @@
-"""The guide as one HTML page that needs nothing else: no network, no script, readable on a phone, in the dark and on paper."""
+"""The guide as one HTML page that needs nothing else: no network, readable without script, on a phone, in the dark and on paper."""
 
-from collections.abc import Iterator
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from highwater.report import guide_parts, guide_text
+from highwater.report.chooser import Place, chooser_json
 from highwater.report.guide import Guide, farthest
+from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.report.guide_parts import Section
 from highwater.report.page import page_template
-from highwater.report.table import TextTable
+from highwater.spec.study import counted_ranks
 from highwater.units import format_tokens
 
 _BAR_WIDTH, _ROW_HEIGHT = 360, 22
@@ -30,26 +37,13 @@ class Chart(NamedTuple):
     height: int
 
 
-class Figure(NamedTuple):
-    """One figure of a heat map."""
-
-    text: str
-    heat: float
-    """Share of the section's longest length, from 0 to 1."""
-
-
-class HeatMap(NamedTuple):
-    """The capacities of one rung."""
-
-    table: TextTable
-    rows: tuple[tuple[tuple[str, ...], tuple[Figure, ...]], ...]
-    """Number of GPUs and degree, then a figure for each model."""
-
-
-def guide_page(guide: Guide) -> str:
-    """The whole page. Everything in it is escaped but what is marked in our own text."""
+def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
+    """The whole page, with a chooser among ``places``. Everything is escaped but what is marked in our own text."""
     sections = guide_parts.sections(guide)
-    return page_template("guide.html.j2").render(
+    script = (files("highwater.report") / "chooser.js").read_text(encoding="utf-8")
+    return page_template(
+        "guide.html.j2"
+    ).render(
         text=guide_text,
         introduction=guide_parts.introduction(guide),
         sources=guide_parts.source_words(guide),
@@ -65,6 +59,12 @@ def guide_page(guide: Guide) -> str:
         budgets=guide_parts.budget_table(guide),
         origins=guide_parts.origin_table(guide),
         notes=guide.notes,
+        places=places,
+        data=Markup(chooser_json(places)),  # noqa: S704 -- no character of it means anything in HTML
+        script=Markup(script),  # noqa: S704 -- a file of ours
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        maps=_maps(places[:MOST_PLACES]),
+        most_places=MOST_PLACES,
         bar_width=_BAR_WIDTH,
         row_height=_ROW_HEIGHT,
     )
@@ -81,6 +81,16 @@ def _chart(section: Section) -> Chart:
         label = f"{guide_parts.gpus_heading(table)}, {name}"
         bars.append(Bar(label=label, text=text, width=round(_BAR_WIDTH * tokens / longest), y=row * _ROW_HEIGHT))
     return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
+
+
+def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:
+    """By kind of GPU and of training: what each place is called there, and its maps."""
+    found: dict[str, list[tuple[str, tuple[HeatMap, ...]]]] = {}
+    for place in places:
+        maps = tuple(filter(None, (headroom_map(place), term_map(place))))
+        name = f"{place.model_name}, {counted_ranks(place.gpus, 'cuda')}"
+        found.setdefault(f"{place.device_name}: {place.basis}", []).append((name, maps))
+    return found
 
 
 def _heat_maps(section: Section) -> Iterator[HeatMap]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from highwater.report import guide_text
-from highwater.report.guide import UNKNOWN, Guide, GuideTable, cell_label, farthest, rung_label
+from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest, rung_label
 from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
@@ -103,7 +103,7 @@ def choice_table(table: GuideTable) -> TextTable:
     rows = (
         (
             format_tokens(tokens),
-            *(f"{c.label} ?" if c.capacity is not None and c.may_be_simpler else c.label for c in choices),
+            *map(entry, choices),
         )
         for tokens, choices in table.rows
     )
@@ -113,6 +113,11 @@ def choice_table(table: GuideTable) -> TextTable:
         rows=tuple(rows),
         left_columns=1 + len(table.models),
     )
+
+
+def entry(choice: Choice) -> str:
+    """What stands in a table for one model and length."""
+    return f"{choice.label} ?" if choice.capacity is not None and choice.may_be_simpler else choice.label
 
 
 def long_contexts(guide: Guide) -> Iterator[LongContext]:

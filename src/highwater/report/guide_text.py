@@ -77,6 +77,26 @@ PRACTICES = (
     "Take more GPUs rather than fill the last one: a full GPU fails on the first step that is a little larger.",
 )
 
+CHOICES = (
+    ("model", "Model"),
+    ("gpu", "Kind of GPU"),
+    ("gpus", "GPUs of the trainer"),
+    ("basis", "Training and figures"),
+    ("length", "Length in tokens"),
+)
+WITHOUT_SCRIPT = (
+    "Here is a chooser of model, GPUs and length, for browsers that run scripts. Without, the tables below say which settings fit, "
+    "and `highwater recommend MODEL --gpus 4xA100-80GB --length 64k` answers for any length."
+)
+ASK_AGAIN = "This command gives the same answer, from the same version; with another length it answers between those offered here."
+AS_JSON = "As `highwater recommend --json` has it, but for the list of candidates; the tables above show those."
+MAPS = (
+    "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at least: the stronger the colour, "
+    "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows what it lacks; `?`: nobody "
+    "knows. And what memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
+)
+NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays small."
+
 
 def long_context(model_name: str, native_length_tokens: int) -> str:
     """The model's part of a Trinity-RFT configuration past the native length."""

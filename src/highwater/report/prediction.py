@@ -172,8 +172,8 @@ def _constants(own: MachineConstants, gpus: int) -> str:
 def learned(calibration: Calibration) -> list[str]:
     """What the intervals promise, what they were learned from, and for what they were not."""
     notes = [
-        "a length fits where the upper end of what it needs does, likely is where the prediction itself does; GPU memory counts what "
-        "the allocator only keeps, too, and headroom what it would give back"
+        "a length fits where the upper end of what it needs does, likely is where the prediction itself does; GPU memory counts "
+        "what the allocator only keeps, too, and headroom what it would give back"
     ]
     each = [
         f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to {factors.upper:.3f} of the prediction"

@@ -20,7 +20,7 @@ _BUDGET = ("sequences", "token budget")
 def recommendation_tables(found: Recommendation) -> tuple[TextTable, ...]:
     """The answer, in the order in which it is read; its footnotes come last."""
     if found.chosen is None:
-        tables = (_why_table(found), _remedy_table(found))
+        tables = (_why_table(found), *((_remedy_table(found),) if found.remedies else ()))
     else:
         why = (_why_table(found),) if found.earlier else ()
         longer = next_rungs(found)
@@ -73,12 +73,15 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         fewer = found.default_sequences / settings.sequences_per_micro_batch
         said.append(f"{fewer:g} times the micro-batches")
     if settings.offload:
-        said.append(f"states in host memory, {format_bytes(candidate.host_bytes)} of it, moved at every step")
+        host = "" if candidate.host_bytes is None else f"{format_bytes(candidate.host_bytes)} of it, "
+        said.append(f"states in host memory, {host}moved at every step")
     return tuple(said)
 
 
 def reason(candidate: Candidate) -> str:
     """Why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
+    if candidate.source not in ("measured", "predicted"):
+        return "does not fit"
     if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
         return f"lacks {format_bytes(candidate.lacks_bytes)} {_LACKING[candidate.lacks_of]}"
     return "host memory runs out" if candidate.lacks_of == "host" else "out of memory"
@@ -87,7 +90,7 @@ def reason(candidate: Candidate) -> str:
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
     rows = (
         ("rung", f"{chosen.label}, {_by(chosen)}"),
-        ("headroom", f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{_more_headroom(chosen)}"),
+        ("headroom", _headroom(chosen)),
         ("token budget", f"{format_tokens(chosen.token_budget_tokens)} a GPU: {_packed(chosen, found)}"),
         ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
         ("step", _step_in_words(chosen.step_time)),
@@ -146,7 +149,8 @@ def _remedy_table(found: Recommendation) -> TextTable:
 
 
 def _title(found: Recommendation) -> str:
-    where = f"{found.gpus} x {plain(found.device_name)}, {format_bytes(found.device_bytes)} each"
+    each = f", {format_bytes(found.device_bytes)} each" if found.device_bytes else ""
+    where = f"{found.gpus} x {plain(found.device_name)}{each}"
     rollout = f", besides {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     trainer = "" if found.trainer == "highwater" else f", trained by {found.trainer}"
     return f"{plain(found.model_name)}, {format_tokens(found.length_tokens)} tokens on {where}{rollout}{trainer}"
@@ -191,9 +195,11 @@ def _step_in_words(step: StepTime | None) -> str:
     return f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the same FLOP/s"
 
 
-def _more_headroom(chosen: Candidate) -> str:
-    is_little = chosen.headroom_bytes is not None and chosen.headroom_bytes < GIB
-    return "; `--margin 2GiB` asks for more" if is_little else ""
+def _headroom(chosen: Candidate) -> str:
+    if chosen.headroom_bytes is None:
+        return "unknown"
+    more = "; `--margin 2GiB` asks for more" if chosen.headroom_bytes < GIB else ""
+    return f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{more}"
 
 
 def _environment(candidate: Candidate) -> str:
@@ -221,14 +227,15 @@ def _footnotes(found: Recommendation) -> Iterator[str]:
             "(Hugging Face's models and this engine compute them so); one factor scales every length, short texts too, and rollout "
             "and trainer need the same block, or their log-probabilities differ"
         )
-    if any(candidate.cell.settings.offload and candidate.fits for candidate in found.candidates) and not found.host_memory_bytes:
+    offloads = [each for each in found.candidates if each.cell.settings.offload and each.fits and each.host_bytes is not None]
+    if offloads and not found.host_memory_bytes:
         yield "offload is taken to find the host memory that it needs; `--host-memory` says how much there is"
     shown = (*([found.chosen] if found.chosen else []), *found.candidates)
     predicted = next((candidate for candidate in shown if candidate.source == "predicted"), None)
     if predicted is not None:
         yield from _about_predictions(found, predicted)
-    for path in dict.fromkeys(candidate.found_in for candidate in found.candidates if candidate.source == "measured"):
-        yield f"measured: {plain(path)}"
+    for source, path in dict.fromkeys((each.source, each.found_in) for each in found.candidates if each.source != "predicted"):
+        yield f"{source}: {plain(path)}"
 
 
 def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:

@@ -6,10 +6,12 @@ from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer
 from highwater.spec.hardware import kind_of
 from highwater.spec.ladder import simplicity
-from highwater.spec.study import Cell, Question, Study
+from highwater.spec.study import Cell, Limit, Question, Study
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
+OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
+"""Ends of a search that say what does not fit."""
 Source = Literal["measured", "simulated", "predicted", "published"]
 """Trials of this project, a memory law instead of trials, a prediction of this project, or somebody else's table."""
 
@@ -28,6 +30,8 @@ class Capacity(Noun, frozen=True, kw_only=True):
     """The longest length that fits; 0: none is known to."""
     does_not_fit_tokens: int | None = None
     """The shortest length known not to fit; None: nobody knows of one."""
+    odd_tokens: tuple[int, ...] = ()
+    """Lengths whose own trials said the opposite of the bracket: outcomes are not always monotone."""
     margin_bytes: int = 0
     """What a length has to leave of a GPU's memory to count as one that fits."""
     is_memory_only: bool = False
@@ -38,20 +42,22 @@ class Capacity(Noun, frozen=True, kw_only=True):
     found_in: str
     """File that says so, or the command that predicts it."""
 
-    def is_unknown(self, length_tokens: int) -> bool:
-        """Nobody knows whether this length fits."""
+    def fits(self, length_tokens: int) -> bool | None:
+        """Whether this length fits, by its own trials before the bracket; None: nobody knows."""
         fails = self.does_not_fit_tokens
-        return self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails)
+        if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
+            return None
+        return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
     """Of one model on as many GPUs of one kind: the simplest that trains a length; None where none of them does."""
-    return next((each for each in in_order(capacities) if each.capacity_tokens >= length_tokens), None)
+    return next((each for each in in_order(capacities) if each.fits(length_tokens)), None)
 
 
 def may_be_simpler(capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None) -> bool:
     """Of the same capacities: whether nobody knows if a simpler cell than ``found`` trains a length; of None, if any cell does."""
-    known = {capacity.cell for capacity in capacities if not capacity.is_unknown(length_tokens)}
+    known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
     simpler = (each.cell for each in capacities if found is None or simplicity(each.cell) < simplicity(found.cell))
     return any(cell not in known for cell in simpler)
 
@@ -62,21 +68,23 @@ def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
-    """What a study knows of each cell: its answer, or the longest fit so far; a memory-only proof is a capacity of its own."""
-    answers = {answer.cell: answer for answer in study.answers}
-    found: list[Capacity] = []
-    for cell in study.question.cells:
-        answer = answers.get(cell)
-        if answer is None:
-            memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
-            fits, fails = study.longest_fit_tokens(cell), None
-        else:
-            memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
-            fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens
-        found.append(_of_study(study, cell, fits or 0, fails))
-        if memory_only is not None:
-            found.append(_of_study(study, cell, memory_only, fails, is_memory_only=True))
-    return tuple(found)
+    """What a study knows of each cell of its question."""
+    return tuple(capacity for cell in study.question.cells for capacity in cell_capacities(study, cell))
+
+
+def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
+    """A cell's answer, or the longest fit so far; a memory-only proof is a capacity of its own."""
+    answer = next((answer for answer in study.answers if answer.cell == cell), None)
+    if answer is None:
+        memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
+        fits, fails = study.longest_fit_tokens(cell), None
+    else:
+        memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
+        fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens if answer.limit in OF_MEMORY else None
+    found = (_of_study(study, cell, fits or 0, fails),)
+    if memory_only is None:
+        return found
+    return (*found, _of_study(study, cell, memory_only, fails, is_memory_only=True))
 
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
@@ -96,8 +104,20 @@ def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memo
         cell=cell,
         capacity_tokens=fits,
         does_not_fit_tokens=fails,
+        odd_tokens=_odd_tokens(study, cell, fits, fails),
         margin_bytes=question.margin_bytes,
         is_memory_only=is_memory_only,
         source="simulated" if question.simulated else "measured",
         found_in=study.path or "a search that was not recorded",
     )
+
+
+def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
+    """Of several trials of one length all have to fit."""
+    told: dict[int, bool] = {}
+    for trial in study.trials_of(cell):
+        if trial.result is not None and trial.result.outcome.tells:
+            tokens = trial.spec.length_tokens
+            told[tokens] = told.get(tokens, True) and study.question.counts_as_fit(trial.result)
+    odd = (tokens for tokens, is_fit in told.items() if (fails is not None and tokens >= fails if is_fit else tokens <= fits))
+    return tuple(sorted(odd))

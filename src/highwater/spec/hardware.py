@@ -1,6 +1,7 @@
 """Hardware: the GPUs of a machine as its driver reports them, and a catalog of what each kind can do."""
 
 import json
+from functools import cache
 from importlib.resources import files
 from typing import Literal
 
@@ -74,6 +75,7 @@ class Machine(Noun, frozen=True, kw_only=True):
     """Installed versions of what trials run with; a package that is missing is absent."""
 
 
+@cache
 def gpu_catalog() -> tuple[GpuKind, ...]:
     """Every GPU kind the package knows, as data in ``spec/catalog/gpus.json``."""
     text = (files("highwater.spec") / "catalog" / "gpus.json").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from msgspec import Meta, inspect
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Settings, Strategy
-from highwater.spec.study import Method, Proof
+from highwater.spec.study import Cell, Method, Proof
 from highwater.spec.trial import Device
 from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
 
@@ -239,6 +239,12 @@ def setting_flags(settings: Settings) -> tuple[str, ...]:
             words.append(f"--{name.removesuffix('_tokens').replace('_', '-')}")
             words += [] if value is True else [str(value)]
     return tuple(words)
+
+
+def trial_flags(cell: Cell, length_tokens: int) -> tuple[str, ...]:
+    """The flags of ``highwater try`` that name a cell at a length."""
+    degrees = ("--gpus", str(cell.layout.gpus), "--ulysses", str(cell.layout.ulysses_degree))
+    return (*degrees, "--length", str(length_tokens), *setting_flags(cell.settings))
 
 
 def choices(name: str) -> tuple[str, ...]:

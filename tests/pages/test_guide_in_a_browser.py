@@ -1,0 +1,130 @@
+"""A guide's page as people read it: at every width and in the dark, without script, on paper, by keyboard and by screen reader."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import SHOTS, WIDTHS, Opened, every_fold_open
+
+from highwater import guide
+from highwater.choosing import places
+from highwater.report.guide import Guide, guide_tables
+from highwater.report.guide_page import guide_page
+
+pytestmark = pytest.mark.pages
+SERIOUS = {"serious", "critical"}
+CLOSED, OPEN = False, True
+
+
+def serious(page: Any) -> list[str]:
+    """What axe-core finds, with the element and why."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{each['id']}: {node['html']} {node['failureSummary']}"
+        for each in found
+        if each["impact"] in SERIOUS
+        for node in each["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("screen", list(WIDTHS))
+def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed: Path, opened: Opened, screen: str, scheme: str) -> None:
+    page = opened(mixed, width=WIDTHS[screen], scheme=scheme)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"guide-{screen}-{scheme}.png", full_page=True)
+    for unfold in (CLOSED, OPEN):
+        if unfold:
+            with every_fold_open(page):
+                assert serious(page) == []
+                assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+        else:
+            assert serious(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+
+
+def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed, width=WIDTHS["phone"])
+    with every_fold_open(page):
+        widths = page.locator(".map tbody th:first-child").evaluate_all("each => each.map((name) => name.offsetWidth)")
+        captions = page.locator(".map caption").evaluate_all("each => each.map((said) => said.offsetWidth)")
+    assert len(widths) > 100
+    assert max(widths) < WIDTHS["phone"] / 2, "names stay in sight while figures go by"
+    assert max(captions) <= WIDTHS["phone"]
+
+
+def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
+    shades = {
+        scheme: opened(mixed, scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("light", "dark")
+    }
+    assert shades == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
+
+
+def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(mixed: Path, opened: Opened) -> None:
+    with_script, without = opened(mixed), opened(mixed, script=False)
+    assert without.locator("#without-script").is_visible()
+    assert not without.locator("#chooser").is_visible()
+    assert not with_script.locator("#without-script").is_visible()
+    assert with_script.locator("#chooser").is_visible()
+    static = "main table:not(#chooser table)"
+    assert without.locator(static).count() == with_script.locator(static).count() > 40
+
+
+def test_paper_has_what_is_folded_and_no_buttons(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed)
+    inside = page.locator("#maps ~ details").first.locator("td").first
+    assert not inside.is_visible()
+    page.emulate_media(media="print")
+    assert inside.is_visible()
+    assert not page.locator("#copy-configuration").is_visible()
+    assert not page.locator("#choose-model").is_visible()
+    assert page.locator("#answer-said").is_visible()
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.pdf(path=SHOTS / "guide.pdf")
+
+
+def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed)
+    page.locator("#choose").scroll_into_view_if_needed()
+    page.locator("#choose-model").focus()
+    reached = []
+    for _ in range(5):
+        reached.append(page.evaluate("document.activeElement.id"))
+        page.keyboard.press("Tab")
+    assert reached == [f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")]
+    page.locator("#choose-length").focus()
+    page.keyboard.press("Home")
+    assert page.locator("#choose-length").input_value() == "4096"
+    first = page.locator("#answer-said").inner_text()
+    page.keyboard.press("End")
+    assert page.locator("#answer-said").inner_text() != first
+    assert page.locator("#answer-said").get_attribute("role") == "status"
+
+
+def test_a_keyboard_sees_where_it_is(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.locator("#choose-model").focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_text_from_outside_does_nothing_in_a_browser(opened: Opened, tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    (table,) = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]).tables
+    own = tuple(
+        msgspec.structs.replace(each, model_name=hostile, device_name=hostile, found_in=hostile, source="published")
+        for each in table.capacities
+    )
+    made = Guide(tables=guide_tables(own), notes=(hostile,))
+    path = tmp_path / "hostile.html"
+    path.write_text(guide_page(made, places(made)), encoding="utf-8")
+    page = opened(path)
+    assert page.locator("#choose-model").input_value() == hostile
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 2

@@ -1,0 +1,298 @@
+"""The chooser of a guide's page: what is embedded is what ``recommend`` and ``emit`` say, for every combination."""
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from places import question_of, write_model
+
+from highwater import guide, recommend
+from highwater.choosing import places
+from highwater.cli.parser import parse
+from highwater.cli.recommendation import found_for
+from highwater.emit.trinity import trinity
+from highwater.emit.verl import verl
+from highwater.report.chooser import Place, chooser_json
+from highwater.report.guide import Guide, guide_rows, guide_tables
+from highwater.report.guide_maps import headroom_map, term_map
+from highwater.report.guide_page import guide_page
+from highwater.report.recommendation import recommendation_tables
+from highwater.spec.capacities import study_capacities
+from highwater.spec.codec import to_builtins
+from highwater.spec.model import load_model
+from highwater.spec.recommendation import Recommendation
+from highwater.spec.study import CellAnswer, Study
+from highwater.store.journal import open_journal
+from highwater.units import GIB
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
+STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
+LARGEST_BYTES = 1_300_000
+"""Below the 1.5 MB that a page may be: other trainers' configurations are to have room."""
+A_BIG_GUIDE = {
+    "predict": ["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B"],
+    "gpus": ["1xH20-96GB", "2xH20-96GB", "4xH20-96GB", "8xH20-96GB"],
+}
+SLOW_S = 60
+"""A guide of that size takes 5 s here; a recommendation of 0.1 s each would take a minute."""
+
+
+class Embedded:
+    """The page's JSON, read as the page reads it."""
+
+    def __init__(self, text: str) -> None:
+        document = json.loads(text)
+        self.fields, self.values, self.places = document["fields"], document["values"], document["places"]
+
+    def found(self, answer: dict[str, Any]) -> dict[str, Any]:
+        facts = {name: self.values[index] for name, index in zip(self.fields, answer["fields"], strict=True)}
+        if answer["chosen"] is None:
+            return {**facts, "chosen": None}
+        cell, rest = (self.values[index] for index in answer["chosen"])
+        return {**facts, "chosen": {"cell": cell, **rest}}
+
+    def tables(self, answer: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
+        text = self.values.__getitem__
+        return [
+            (text(title), list(map(text, columns)), [list(map(text, row)) for row in rows], list(map(text, footnotes)))
+            for title, columns, rows, footnotes, _ in answer["tables"]
+        ]
+
+    def configurations(self, answer: dict[str, Any]) -> dict[str, str]:
+        return {self.values[name]: "\n".join(self.values[line] for line in lines) for name, lines in answer["configurations"]}
+
+    def answers(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        for place in self.places:
+            for answer in place["answers"]:
+                yield place, answer
+
+
+def embedded(made: Guide) -> Embedded:
+    return Embedded(chooser_json(places(made)))
+
+
+def as_printed(found: Recommendation) -> dict[str, Any]:
+    """What ``recommend --json`` prints, without the candidates."""
+    return {name: value for name, value in json.loads(msgspec.json.encode(found)).items() if name != "candidates"}
+
+
+def as_typed(words: str) -> Recommendation:
+    """What the command answers that the page names."""
+    program, *rest = shlex.split(words)
+    assert program == "highwater"
+    return found_for(parse(rest))
+
+
+def assert_says_what_was_found(page: Embedded, answer: dict[str, Any], found: Recommendation) -> None:
+    assert page.found(answer) == as_printed(found)
+    tables = [
+        (table.title, list(table.columns), [list(row) for row in table.rows], list(table.footnotes))
+        for table in recommendation_tables(found)
+    ]
+    assert page.tables(answer) == tables
+    assert page.values[answer["label"]] == (found.chosen.label if found.chosen else "")
+
+
+def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_and_length() -> None:
+    page = embedded(guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"]))
+    seen = 0
+    for place, answer in page.answers():
+        where = f"{place['gpus']}x{place['gpu']}"
+        assert_says_what_was_found(page, answer, recommend(place["model"], gpus=where, length=answer["length"]))
+        command = f"highwater recommend {place['model']} --gpus {where} --length {answer['length']}"
+        assert page.values[answer["command"]] == command
+        seen += 1
+    assert seen > 40
+    assert {answer["length"] for _, answer in page.answers()} >= {4096 << doubled for doubled in range(7)}
+    assert any(answer["chosen"] is None and page.found(answer)["remedies"] for _, answer in page.answers())
+
+
+def test_every_answer_of_a_study_is_what_recommend_says_with_that_study() -> None:
+    page = embedded(guide(STUDY, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))
+    sources = set()
+    for _, answer in page.answers():
+        found = as_typed(page.values[answer["command"]])
+        assert_says_what_was_found(page, answer, found)
+        sources |= {each.source for each in found.candidates}
+    assert sources == {"measured", "predicted"}
+    assert {place["basis"] for place in page.places} == {"highwater, sft: measured, else predicted", "highwater, sft: predicted"}
+    assert {place["gpu"] for place in page.places} == {"H200-141GB with 79.15 GiB", "H200-141GB"}
+
+
+def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together() -> None:
+    full = STUDY.with_name("qwen3-0.6b-card-full.jsonl")
+    page = embedded(guide(full, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))
+    (place,) = page.places
+    assert place["basis"] == "highwater, sft: measured, else predicted"
+    answer = next(answer for answer in place["answers"] if answer["length"] == 65536)
+    assert answer["entries"] == [], "a power of two is no row of the tables, and an answer all the same"
+    rows = [answer for answer in place["answers"] if len(answer["entries"]) == 2]
+    assert rows, "lengths that both tables have"
+    for answer in place["answers"]:
+        assert_says_what_was_found(page, answer, as_typed(page.values[answer["command"]]))
+
+
+def test_settings_that_a_study_had_are_asked_for() -> None:
+    page = embedded(guide(STUDY.with_name("grpo-0.6b-1.jsonl")))
+    measured = 0
+    for place, answer in page.answers():
+        command = page.values[answer["command"]]
+        assert "--strategy fsdp --objective grpo --entropy full" in command
+        assert place["basis"] == "highwater, grpo with entropy, strategy: fsdp: measured, else predicted"
+        found = as_typed(command)
+        assert_says_what_was_found(page, answer, found)
+        measured += any(each.source == "measured" for each in found.candidates)
+    assert measured > 2
+
+
+def test_the_configuration_is_what_emit_makes_of_the_answer() -> None:
+    page = embedded(guide(predict=["Qwen3-32B"], gpus=["2xA100-80GB"], trainer="trinity"))
+    configured = 0
+    for _, answer in page.answers():
+        found = as_typed(page.values[answer["command"]])
+        assert found.trainer == "trinity"
+        if found.chosen is not None:
+            expected = {each.target: each.text for each in (emit(found, found.chosen) for emit in (trinity, verl))}
+            assert page.configurations(answer) == expected
+            configured += 1
+        else:
+            assert page.configurations(answer) == {}
+    assert configured > 2
+
+
+def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_next() -> None:
+    page = embedded(guide(predict=["Qwen3-8B"], gpus=["4xH20-96GB"]))
+    answer = next(answer for _, answer in page.answers() if answer["length"] == 65536)
+    assert page.configurations(answer) == {
+        "highwater": "highwater try Qwen3-8B --gpus 4 --ulysses 1 --length 65536 --allocator expandable --loss chunked "
+        "--sequences-per-micro-batch 2\n"
+    }
+
+
+def test_what_others_published_is_answered_by_their_table_cell_for_cell() -> None:
+    made = guide(TABLE)
+    page, rows = embedded(made), guide_rows(made)
+    labels = {(row["model"], row["gpus"], row["max_model_len"]): row["settings"] for row in rows}
+    for place, answer in page.answers():
+        label = labels[place["model"], place["gpus"], answer["length"]]
+        chosen = page.found(answer)["chosen"]
+        entry = page.values[answer["entries"][0]]
+        assert entry.startswith("nothing that was tried fits" if label == "-" else f"{label} (published; ")
+        assert (chosen is None) == (label == "-")
+        assert answer["command"] == page.values.index("")
+        if chosen is not None:
+            degree = chosen["cell"]["layout"]["ulysses_degree"]
+            assert chosen["source"] == chosen["capacity_source"] == "published"
+            assert chosen["headroom_bytes"] is None
+            assert chosen["token_budget_tokens"] == -(-2 * answer["length"] // degree)
+            assert ("Env" in label, "Offload" in label, "SP" in label) == (
+                chosen["cell"]["settings"]["allocator"] == "expandable",
+                chosen["cell"]["settings"]["offload"],
+                degree > 1,
+            )
+            yarn = page.found(answer)["yarn"]
+            assert (yarn is not None) == (answer["length"] > 40960)
+            assert "published, by others" in page.configurations(answer)["trinity"]
+    assert {(place["model"], place["gpus"]) for place in page.places} == {(row["model"], row["gpus"]) for row in rows}
+
+
+def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what_nobody_knows(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = ("vanilla,1,1,Qwen3-8B,4096", "env,1,1,Qwen3-8B,", "vanilla,2,1,Qwen3-8B,8192")
+    path.write_text("\n".join(("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))))
+    (one, two) = places(guide(path))
+    assert one.answers[-1].found.chosen is None
+    assert one.answers[-1].found.notes == (
+        "nobody knows whether these fit: Env",
+        "what fits in this guide, with the fewest GPUs: vanilla on 2 GPUs, published",
+    )
+    assert one.answers[0].found.chosen is not None
+    assert one.answers[0].found.notes == ()
+    assert two.answers[0].found.chosen is not None
+
+
+def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement() -> None:
+    question = question_of(gpus=[1])
+    study = Study(question=question, path="s.jsonl")
+    page = embedded(Guide(tables=guide_tables(study_capacities(study))))
+    assert {place["basis"].rpartition(": ")[2] for place in page.places} == {"simulated"}
+
+
+def test_a_length_that_recommend_refuses_is_not_offered() -> None:
+    made = guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"])
+    rows = [tokens for table in made.tables for tokens, _ in table.rows]
+    offered = [answer["length"] for _, answer in embedded(made).answers()]
+    assert max(rows) > 131072 == max(offered), "the model scales its positions itself, up to there"
+
+
+def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path: Path) -> None:
+    model = load_model(str(write_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384)))
+    question = msgspec.structs.replace(question_of(gpus=[1]), model=model, simulated=False, device_name="NVIDIA H200")
+    answer = CellAnswer(
+        cell=question.cells[0], capacity_tokens=8192, does_not_fit_tokens=12288, limit="memory", reason="", trials=2
+    )
+    path = tmp_path / "s.jsonl"
+    with open_journal(path, question, command=()) as journal:
+        journal.cell_answered(answer)
+    (place,) = places(guide(path))
+    assert place.basis == "highwater, sft: measured"
+    assert [each.found.chosen.label if each.found.chosen else None for each in place.answers] == ["vanilla, 1 GPU"] * 2 + [None]
+    assert {each.command for each in place.answers} == {""}
+    assert place.explained == ()
+    assert term_map(place) is None
+
+
+def test_embedded_text_never_ends_its_script_and_stays_the_same_text() -> None:
+    hostile = "</script><!--<script>alert(1)</script>&amp;\u2028"
+    question = question_of(gpus=[1])
+    model = msgspec.structs.replace(question.model, name=hostile, config_digest="none")
+    study = Study(question=msgspec.structs.replace(question, model=model, device_name=hostile, simulated=False), path=hostile)
+    made = Guide(tables=guide_tables(study_capacities(study)))
+    text = chooser_json(places(made))
+    assert not set("<>&\u2028") & set(text)
+    assert Embedded(text).found(Embedded(text).places[0]["answers"][0])["model_name"] == hostile
+    page = guide_page(made, places(made))
+    assert len(re.findall(r"<script|</script", page)) == 4, "the data and the program, each opened and closed once"
+    assert "alert(1)</script>" not in page
+
+
+@pytest.fixture(scope="module")
+def big() -> tuple[Guide, tuple[Place, ...]]:
+    made = guide(**A_BIG_GUIDE)
+    return made, places(made)
+
+
+def test_a_big_guide_is_small_and_made_at_once(big: tuple[Guide, tuple[Place, ...]]) -> None:
+    began = time.monotonic()
+    made, found = guide(**A_BIG_GUIDE), big[1]
+    text = guide_page(made, found)
+    assert len(text.encode()) < LARGEST_BYTES
+    assert sum(len(place.answers) for place in found) >= 5 * 4 * 11
+    assert text.count("<summary>Qwen3") >= 20, "maps of every place"
+    assert time.monotonic() - began < SLOW_S
+
+
+def test_maps_say_what_is_left_and_what_takes_it(big: tuple[Guide, tuple[Place, ...]]) -> None:
+    place = next(each for each in big[1] if (each.model_name, each.gpus) == ("Qwen3-8B", 4))
+    left = headroom_map(place)
+    assert left.table.columns[1:] == tuple(f"{answer.found.length_tokens:,}" for answer in place.answers)
+    candidates = {(c.cell, a.found.length_tokens): c for a in place.answers for c in a.found.candidates if not c.is_lowered}
+    assert len(candidates) == len(place.answers) * len(left.rows)
+    figures = [figure for _, row in left.rows for figure in row]
+    assert {figure.is_out for figure in figures} == {True, False}
+    assert all(figure.is_out == figure.text.startswith("−") for figure in figures)
+    terms = term_map(place)
+    assert terms is not None
+    predicted = place.explained[0]
+    column = [row[1] for row in terms.table.rows[:-1] if row[1]]
+    named = [*predicted.footprint.peak.terms, *predicted.footprint.outside]
+    assert sorted(map(float, column)) == pytest.approx(sorted(term.bytes / GIB for term in named), abs=0.006)
+    assert float(terms.table.rows[-1][1]) == pytest.approx(predicted.footprint.device_used_bytes / GIB, abs=0.006)
+    assert to_builtins(predicted.cell)["settings"]["sequences_per_micro_batch"] == place.sequences
