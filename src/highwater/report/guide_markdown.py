@@ -11,13 +11,18 @@ from highwater.report.table import TextTable
 from highwater.report.text import plain
 
 _SPECIAL = re.compile(r"[|*`\[\]\\~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+_MANY_SOURCES = 12
+"""Beyond, the table of sources is folded away."""
 
 
 def guide_markdown(guide: Guide) -> str:
     """The whole document."""
     sections = guide_parts.sections(guide)
     parts = [f"# {guide_text.TITLE}", escaped(guide_parts.introduction(guide)), _list(guide_parts.source_words(guide))]
-    parts += ["## How to read it", _list(guide_parts.words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
+    glance = guide_parts.glance_table(guide)
+    if len(glance.rows) > 1:
+        parts += ["## At a glance", guide_text.GLANCE, _table(glance)]
+    parts += ["## How to read it", _list(_words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
     for section in sections:
         parts += [f"## {escaped(section.heading)}", *_choices(section)]
     parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
@@ -29,7 +34,7 @@ def guide_markdown(guide: Guide) -> str:
     parts += [guide_text.BUDGET_OF_BOTH, guide_text.BUDGET_RULE, f"{budgets.title}:", _table(budgets)]
     parts += ["## Capacities", guide_text.CAPACITIES, *(part for section in sections for part in _capacities(section))]
     parts += ["## Best practices", "\n".join(f"{n}. {text}" for n, text in enumerate(guide_text.PRACTICES, 1))]
-    parts += ["## Where the numbers come from", _table(guide_parts.origin_table(guide)), _list(map(escaped, guide.notes))]
+    parts += ["## Where the numbers come from", *_origins(guide)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -42,6 +47,12 @@ def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def _words(guide: Guide) -> Iterator[str]:
+    yield from guide_parts.words(guide)
+    if any(guide_parts.joined(table) != table for table in map(guide_parts.choice_table, guide.tables)):
+        yield guide_text.JOINED
+
+
 def _choices(section: Section) -> Iterator[str]:
     """A part for each number of GPUs, its table folded away."""
     for table in section.tables:
@@ -49,7 +60,7 @@ def _choices(section: Section) -> Iterator[str]:
         if table.gpus == 1:
             yield f"> {guide_text.ONE_GPU} {escaped(guide_parts.only_with_offload(table))}".rstrip()
         yield f"<details>\n<summary>{html.escape(plain(guide_parts.summary(table)))}</summary>"
-        yield _table(guide_parts.choice_table(table))
+        yield _table(guide_parts.joined(guide_parts.choice_table(table)))
         yield "</details>"
 
 
@@ -58,6 +69,18 @@ def _capacities(section: Section) -> Iterator[str]:
     for table, _ in guide_parts.rungs(section):
         yield f"**{escaped(table.title)}**"
         yield _table(table)
+
+
+def _origins(guide: Guide) -> Iterator[str]:
+    """Folded away where there are many."""
+    table = guide_parts.origin_table(guide)
+    many = len(table.rows) > _MANY_SOURCES
+    if many:
+        yield f"<details>\n<summary>{len(table.rows)} sources</summary>"
+    yield _table(table)
+    yield _list(map(escaped, guide.notes))
+    if many:
+        yield "</details>"
 
 
 def _table(table: TextTable) -> str:
