@@ -24,13 +24,14 @@ PREDICTED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Q
 GPUS = tuple(f"{count}xH200-141GB" for count in (1, 2, 4, 8))
 COMMAND = f"highwater guide {STUDIES} --predict {' '.join(PREDICTED)} --gpus {' '.join(GPUS)}"
 OF_THE_H200 = f"""\
-This is the guide of the H200, from this project's own studies: `{COMMAND}`. [docs/results/find](results/find/README.md) says how \
-they were made.
+This is the guide of the H200, from this project's own studies; [docs/results/find](results/find/README.md) says how they were made.
 
-- Whole cards (139.80 GiB): **measured** are 0.6B, 1.7B and 4B on one GPU and 8B on two, most of them up to 262,144 tokens, the \
-longest that was tried. 4 and 8 GPUs, larger models and longer lengths are **predicted**.
-- Most studies were allowed **79.15 GiB** of each card, which is what an A100-80GB has. Their capacities are the least that a \
-whole H200 holds, and stand in tables of their own."""
+- **measured** on whole cards (139.80 GiB): 0.6B, 1.7B and 4B on one GPU up to 262,144 tokens, the longest that was tried there, \
+and 8B on two. Most studies were allowed **79.15 GiB** of each card, which is what an A100-80GB has: their capacities are the \
+least that a whole H200 holds, and stand in tables of their own.
+- **predicted**, in tables of their own, too: whole cards, 1 to 8 of them, models up to 32B.
+
+`{COMMAND}` makes it."""
 
 
 def documents() -> dict[str, str]:
@@ -40,17 +41,28 @@ def documents() -> dict[str, str]:
         "guide-h200.md": f"{title}: H200\n\n{OF_THE_H200}\n\n{rest}",
         "capacities.svg": picture(),
         "reference/cli.md": "\n".join(_command_line()),
+        "decisions/README.md": "\n".join(_decisions()),
     }
 
 
 def of_the_site() -> dict[str, str]:
     """What is not kept in the repository, because it follows from the rest and is large."""
-    return {"guide-h200.html": guide_page(_guide())}
+    return {"guide-h200-page.html": guide_page(_guide())}
 
 
 def _guide() -> Guide:
     studies = sorted(path.relative_to(ROOT) for path in ROOT.glob(STUDIES))
     return guide(*studies, predict=PREDICTED, gpus=GPUS)
+
+
+def _decisions() -> Iterator[str]:
+    yield "# Decisions"
+    yield ""
+    yield "Half a page each: context, choice, price. They are not rewritten: a later one says what it changes."
+    yield ""
+    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        yield f"- [{title}]({path.name})"
 
 
 def _command_line() -> Iterator[str]:

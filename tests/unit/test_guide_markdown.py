@@ -53,13 +53,13 @@ def test_a_memory_only_fit_leaves_the_length_that_was_trained_in_full_beside_it(
     assert "| ≥ 262,144\\*, ≥ 671,744\\* memory-only |" in page
 
 
-def test_several_tables_are_shown_at_a_glance() -> None:
-    made = guide(DATA / "published_capacity_a100_80gb.csv")
-    glance = guide_parts.glance_table(made)
-    assert [row[:2] for row in glance.rows] == [("A100-80GB", str(table.gpus)) for table in made.tables]
-    assert glance.rows[0][4:] == ("28,672", "28,672", "28,672", "24,576", "24,576")
-    assert "## At a glance" in guide_markdown(made)
-    assert "## At a glance" not in guide_markdown(guide(LONG))
+def test_how_far_each_model_gets_is_told_at_a_glance() -> None:
+    made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
+    published, measured = guide_parts.glance_tables(made)
+    assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
+    assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
+    assert measured.rows == (("1", "≥ 131,072*, ≥ 671,744* memory-only"),)
+    assert "| 1    | ≥ 131,072\\*, ≥ 671,744\\* memory-only |" in guide_markdown(made).partition("## How to read it")[0]
 
 
 def test_many_sources_are_folded_away() -> None:

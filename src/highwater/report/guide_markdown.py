@@ -19,9 +19,7 @@ def guide_markdown(guide: Guide) -> str:
     """The whole document."""
     sections = guide_parts.sections(guide)
     parts = [f"# {guide_text.TITLE}", escaped(guide_parts.introduction(guide)), _list(guide_parts.source_words(guide))]
-    glance = guide_parts.glance_table(guide)
-    if len(glance.rows) > 1:
-        parts += ["## At a glance", guide_text.GLANCE, _table(glance)]
+    parts += ["## At a glance", guide_text.GLANCE, *_glance(guide)]
     parts += ["## How to read it", _list(_words(guide)), f"> **Note.** {guide_text.TRAINERS_GPUS}"]
     for section in sections:
         parts += [f"## {escaped(section.heading)}", *_choices(section)]
@@ -45,6 +43,12 @@ def escaped(text: str) -> str:
 
 def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _glance(guide: Guide) -> Iterator[str]:
+    for table in guide_parts.glance_tables(guide):
+        yield f"**{escaped(table.title)}**"
+        yield _table(table)
 
 
 def _words(guide: Guide) -> Iterator[str]:

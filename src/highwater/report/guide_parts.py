@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+import msgspec
+
 from highwater.report import guide_text
 from highwater.report.guide import UNKNOWN, Guide, GuideTable, cell_label, farthest, rung_label
 from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
 from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
 from highwater.units import format_tokens
 
@@ -87,15 +90,12 @@ def words(guide: Guide) -> Iterator[str]:
         yield guide_text.MEMORY_ONLY
 
 
-def glance_table(guide: Guide) -> TextTable:
-    """One row for each table of the guide: how far every model gets, in tokens, with whatever settings."""
-    models = tuple(dict.fromkeys(name for table in guide.tables for name in table.models))
-    rows = (
-        (table.device_name, str(table.gpus), table.source, table.training, *(_best(table, name) for name in models))
-        for table in guide.tables
-    )
-    columns = ("GPU", "GPUs", "figures", "training", *models)
-    return TextTable(title="The longest contexts known to fit", columns=columns, rows=tuple(rows), left_columns=4)
+def glance_tables(guide: Guide) -> Iterator[TextTable]:
+    """For each section how far every model gets, in tokens, by number of GPUs and with whatever settings."""
+    for section in sections(guide):
+        models = tuple(dict.fromkeys(name for table in section.tables for name in table.models))
+        rows = tuple((str(table.gpus), *(_best(table, name) for name in models)) for table in section.tables)
+        yield TextTable(title=section.heading, columns=("GPUs", *models), rows=rows, left_columns=0)
 
 
 def gpus_heading(table: GuideTable) -> str:
@@ -181,7 +181,7 @@ def rungs(section: Section) -> Iterator[Rung]:
     capacities = [each for table in section.tables for each in table.capacities]
     models = tuple(dict.fromkeys(each.model_name for each in capacities))
     settings_found = {each.cell.settings for each in capacities}
-    for settings in sorted(settings_found, key=lambda rung: (simplicity(Cell(layout=Layout(), settings=rung)), rung.save_hf)):
+    for settings in sorted(settings_found, key=_rung_order):
         found: dict[tuple[int, int], dict[str, list[Capacity]]] = {}
         for each in capacities:
             if each.cell.settings == settings:
@@ -196,6 +196,11 @@ def rungs(section: Section) -> Iterator[Rung]:
             left_columns=0,
         )
         yield Rung(table, tuple(tuple(max((c.capacity_tokens for c in each), default=0) for each in own) for _, own in cells))
+
+
+def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
+    """The simplest first; those that are as simple in an order that no run changes."""
+    return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
 
 
 def origin_table(guide: Guide) -> TextTable:
