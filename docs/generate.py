@@ -11,12 +11,11 @@ from pathlib import Path
 
 from picture import picture
 
-from highwater import guide
+from highwater import guide, write_guide
 from highwater.cli.parser import Parser, commands
 from highwater.cli.search_context_length_capacity import _parser as drop_in_parser
 from highwater.report.guide import Guide
 from highwater.report.guide_markdown import guide_markdown
-from highwater.report.guide_page import guide_page
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = "docs/results/find/*.jsonl"
@@ -43,11 +42,6 @@ def documents() -> dict[str, str]:
         "reference/cli.md": "\n".join(_command_line()),
         "decisions/README.md": "\n".join(_decisions()),
     }
-
-
-def of_the_site() -> dict[str, str]:
-    """What is not kept in the repository, because it follows from the rest and is large."""
-    return {"guide-h200-page.html": guide_page(_guide())}
 
 
 def _guide() -> Guide:
@@ -113,7 +107,10 @@ def main() -> None:
     arguments = parser.parse_args()
     directory = arguments.directory.resolve()
     os.chdir(ROOT)  # so that the guide names its sources alike, wherever this is called
-    for name, text in (of_the_site() if arguments.site else documents()).items():
+    if arguments.site:
+        write_guide(directory / "guide-h200-page.html", _guide())
+        return
+    for name, text in documents().items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")

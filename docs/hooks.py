@@ -1,4 +1,4 @@
-"""What the site adds to its pages: every decision in the navigation, and the H200 guide as a page."""
+"""What the site adds to its pages: every decision in the navigation, folded tables, and the H200 guide as a page."""
 
 import subprocess
 import sys
@@ -25,3 +25,8 @@ def on_files(files: Any, config: Any) -> Any:
         for path in Path(folder).iterdir():
             files.append(File.generated(config, path.name, content=path.read_text(encoding="utf-8")))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Tables within a folded part are Markdown here too, as they are where the repository is read."""
+    return markdown.replace("<details>", '<details markdown="1">')

@@ -71,4 +71,5 @@ def test_the_site_builds_strictly_and_fetches_nothing_when_it_is_read(tmp_path: 
     pages = {path.relative_to(site): path.read_text() for path in site.rglob("*.html")}
     assert {Path("index.html"), Path("guide-h200.html"), Path("guide-h200-page.html"), Path("reference/python.html")} <= set(pages)
     assert {name: found for name, text in pages.items() if (found := FETCHED.findall(text))} == {}
+    assert [name for name, text in pages.items() if re.search(r"^\| |^<p>\| ", text, re.MULTILINE)] == [], "a table that is none"
     assert all(f"highwater.{name}" in pages[Path("reference/python.html")] for name in ("find", "predict", "recommend", "guide"))
