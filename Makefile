@@ -7,7 +7,7 @@ JOBS ?= 2
 
 VENV4 := .venv-transformers4
 
-.PHONY: demo documents docs test test-all lint types contracts install clean-venv
+.PHONY: demo test test-all lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -25,6 +25,8 @@ $(VENV4)/.ready: constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+.PHONY: documents docs
 
 # What follows from code and records, below docs/: the H200 guide, the picture, the reference, the list of decisions.
 documents: $(READY)

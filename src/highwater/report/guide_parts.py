@@ -132,17 +132,6 @@ def choice_table(table: GuideTable) -> TextTable:
     )
 
 
-def joined(table: TextTable) -> TextTable:
-    """A long table with neighbouring rows that say the same as one: ``4,096 – 40,960``."""
-    if len(table.rows) <= _LONG_TABLE_ROWS:
-        return table
-    rows: list[tuple[str, ...]] = []
-    for entries, own in groupby(table.rows, key=lambda row: row[1:]):
-        lengths = [row[0] for row in own]
-        rows.append((lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}", *entries))
-    return replace(table, rows=tuple(rows))
-
-
 def long_contexts(guide: Guide) -> Iterator[LongContext]:
     """For each native length."""
     lengths: dict[int, set[int]] = {}
@@ -174,6 +163,17 @@ def budget_table(guide: Guide) -> TextTable:
         rows=tuple((str(degree), *(format_tokens(math.ceil(n * tokens / degree)) for n in (2, 1))) for degree in degrees),
         left_columns=1,
     )
+
+
+def joined(table: TextTable) -> TextTable:
+    """A long table with neighbouring rows that say the same as one: ``4,096 – 40,960``."""
+    if len(table.rows) <= _LONG_TABLE_ROWS:
+        return table
+    rows: list[tuple[str, ...]] = []
+    for entries, own in groupby(table.rows, key=lambda row: row[1:]):
+        lengths = [row[0] for row in own]
+        rows.append((lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}", *entries))
+    return replace(table, rows=tuple(rows))
 
 
 def rungs(section: Section) -> Iterator[Rung]:
