@@ -14,7 +14,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev,docs]'
 	touch $@
 
 # Its versions, not ours: what a trial saves has to load where transformers 5 is not yet. From its own index torch is the CPU's.
@@ -25,6 +25,16 @@ $(VENV4)/.ready: constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+.PHONY: documents docs
+
+# What follows from code and records, below docs/: the H200 guide, the picture, the reference, the list of decisions.
+documents: $(READY)
+	$(BIN)/python docs/generate.py
+
+# The documentation site, in build/site.
+docs: documents
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -70,6 +70,11 @@ def usage() -> str:
     return _parsers()[0].format_help()
 
 
+def commands() -> dict[str, Parser]:
+    """The grammar of each command, by its name."""
+    return _parsers()[1]
+
+
 def _unknown(word: str, parser: Parser) -> UsageError:
     if not word.startswith("-"):
         return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")

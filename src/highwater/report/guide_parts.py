@@ -3,8 +3,11 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
+
+import msgspec
 
 from highwater.report import guide_text
 from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest, rung_label
@@ -12,6 +15,7 @@ from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
 from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
 from highwater.units import format_tokens
 
@@ -22,6 +26,8 @@ SOURCES: dict[Source, str] = {
     "published": "published by others, not measured here",
 }
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
+_LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
+"""Beyond: rows that say the same are joined, and not every factor is listed. No published table is as long."""
 _HF_WEIGHTS = {"always": "saved with every checkpoint", "last": "saved at the end", "never": "never saved"}
 
 
@@ -72,13 +78,24 @@ def words(guide: Guide) -> Iterator[str]:
     labels = {cell_label(each.cell) for table in guide.tables for each in table.capacities}
     used = {name for name in guide_text.WORDS if any(name in label for label in labels)}
     yield from (f"**{name}**: {text}" for name, text in guide_text.WORDS.items() if name in used | guide_text.ALWAYS)
-    yield from (guide_text.COMBINED, guide_text.SAME_LABEL, guide_text.NOTHING)
+    yield from (guide_text.COMBINED, guide_text.SAME_LABEL)
+    if any(re.search(r" with [\d.]+ GiB$", table.device_name) for table in guide.tables):
+        yield guide_text.BUDGETED
+    yield guide_text.NOTHING
     if any(choice.label == UNKNOWN for choice in guide.choices):
         yield guide_text.UNKNOWN
     if any(choice.capacity is not None and choice.may_be_simpler for choice in guide.choices):
         yield guide_text.PERHAPS_SIMPLER
     if any(choice.capacity is not None and choice.capacity.is_memory_only for choice in guide.choices):
         yield guide_text.MEMORY_ONLY
+
+
+def glance_tables(guide: Guide) -> Iterator[TextTable]:
+    """For each section how far every model gets, in tokens, by number of GPUs and with whatever settings."""
+    for section in sections(guide):
+        models = tuple(dict.fromkeys(name for table in section.tables for name in table.models))
+        rows = tuple((str(table.gpus), *(_best(table, name) for name in models)) for table in section.tables)
+        yield TextTable(title=section.heading, columns=("GPUs", *models), rows=rows, left_columns=0)
 
 
 def gpus_heading(table: GuideTable) -> str:
@@ -129,7 +146,10 @@ def long_contexts(guide: Guide) -> Iterator[LongContext]:
         found = lengths.setdefault(table.native_length_tokens, set())
         found |= {tokens for tokens, choices in table.rows if any(choice.capacity for choice in choices)}
     for native, found in lengths.items():
-        factors = [f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in sorted(found) if tokens > native]
+        longer = [tokens for tokens in sorted(found) if tokens > native]
+        if len(longer) > _MANY_FACTORS:
+            longer = [tokens for tokens in longer if tokens % native == 0]
+        factors = [f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in longer]
         said = f"`FACTOR` by length: {', '.join(factors)}." if factors else "No length of this guide is longer."
         yield LongContext(
             guide_text.long_context(_model_path(models[native]), native),
@@ -150,12 +170,23 @@ def budget_table(guide: Guide) -> TextTable:
     )
 
 
+def joined(table: TextTable) -> TextTable:
+    """A long table with neighbouring rows that say the same as one: ``4,096 – 40,960``."""
+    if len(table.rows) <= _LONG_TABLE_ROWS:
+        return table
+    rows: list[tuple[str, ...]] = []
+    for entries, own in groupby(table.rows, key=lambda row: row[1:]):
+        lengths = [row[0] for row in own]
+        rows.append((lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}", *entries))
+    return replace(table, rows=tuple(rows))
+
+
 def rungs(section: Section) -> Iterator[Rung]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
     capacities = [each for table in section.tables for each in table.capacities]
     models = tuple(dict.fromkeys(each.model_name for each in capacities))
     settings_found = {each.cell.settings for each in capacities}
-    for settings in sorted(settings_found, key=lambda rung: (simplicity(Cell(layout=Layout(), settings=rung)), rung.save_hf)):
+    for settings in sorted(settings_found, key=_rung_order):
         found: dict[tuple[int, int], dict[str, list[Capacity]]] = {}
         for each in capacities:
             if each.cell.settings == settings:
@@ -170,6 +201,11 @@ def rungs(section: Section) -> Iterator[Rung]:
             left_columns=0,
         )
         yield Rung(table, tuple(tuple(max((c.capacity_tokens for c in each), default=0) for each in own) for _, own in cells))
+
+
+def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
+    """The simplest first; those that are as simple in an order that no run changes."""
+    return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
 
 
 def origin_table(guide: Guide) -> TextTable:
@@ -213,8 +249,31 @@ def _model_path(model_name: str) -> str:
 
 
 def _figure(capacities: Sequence[Capacity]) -> str:
-    """One cell's capacity; a memory-only proof beside it; of several files each; empty where nothing was tried."""
-    return ", ".join(dict.fromkeys(map(_capacity_text, capacities)))
+    """One cell's capacity; a memory-only proof beside it; of several files each that says more; empty where nothing was tried."""
+    telling = (each for each in capacities if not any(_says_more(other, each) for other in capacities))
+    in_order = sorted(telling, key=lambda each: (each.is_memory_only, each.capacity_tokens))
+    return ", ".join(dict.fromkeys(map(_capacity_text, in_order)))
+
+
+def _best(table: GuideTable, model_name: str) -> str:
+    """The longest of any cell that was trained in full; what memory alone holds beside it, where that is longer."""
+    own = [each for each in table.capacities if each.model_name == model_name]
+    full = max((each for each in own if not each.is_memory_only), key=_reach, default=None)
+    memory_only = max((each for each in own if each.is_memory_only), key=_reach, default=None)
+    return _figure([each for each in (full, memory_only) if each is not None])
+
+
+def _reach(capacity: Capacity) -> int:
+    return capacity.capacity_tokens
+
+
+def _says_more(one: Capacity, other: Capacity) -> bool:
+    """Whether the other, which knows of no length that fails, adds nothing to the one."""
+    if other.does_not_fit_tokens is not None or (one.is_memory_only and not other.is_memory_only):
+        return False
+    if one.capacity_tokens == other.capacity_tokens:
+        return one.does_not_fit_tokens is not None
+    return one.capacity_tokens > other.capacity_tokens
 
 
 def _capacity_text(capacity: Capacity) -> str:

@@ -29,6 +29,11 @@ LONG_CONTEXTS_TRAINER = (
     "trainer reads the model's own `config.json`. Write the same values there, as `rope_parameters` with the model's "
     "`rope_theta`, and the length as `max_position_embeddings`; `highwater recommend` prints the block."
 )
+GLANCE = (
+    "The longest length known to fit with any of the settings that were tried, in tokens. `*`: past the native length, with YaRN. "
+    "`≥`: no longer one is known not to fit. `memory-only`: memory holds it; the longest that was trained in full stands before "
+    "it. Empty: not tried."
+)
 CAPACITIES = (
     "The longest length that each rung is known to fit, by number of GPUs and SP. `*`: past the native length, with YaRN. "
     "`-`: not even the shortest. `?`: unknown. `≥`: no longer one was tried. `<`: no shorter one was tried. Empty: not tried."
@@ -38,6 +43,11 @@ SAME_LABEL = (
     "Where settings of one label were tried with both FSDP1 and FSDP2, or with and without saving Hugging Face weights, the best "
     "of them counts; the capacities below show each."
 )
+BUDGETED = (
+    "**with 79.15 GiB**, or another figure, after the name of a GPU: the trials there were to take no more than that of its "
+    "memory, as if on a card with as much. The whole card holds more."
+)
+JOINED = "`51,200 – 81,920`: every length of the grid from the first to the second."
 NOTHING = "`-`: nothing that was tried fits."
 UNKNOWN = "`?`: nothing is known to fit, and not everything was tried."
 PERHAPS_SIMPLER = "`Env ?`: this fits; whether something simpler does, nobody knows."

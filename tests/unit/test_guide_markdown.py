@@ -1,0 +1,80 @@
+"""What the guide's Markdown makes of long tables, of several files about one cell, and of many sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from highwater import guide
+from highwater.report import guide_parts
+from highwater.report.guide_markdown import guide_markdown
+from highwater.report.table import TextTable
+
+DATA = Path(__file__).parents[1] / "data"
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+LONG = FOUND / "long-0.6b-79gib.jsonl"
+
+
+def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost() -> None:
+    (table,) = guide(LONG, FOUND / "qwen3-0.6b-79gib-full.jsonl").tables
+    rows = guide_parts.choice_table(table).rows
+    joined = guide_parts.joined(guide_parts.choice_table(table)).rows
+    lengths = [row[0] for row in rows]
+    told = {}
+    for row in joined:
+        first, _, last = row[0].partition(" – ")
+        told |= dict.fromkeys(lengths[lengths.index(first) : lengths.index(last or first) + 1], row[1:])
+    assert len(rows) > 60
+    assert len(joined) < 10
+    assert [(name, *told[name]) for name in lengths] == list(rows)
+
+
+def test_a_table_of_one_screen_has_a_row_for_each_length() -> None:
+    rows = tuple((str(length), "vanilla") for length in range(20))
+    table = TextTable(title="", columns=("length", "m"), rows=rows)
+    assert guide_parts.joined(table) == table
+
+
+def test_joined_rows_are_explained_where_there_are_any() -> None:
+    assert "every length of the grid from the first to the second" in guide_markdown(guide(LONG))
+    assert "every length of the grid" not in guide_markdown(guide(DATA / "published_capacity_a100_80gb.csv"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order: int) -> None:
+    sources = [FOUND / name for name in ("edge-0.6b-1-full.jsonl", "qwen3-0.6b-79gib-full.jsonl")][::order]
+    page = guide_markdown(guide(*sources)).partition("## Capacities")[2]
+    env = page.partition("**Env (")[2]
+    assert re.search(r"^\| 1 +\| 1 +\| 196,608\\\* +\|$", env, re.MULTILINE), "the other is not finished, at no longer length"
+
+
+def test_a_memory_only_fit_leaves_the_length_that_was_trained_in_full_beside_it() -> None:
+    page = guide_markdown(guide(LONG, FOUND / "qwen3-0.6b-79gib-chunked.jsonl"))
+    assert "| ≥ 262,144\\*, ≥ 671,744\\* memory-only |" in page
+
+
+def test_how_far_each_model_gets_is_told_at_a_glance() -> None:
+    made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
+    published, measured = guide_parts.glance_tables(made)
+    assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
+    assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
+    assert measured.rows == (("1", "≥ 131,072*, ≥ 671,744* memory-only"),)
+    assert "| 1    | ≥ 131,072\\*, ≥ 671,744\\* memory-only |" in guide_markdown(made).partition("## How to read it")[0]
+
+
+def test_many_sources_are_folded_away() -> None:
+    studies = sorted(FOUND.glob("*.jsonl"))
+    page = guide_markdown(guide(*studies)).partition("## Where the numbers come from")[2]
+    assert f"<summary>{len(studies)} sources</summary>" in page
+    assert page.count("</details>") == 1
+    assert "<details>" not in guide_markdown(guide(LONG)).partition("## Where the numbers come from")[2]
+
+
+def test_a_memory_budget_is_explained() -> None:
+    assert "The whole card holds more" in guide_markdown(guide(LONG))
+    assert "The whole card holds more" not in guide_markdown(guide(FOUND / "qwen3-0.6b-card-full.jsonl"))
+
+
+def test_of_many_lengths_the_whole_factors_are_listed() -> None:
+    page = guide_markdown(guide(LONG))
+    assert "`FACTOR` by length: 81,920: 2, 122,880: 3," in page
