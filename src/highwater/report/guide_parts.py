@@ -252,7 +252,8 @@ def _figure(capacities: Sequence[Capacity]) -> str:
     """One cell's capacity; a memory-only proof beside it; of several files each that says more; empty where nothing was tried."""
     telling = (each for each in capacities if not any(_says_more(other, each) for other in capacities))
     in_order = sorted(telling, key=lambda each: (each.is_memory_only, each.capacity_tokens))
-    return ", ".join(dict.fromkeys(map(_capacity_text, in_order)))
+    failures = [each.does_not_fit_tokens for each in capacities if each.does_not_fit_tokens is not None]
+    return ", ".join(dict.fromkeys(_capacity_text(each, failures) for each in in_order))
 
 
 def _best(table: GuideTable, model_name: str) -> str:
@@ -268,20 +269,21 @@ def _reach(capacity: Capacity) -> int:
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
-    """Whether the other, which knows of no length that fails, adds nothing to the one."""
-    if other.does_not_fit_tokens is not None or (one.is_memory_only and not other.is_memory_only):
+    """Whether the other adds nothing to the one: no longer length, and none that fails where the one fits."""
+    if one.is_memory_only and not other.is_memory_only:
         return False
-    if one.capacity_tokens == other.capacity_tokens:
-        return one.does_not_fit_tokens is not None
-    return one.capacity_tokens > other.capacity_tokens
+    if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
+        return False
+    is_in_full_too = other.is_memory_only and not one.is_memory_only
+    return one.capacity_tokens > other.capacity_tokens or (is_in_full_too and one.capacity_tokens == other.capacity_tokens)
 
 
-def _capacity_text(capacity: Capacity) -> str:
-    tokens, fails = capacity.capacity_tokens, capacity.does_not_fit_tokens
+def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
+    tokens, fails = capacity.capacity_tokens, min(failures, default=None)
     if tokens == 0:
         if fails is None:
             return "?"
         return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
     yarn = "*" if tokens > capacity.native_length_tokens else ""
-    figure = f"{'' if fails else '≥ '}{format_tokens(tokens)}{yarn}"
+    figure = f"{'' if any(length > tokens for length in failures) else '≥ '}{format_tokens(tokens)}{yarn}"
     return f"{figure} memory-only" if capacity.is_memory_only else figure

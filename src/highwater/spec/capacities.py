@@ -73,11 +73,12 @@ def study_capacities(study: Study) -> tuple[Capacity, ...]:
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's answer, or the longest fit so far; a memory-only proof is a capacity of its own."""
+    """A cell's answer, or what its trials say so far; a memory-only proof is a capacity of its own."""
     answer = next((answer for answer in study.answers if answer.cell == cell), None)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
-        fits, fails = study.longest_fit_tokens(cell), None
+        fits = study.longest_fit_tokens(cell)
+        fails = _shortest_failure(study, cell, max(fits or 0, memory_only or 0))
     else:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
         fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens if answer.limit in OF_MEMORY else None
@@ -110,6 +111,16 @@ def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memo
         source="simulated" if question.simulated else "measured",
         found_in=study.path or "a search that was not recorded",
     )
+
+
+def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
+    """Beyond the longest fit: the shortest length that ran out of memory, or left less of it than was asked for."""
+    failed = (
+        trial.spec.length_tokens
+        for trial in study.trials_of(cell)
+        if trial.result is not None and trial.result.outcome.tells and not study.question.counts_as_fit(trial.result)
+    )
+    return min((tokens for tokens in failed if tokens > longest_fit), default=None)
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
