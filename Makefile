@@ -6,8 +6,10 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 
 VENV4 := .venv-transformers4
+EMIT := .venv-emit-
+TRAINERS := accelerate areal torchtitan trinity trl verl
 
-.PHONY: demo test test-all test-pages lint types contracts install clean-venv
+.PHONY: demo test test-all test-pages test-emit lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -21,6 +23,20 @@ $(READY): pyproject.toml constraints.txt
 $(VENV4)/.ready: constraints.txt
 	test -x $(VENV4)/bin/python || $(PYTHON) -m venv $(VENV4)
 	$(VENV4)/bin/pip install --quiet torch==2.13.0 'transformers==4.57.*'
+	touch $@
+
+# The trainers that `highwater emit` writes for: their requirements contradict each other, so each is alone, without its
+# dependencies but those that its parser imports. They share one torch, through a path file.
+$(EMIT)torch/.ready: tests/emit/requirements/torch.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -r $<
+	touch $@
+
+$(EMIT)%/.ready: tests/emit/requirements/%.txt $(EMIT)torch/.ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --no-deps -r $<
+	$(EMIT)torch/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	touch $@
 
 demo: $(READY)
@@ -52,7 +68,7 @@ test: lint types contracts
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not pages'
+	HIGHWATER_REQUIRE=transformers4 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not pages and not emit'
 
 $(VENV)/.ready-pages: $(READY)
 	$(BIN)/pip install --quiet -e '.[pages]'
@@ -62,5 +78,8 @@ $(VENV)/.ready-pages: $(READY)
 test-pages: $(VENV)/.ready-pages
 	$(BIN)/pytest -n 0 -m pages tests/pages
 
+test-emit: $(READY) $(TRAINERS:%=$(EMIT)%/.ready)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m emit tests/emit
+
 clean-venv:
-	rm -rf $(VENV) $(VENV4)
+	rm -rf $(VENV) $(VENV4) $(EMIT)torch $(TRAINERS:%=$(EMIT)%)

@@ -29,6 +29,34 @@ def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
     assert f'actor_rollout_ref.model.path="{tiny}"' in done.stdout
 
 
+def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(highwater: Run, tmp_path: Path) -> None:
+    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--loss", "chunked")
+    for target, first in (("trl", "# TRL 1.16.0"), ("accelerate", "# accelerate 1.15.0"), ("torchtitan", "# torchtitan 0.3.0")):
+        done = highwater("emit", "--for", target, *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{first}: Qwen3-8B, 65,536 tokens, 4 x H20-96GB\n")
+        assert "predicted for highwater's own engine" in done.stdout
+        following = shlex.split(done.stderr.removeprefix("next: highwater "))
+        assert "--trainer" not in following
+        assert highwater(*following).returncode == 0
+
+
+def test_the_file_beside_trls_is_what_emit_prints_for_accelerate(highwater: Run) -> None:
+    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--json")
+    of_trl, of_accelerate = (json.loads(highwater("emit", "--for", target, *words).stdout) for target in ("trl", "accelerate"))
+    assert of_trl["beside"] == {"accelerate.yaml": of_accelerate["text"]}
+    assert yaml.safe_load(of_trl["text"])["accelerate_config"] == "accelerate.yaml"
+    assert of_accelerate["cannot"]
+
+
+def test_areal_is_predicted_as_verls_actor(highwater: Run) -> None:
+    done = highwater("emit", "--for", "areal", *ASKED, "--rollout-gpus", "2")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["rollout"]["backend"] == "sglang:d2"
+    assert "predicted for Trinity-RFT's trainer, which is verl's actor" in done.stdout
+    assert "--trainer trinity" in done.stderr
+
+
 def test_one_document_has_the_values_by_name(highwater: Run) -> None:
     document = json.loads(highwater("emit", "--for", "verl", *ASKED, "--json").stdout)
     assert (document["schema_version"], document["target"], document["checked_with"]) == (1, "verl", "0.9.1")
@@ -48,6 +76,10 @@ def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
         (ASKED, "--for"),
         (("--for", "verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
         (("--for", "megatron", *ASKED), "megatron"),
+        (("--for", "areal", *ASKED), "none are set aside"),
+        (("--for", "verl", *ASKED, "--loss", "chunked"), "not known with another loss"),
+        (("--for", "trinity", *ASKED, "--study", "mine.jsonl"), "say nothing about the trainer trinity"),
+        (("--for", "trl", *ASKED, "--objective", "ppo"), "TRL trains sft, grpo, rw, not ppo"),
         (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
         (("--for", "trinity", *ASKED, "--trainer", "highwater"), "unknown flag --trainer"),
     ],

@@ -106,8 +106,9 @@ def test_the_yaml_says_what_the_values_say_and_what_was_recommended():
     trainer = document["trainer"]
     assert trainer["ulysses_sequence_parallel_size"] == chosen.cell.layout.ulysses_degree
     assert trainer["max_token_len_per_gpu"] == chosen.token_budget_tokens
-    assert emitted.environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert "before `ray start`: export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in emitted.text
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert emitted.environment == both
+    assert f"before `ray start`: export {' '.join(f'{name}={value}' for name, value in both.items())}\n" in emitted.text
 
 
 def test_without_rollout_the_trainer_is_alone():

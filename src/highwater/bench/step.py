@@ -28,6 +28,7 @@ from highwater.engine.data import UNTRAINED, Document, pack
 from highwater.engine.model import build, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
+from highwater.spec.allocator import allocator_environment
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
@@ -231,12 +232,11 @@ def _speeds(step_tokens: int, times: dict[str, list[float]], comparable: bool) -
 
 def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, Alone]:
     """What a contender managed alone, with expandable segments, up to the first length that it ran out of memory at."""
-    allocator = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     words = [arguments.model, "--memory-of", contender, "--micro-batches", str(arguments.micro_batches)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-m", "highwater.bench.step", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator)
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator_environment("expandable"))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]
     return {line["length"]: Alone(line["reserved"], line["times"]) for line in lines}
 

@@ -8,8 +8,12 @@ from typing import Protocol
 
 from highwater.cli import console
 from highwater.cli.recommendation import found_for, words_again
-from highwater.emit.emitted import Emitted, Target
+from highwater.emit.accelerate import accelerate
+from highwater.emit.areal import areal
+from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
+from highwater.emit.torchtitan import torchtitan
 from highwater.emit.trinity import trinity
+from highwater.emit.trl import trl
 from highwater.emit.verl import verl
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -23,11 +27,19 @@ class Emit(Protocol):
         ...
 
 
-_TARGETS: Mapping[Target, Emit] = {"trinity": trinity, "verl": verl}
+_TARGETS: Mapping[Target, Emit] = {
+    "trinity": trinity,
+    "verl": verl,
+    "areal": areal,
+    "trl": trl,
+    "torchtitan": torchtitan,
+    "accelerate": accelerate,
+}
 
 
 def emit(arguments: argparse.Namespace) -> int:
     """Print the configuration; where nothing fits there is none."""
+    arguments.trainer = PREDICTED_FOR[arguments.for_]
     found = found_for(arguments)
     console.notes(found.notes)
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))

@@ -88,12 +88,6 @@ RECOMMEND_FLAGS = tuple(
 """What a recommendation depends on: it is about one length, and names the token budget itself."""
 
 
-EMIT_FLAGS = tuple(
-    flag for flag in RECOMMEND_FLAGS if flag.name in ("ulysses", "allocator", "offload", "sequences-per-micro-batch", "margin")
-)
-"""What a recommendation for other trainers depends on."""
-
-
 def add_flags(
     parser: argparse.ArgumentParser, flags: tuple[Flag, ...], *, group: str, defaults: Mapping[str, str] | None = None
 ) -> None:

@@ -4,10 +4,11 @@ import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from highwater import __version__
-from highwater.cli.flags import EMIT_FLAGS, PREDICT_FLAGS, RECOMMEND_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.cli.flags import PREDICT_FLAGS, RECOMMEND_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.emit.emitted import Target
 from highwater.errors import UsageError
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
@@ -188,6 +189,20 @@ def _recommend_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
     _trainer(parser)
     _length_and_rollout(parser)
+    _studies(parser)
+    parser.add_argument("--list", dest="list_", action="store_true", help="every rung that fits, with what each costs")
+    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
+
+
+def _emit_flags(parser: Parser) -> None:
+    parser.add_argument("--for", dest="for_", choices=get_args(Target), required=True, help="whose configuration")
+    _gpus_that_need_not_be_here(parser)
+    _length_and_rollout(parser)
+    _studies(parser)
+    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
+
+
+def _studies(parser: Parser) -> None:
     parser.add_argument(
         "--study",
         dest="studies",
@@ -197,16 +212,6 @@ def _recommend_flags(parser: Parser) -> None:
         default=[],
         help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
     )
-    parser.add_argument("--list", dest="list_", action="store_true", help="every rung that fits, with what each costs")
-    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
-
-
-def _emit_flags(parser: Parser) -> None:
-    parser.add_argument("--for", dest="for_", choices=("trinity", "verl"), required=True, help="whose configuration")
-    _gpus_that_need_not_be_here(parser)
-    _length_and_rollout(parser)
-    parser.set_defaults(trainer="trinity", studies=[])
-    add_flags(parser, EMIT_FLAGS, group="settings", defaults=_RECOMMENDED)
 
 
 def _length_and_rollout(parser: Parser) -> None:

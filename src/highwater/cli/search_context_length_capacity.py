@@ -24,6 +24,7 @@ from highwater.errors import HighwaterError, MachineError
 from highwater.launch.probe import probe
 from highwater.report.table import published_line
 from highwater.search.campaign import CellAnswered, Event
+from highwater.spec.allocator import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.hardware import Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.spec.request import Request, request_from
@@ -115,7 +116,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     """The settings that the flags name; the allocator's mode is in the environment there, as the guide's "Env"."""
-    expandable = "expandable_segments:true" in map(str.lower, _allocator_options(environment))
+    expandable = ALLOCATOR_MODES["expandable"].lower() in map(str.lower, _allocator_options(environment))
     allocator: Allocator = "expandable" if expandable else "native"
     return Settings(
         strategy=arguments.trainer_strategy,
@@ -137,7 +138,7 @@ def ignored_allocator_options(environment: Mapping[str, str]) -> list[str]:
 
 def _allocator_options(environment: Mapping[str, str]) -> list[str]:
     """``max_split_size_mb:64`` and the others, without blanks; commas within brackets are a value's own."""
-    named = environment.get("PYTORCH_CUDA_ALLOC_CONF", environment.get("PYTORCH_ALLOC_CONF", ""))
+    named = next((environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), "")
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 

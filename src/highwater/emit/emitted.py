@@ -1,18 +1,31 @@
-"""Emitted: a recommendation in another trainer's words, and what its configurations have in common."""
+"""Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what configurations share."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.spec.allocator import allocator_environment
 from highwater.spec.codec import Noun
+from highwater.spec.events import Trainer
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings import Objective, Settings
 from highwater.units import format_bytes, format_tokens
 
-Target = Literal["trinity", "verl"]
+Target = Literal["trinity", "verl", "areal", "trl", "torchtitan", "accelerate"]
 Value = bool | int | float | str
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-EXPANDABLE = "expandable_segments:True"
+PREDICTED_FOR: Mapping[Target, Trainer] = {
+    **dict.fromkeys(("trinity", "verl", "areal"), "trinity"),
+    **dict.fromkeys(("trl", "torchtitan", "accelerate"), "highwater"),
+}
+"""Whose step is predicted for a configuration: that of verl's actor for trainers with GRPO in whole logits, else this engine's."""
+_BEHIND: Mapping[Trainer, str] = {
+    "trinity": "Trinity-RFT's trainer, which is verl's actor",
+    "highwater": "highwater's own engine, with its tiles, chunks and kernels",
+}
 
 
 class Emitted(Noun, frozen=True, kw_only=True):
@@ -26,6 +39,10 @@ class Emitted(Noun, frozen=True, kw_only=True):
     """Each setting by its name, sections joined by dots."""
     environment: dict[str, str]
     """Set before any process starts, Ray's included."""
+    cannot: tuple[str, ...] = ()
+    """What the recommendation has and this trainer has no words for; the text says it too."""
+    beside: dict[str, str] = msgspec.field(default_factory=dict)
+    """Other files that the text names, by their names."""
     command: str
     """What starts it."""
     text: str
@@ -37,28 +54,64 @@ def strategy(candidate: Candidate) -> str:
     return "fsdp2" if candidate.cell.settings.offload else "fsdp"
 
 
-def heading(found: Recommendation, chosen: Candidate, *, target: str, version: str) -> list[str]:
-    """What the configuration is and who says that it fits: lines of a comment."""
+def environment(candidate: Candidate) -> dict[str, str]:
+    """What a rung sets before any process starts."""
+    return allocator_environment("expandable") if candidate.cell.settings.allocator == "expandable" else {}
+
+
+def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
+    """The variables as a shell sets them: lines of a comment."""
+    return [f"before {before}: export {' '.join(f'{name}={value}' for name, value in variables.items())}"] if variables else []
+
+
+def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, target: str) -> None:
+    """Raise UsageError for an objective that a trainer does not have."""
+    objective = chosen.cell.settings.objective
+    if objective not in known:
+        others = ", ".join(known)
+        raise UsageError(f"{target} trains {others}, not {objective}", hint=f"use `--objective {next(iter(known))}`")
+
+
+def engine_alone(settings: Settings, *, target: str) -> list[str]:
+    """What only highwater's own engine does."""
+    said: list[str] = []
+    if settings.recompute == "all-but-attention":
+        said.append(f"--recompute all-but-attention: {target} recomputes whole layers, which takes less memory and more time")
+    if settings.mlp_tiles is not None:
+        said.append(f"--mlp-tiles {settings.mlp_tiles}: {target} has no tiles over the tokens")
+    return said
+
+
+def refusals(cannot: Collection[str], *, target: str) -> list[str]:
+    """What a trainer cannot express: lines of a comment."""
+    return [f"{target} cannot express {each}" for each in cannot]
+
+
+def heading(found: Recommendation, chosen: Candidate, *, target: Target, name: str, version: str) -> list[str]:
+    """What the configuration is, who says that it fits and of whom: lines of a comment."""
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
     capacity = f"up to {format_tokens(chosen.capacity_tokens)} tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
     headroom = "headroom unknown" if chosen.headroom_bytes is None else f"{format_bytes(chosen.headroom_bytes)} of headroom"
     return [
-        f"{target} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
+        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
         f"{rollout}",
-        f"{chosen.label}: {headroom}, {capacity}; {chosen.source}, {found.accuracy}",
-        f"{target}'s settings that hold memory; what it learns, from what and how long is yours to add",
+        f"{chosen.label}: {headroom}, {capacity}; {_behind(found, chosen, target, name)}",
+        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to add",
     ]
+
+
+def _behind(found: Recommendation, chosen: Candidate, target: Target, name: str) -> str:
+    """``predicted for ...``: whose memory it is, and that another trainer's was not measured."""
+    why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
+    other = "" if target in ("trinity", "verl") else f". {name} itself was not measured and may take more: leave it headroom"
+    return f"{chosen.source} for {_BEHIND[found.trainer]} ({why}){other}"
 
 
 def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
     """The block for the model's config.json: lines of a comment; none up to the native length."""
     if found.yarn is None:
         return []
-    block = {
-        "rope_parameters": dict(found.yarn.rope_parameters),
-        "max_position_embeddings": found.yarn.max_position_embeddings,
-    }
-    return [f"YaRN: {why}; in the model's config.json:", json.dumps(block)]
+    return [f"YaRN: {why}; in the model's config.json:", json.dumps(found.yarn.block)]
 
 
 def comment(lines: list[str]) -> str:
@@ -75,7 +128,7 @@ def literal(text: str) -> str:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": 1}`` as ``{"a": {"b": 1}}``."""
+    """``{"a.b": 1, "c.0.d": 2}`` as ``{"a": {"b": 1}, "c": [{"d": 2}]}``."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -83,4 +136,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = value
-    return tree
+    return {name: _with_lists(value) for name, value in tree.items()}
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    held = {name: _with_lists(value) for name, value in tree.items()}
+    return list(held.values()) if held and all(name.isdecimal() for name in held) else held

@@ -7,11 +7,11 @@ Its trainer is verl's actor. In that version ``model.rope_scaling`` reaches the 
 import yaml
 
 from highwater.emit.emitted import (
-    ALLOCATOR_VARIABLE,
-    EXPANDABLE,
     Emitted,
     Value,
     comment,
+    environment,
+    exports,
     heading,
     literal,
     nested,
@@ -29,10 +29,9 @@ _COMMAND = "trinity run --config trinity.yaml"
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The sections that a length depends on."""
     values = _values(found, chosen, literal(model_path) if model_path else MODEL_PATH)
-    is_expandable = chosen.cell.settings.allocator == "expandable"
-    environment = {ALLOCATOR_VARIABLE: EXPANDABLE} if is_expandable else {}
-    said = heading(found, chosen, target="Trinity-RFT", version=VERSION)
-    said += [f"before `ray start`: export {name}={value}" for name, value in environment.items()]
+    variables = environment(chosen)
+    said = heading(found, chosen, target="trinity", name="Trinity-RFT", version=VERSION)
+    said += exports(variables, before="`ray start`")
     said += [] if model_path else ["before `ray start`: export MODEL_PATH=the model's directory"]
     said += yarn_lines(found, why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself")
     if found.rollout_gpus:
@@ -42,7 +41,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
         target="trinity",
         checked_with=VERSION,
         values=values,
-        environment=environment,
+        environment=variables,
         command=_COMMAND,
         text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False),
     )

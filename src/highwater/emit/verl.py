@@ -7,8 +7,9 @@ they would end vLLM's sleep mode, whose memory pool refuses them (https://github
 import re
 import shlex
 
-from highwater.emit.emitted import ALLOCATOR_VARIABLE, EXPANDABLE, Emitted, Value, comment, heading, literal, strategy, yarn_lines
+from highwater.emit.emitted import Emitted, Value, comment, heading, literal, strategy, yarn_lines
 from highwater.errors import UsageError
+from highwater.spec.allocator import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.9.1"
@@ -27,12 +28,11 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
             hint="leave `--rollout-gpus` out, and `--reserved 10GiB` for what the rollout keeps while the actor trains",
         )
     values = _values(found, chosen, model_path or MODEL_PATH)
-    said = heading(found, chosen, target="verl", version=VERSION)
+    said = heading(found, chosen, target="verl", name="verl", version=VERSION)
     said.append("what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says how much")
     if chosen.cell.settings.allocator == "expandable":
         said.append(
-            f"expandable segments: verl turns them on after each exchange of weights; {ALLOCATOR_VARIABLE}={EXPANDABLE} would end "
-            "vLLM's sleep mode"
+            f"expandable segments: verl turns them on after each exchange of weights; {ENV_IN_WORDS} would end vLLM's sleep mode"
         )
     said += [] if model_path else ["before: export MODEL_PATH=the model's directory"]
     said += yarn_lines(found, why="no override reaches rope parameters, which are a mapping in the model's config")

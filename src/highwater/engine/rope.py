@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from highwater.errors import UsageError
+from highwater.spec.rope import kept_parameters, yarn_parameters
 from highwater.spec.settings import Rope
 
 
@@ -33,11 +34,8 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
         native = parameters.get("original_max_position_embeddings", native)
     if length_tokens <= native:
         return
-    kept = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
     config.rope_parameters = {
-        **kept,
-        "rope_type": "yarn",
-        "factor": length_tokens / native,
-        "original_max_position_embeddings": native,
+        **kept_parameters(parameters),
+        **yarn_parameters(length_tokens / native, native_length_tokens=native),
     }
     config.max_position_embeddings = length_tokens

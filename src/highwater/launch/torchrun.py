@@ -17,6 +17,7 @@ import msgspec
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.launch.outcome import Ending, judge
 from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus
+from highwater.spec.allocator import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
@@ -30,10 +31,8 @@ LogLayout = Literal["rung", "published"]
 _TAIL_BYTES = 256 * 1024
 _RELEASE_S = 60.0
 _END_S = 30.0
-_ALLOCATOR: dict[Allocator, str] = {"native": "expandable_segments:False", "expandable": "expandable_segments:True"}
 _INHERITED = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR_VARIABLES,
     "PYTORCH_HIP_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "CUDA_LAUNCH_BLOCKING",
@@ -199,7 +198,7 @@ def clean_environment(allocator: Allocator) -> dict[str, str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in _INHERITED and not name.startswith(_INHERITED_PREFIXES)
     }
-    environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _ALLOCATOR[allocator])
+    environment |= allocator_environment(allocator)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the driver's own, by which the probe looks for GPUs in use
     return environment

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.spec.rope import yarn_parameters
 
 WORDS: Mapping[str, str] = {
     "vanilla": "nothing needs to be set.",
-    "Env": f"set `export {_ALLOCATOR}` before any process starts; with Ray, before Ray starts.",
+    "Env": f"set `export {ENV_IN_WORDS}` before any process starts; with Ray, before Ray starts; {ENV_BEFORE_IN_WORDS}.",
     "Offload": "FSDP2 with CPU offload: parameters, gradients and optimizer states live in host memory.",
     "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of GPUs.",
     "chunked": "`--loss chunked`: the loss never holds more than a chunk of the logits.",
@@ -110,13 +111,13 @@ NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays
 
 def long_context(model_name: str, native_length_tokens: int) -> str:
     """The model's part of a Trinity-RFT configuration past the native length."""
+    factor = f"${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}"
+    block = yarn_parameters(factor, native_length_tokens=native_length_tokens)
+    scaling = "".join(f"    {name}: {value}\n" for name, value in block.items())
     return f"""\
 model:
   model_path: ${{oc.env:MODEL_PATH,{model_name}}}
   max_prompt_tokens: 2048
   max_model_len: ${{oc.env:MAX_MODEL_LEN,4096}}
   rope_scaling:
-    rope_type: yarn
-    factor: ${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}
-    original_max_position_embeddings: {native_length_tokens}
-"""
+{scaling}"""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from highwater.report.table import TextTable
 from highwater.report.text import plain
+from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.cluster import MOST_GPUS
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
@@ -205,7 +206,7 @@ def _headroom(chosen: Candidate) -> str:
 def _environment(candidate: Candidate) -> str:
     if candidate.cell.settings.allocator != "expandable":
         return "nothing to set"
-    return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, before any process starts"
+    return f"{ENV_IN_WORDS}, before any process starts; {ENV_BEFORE_IN_WORDS}"
 
 
 def _positions(yarn: Yarn | None, found: Recommendation) -> str:

@@ -1,5 +1,6 @@
 """Rope: the YaRN block that a length past the native one needs, read off a model's ``config.json`` without transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,16 @@ from highwater.spec.model import Model, read_config
 from highwater.spec.settings import Rope
 
 _KEPT = ("rope_theta", "partial_rotary_factor")
-"""What stays of a model's own parameters."""
+
+
+def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[str, str | float]:
+    """YaRN's block, by the names of transformers: what this package writes, prints or emits of it begins here."""
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": native_length_tokens}
+
+
+def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a model's own parameters where YaRN takes their place."""
+    return {name: own[name] for name in _KEPT if own.get(name) is not None}
 
 
 class Yarn(Noun, frozen=True, kw_only=True):
@@ -19,6 +29,11 @@ class Yarn(Noun, frozen=True, kw_only=True):
     rope_parameters: dict[str, str | float]
     """As transformers 5 names them; ``rope_scaling`` before."""
     max_position_embeddings: int
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """Fields of the model's ``config.json``."""
+        return {"rope_parameters": dict(self.rope_parameters), "max_position_embeddings": self.max_position_embeddings}
 
 
 def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | None:
@@ -36,10 +51,9 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
         native = int(own.get("original_max_position_embeddings") or native)
     if length_tokens <= native:
         return None
-    kept = {name: value for name in _KEPT if (value := own.get(name, config.get(name))) is not None}
     factor = length_tokens / native
     return Yarn(
         factor=factor,
-        rope_parameters={**kept, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": native},
+        rope_parameters={**kept_parameters({**config, **own}), **yarn_parameters(factor, native_length_tokens=native)},
         max_position_embeddings=length_tokens,
     )

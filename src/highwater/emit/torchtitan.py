@@ -1,0 +1,163 @@
+"""A recommendation as torchtitan's configuration, a Python file. Names: ``torchtitan/trainer.py`` and ``config`` of 0.3.0.
+
+A model of the catalog is torchtitan's own of that name; any other goes through its experiment with transformers' models, which
+reads the model's ``config.json``. Its context parallelism gathers keys and values instead of sharing heads.
+"""
+
+from collections.abc import Mapping
+
+from highwater.emit.emitted import (
+    Emitted,
+    Value,
+    comment,
+    engine_alone,
+    environment,
+    exports,
+    heading,
+    refusals,
+    refuse_other_objectives,
+    yarn_lines,
+)
+from highwater.spec.recommendation import Candidate, Recommendation
+
+VERSION = "0.3.0"
+FLAVORS: Mapping[str, tuple[str, str]] = {
+    **{f"Qwen3-{size}": ("qwen3", size) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")},
+    "Llama-3.1-8B": ("llama3", "8B"),
+}
+"""By a model's name in the catalog, torchtitan's module and flavor."""
+_MODULE = "torchtitan_settings"
+_OWN = """\
+import os
+from dataclasses import replace
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{module} import model_registry
+from torchtitan.trainer import Trainer
+
+
+def train() -> Trainer.Config:
+    model = model_registry({flavor!r})
+{rope}    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model))
+    return Trainer.Config(
+        model_spec=model,
+        hf_assets_path=os.environ["MODEL_PATH"],
+        loss={loss},
+{settings}    )
+"""
+_ROPE = """\
+    for layer in model.model.layers:
+        layer.attention.rope = replace(
+            layer.attention.rope,
+{rope}        )
+"""
+_TRANSFORMERS = """\
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.experiments.transformers_modeling_backend import model_registry
+from torchtitan.experiments.transformers_modeling_backend.configs import TransformersBackendConfig
+
+
+def train() -> TransformersBackendConfig:
+    return TransformersBackendConfig(
+        model_spec=model_registry("sft_full"),
+        hf_model={path},
+        hf_assets_path={path},
+        loss=CrossEntropyLoss.Config(),
+{settings}    )
+"""
+
+
+def torchtitan(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """A module with a function that returns the configuration. Raises UsageError for objectives other than ``sft``."""
+    refuse_other_objectives(chosen, ("sft",), target="torchtitan")
+    own = None if model_path else FLAVORS.get(found.model_name)
+    variables, values = environment(chosen), _values(found, chosen)
+    values |= _rope(found) if own else {}
+    gpus = chosen.cell.layout.gpus
+    command = f"torchrun --nproc_per_node={gpus} -m torchtitan.train --module {_MODULE} --config train"
+    cannot = _cannot(found, chosen, is_own=own is not None)
+    said = heading(found, chosen, target="torchtitan", name="torchtitan", version=VERSION)
+    said += exports(variables, before="it starts")
+    said += [] if model_path else ["before it starts: export MODEL_PATH=the model's directory"]
+    said.append("the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that loads the weights, ...")
+    said += refusals(cannot, target="torchtitan")
+    said += [] if own else yarn_lines(found, why="the model is read from there")
+    said.append(f"start, where {_MODULE}.py lies: {command}")
+    return Emitted(
+        target="torchtitan",
+        checked_with=VERSION,
+        values=values,
+        environment=variables,
+        command=command,
+        text=f"{comment(said)}{_program(chosen, values, own, model_path)}",
+        cannot=cannot,
+    )
+
+
+def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:
+    settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
+    said: list[str] = []
+    if degree > 1:
+        said.append(
+            f"Ulysses: {degree} GPUs share each sequence by context parallelism, which gathers keys and values of all heads"
+        )
+    if settings.strategy == "fsdp":
+        said.append("FSDP1: it shards with FSDP2")
+    if settings.loss == "chunked" and not is_own:
+        said.append("--loss chunked for transformers' models: their logits are whole, which takes more")
+    if found.yarn is not None and is_own:
+        said.append("YaRN's attention factor: its own models scale the frequencies alone")
+    return (*said, *engine_alone(settings, target="torchtitan"))
+
+
+def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
+    settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
+    values: dict[str, Value] = {
+        "training.local_batch_size": settings.sequences_per_micro_batch,
+        "training.seq_len": found.length_tokens,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "bfloat16",
+        "training.enable_cpu_offload": settings.offload,
+        "parallelism.data_parallel_shard_degree": chosen.cell.layout.data_parallel_degree,
+        "parallelism.context_parallel_degree": degree,
+    }
+    # "headtail" cannot cut the mask of flex attention, which is what language models have there.
+    return values | ({"parallelism.context_parallel_load_balancer": "ptrr"} if degree > 1 else {})
+
+
+def _rope(found: Recommendation) -> dict[str, Value]:
+    if found.yarn is None:
+        return {}
+    return {
+        "rope.scaling": "yarn",
+        "rope.rope_factor": found.yarn.factor,
+        "rope.original_seq_len": int(found.yarn.rope_parameters["original_max_position_embeddings"]),
+        "rope.max_seq_len": found.yarn.max_position_embeddings,
+    }
+
+
+def _program(chosen: Candidate, values: Mapping[str, Value], own: tuple[str, str] | None, model_path: str | None) -> str:
+    settings = chosen.cell.settings
+    recompute = "None" if settings.recompute == "none" else "FullAC.Config()"
+    sections = (("training", "TrainingConfig"), ("parallelism", "ParallelismConfig"))
+    written = "".join(f"        {name}={kind}(\n{_arguments(name, values)}        ),\n" for name, kind in sections)
+    written += f"        activation_checkpoint={recompute},\n        optimizer=default_adamw(lr=1e-5),\n"
+    if own is None:
+        path = repr(model_path) if model_path else 'os.environ["MODEL_PATH"]'
+        return ("" if model_path else "import os\n\n") + _TRANSFORMERS.format(path=path, settings=written)
+    rope = _arguments("rope", values)
+    loss = "ChunkedLossWrapper.Config(loss_fn=loss)" if settings.loss == "chunked" else "loss"
+    return _OWN.format(module=own[0], flavor=own[1], rope=_ROPE.format(rope=rope) if rope else "", loss=loss, settings=written)
+
+
+def _arguments(section: str, values: Mapping[str, Value]) -> str:
+    """``name=value,`` a line, for one section's."""
+    named = ((name.removeprefix(f"{section}."), value) for name, value in values.items() if name.startswith(f"{section}."))
+    return "".join(f"            {name}={value!r},\n" for name, value in named)

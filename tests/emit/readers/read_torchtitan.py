@@ -1,0 +1,42 @@
+"""Read ``torchtitan_settings.py`` in each folder with torchtitan's ConfigManager: ``read_torchtitan.py FOLDER...``."""
+
+import json
+import os
+import sys
+
+from torchtitan.config import ConfigManager
+
+MODULE = "torchtitan_settings"
+
+answers = []
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.modules.pop(MODULE, None)
+    config = ConfigManager().parse_args(["--module", MODULE, "--config", "train"])
+    sys.path.remove(folder)
+    training, parallelism, model = config.training, config.parallelism, config.model_spec.model
+    model.update_from_config(config=config)  # refuses a length past what the positions reach
+    is_own = not hasattr(config, "hf_model")
+    rope = model.layers[-1].attention.rope if is_own else model.rope_parameters
+    answers.append(
+        {
+            "length": training.seq_len,
+            "budget": training.local_batch_size * training.seq_len // parallelism.context_parallel_degree,
+            "sp": parallelism.context_parallel_degree,
+            "gpus": parallelism.context_parallel_degree * parallelism.data_parallel_shard_degree,
+            "offload": training.enable_cpu_offload,
+            "recompute": type(config.activation_checkpoint).__qualname__ == "FullAC.Config",
+            "path": config.hf_assets_path,
+            "rope": {
+                "rope_type": rope.scaling,
+                "factor": rope.rope_factor,
+                "original_max_position_embeddings": rope.original_seq_len,
+                "rope_theta": rope.theta,
+            }
+            if is_own
+            else rope,
+            "longest": rope.max_seq_len if is_own else model.max_seq_len,
+        }
+    )
+json.dump(answers, sys.stdout)

@@ -1,0 +1,249 @@
+"""What is emitted is read by the trainers' own parsers, in environments of their own, and carries what was recommended."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+import pytest
+
+from highwater.emit.accelerate import accelerate
+from highwater.emit.areal import areal
+from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
+from highwater.emit.torchtitan import torchtitan
+from highwater.emit.trinity import trinity
+from highwater.emit.trl import trl
+from highwater.emit.verl import verl
+from highwater.recommendation import recommend
+from highwater.spec.events import Trainer
+from highwater.spec.model import load_model
+from highwater.spec.recommendation import Candidate, Recommendation
+
+pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+READERS = Path(__file__).parent / "readers"
+MODEL = "Qwen3-4B"
+ODD = 'o\'dd "d", = ${oc.env:HOME} $HOME \\ #1: [ü]'
+EMITS: Mapping[Target, Callable[..., Emitted]] = {
+    "trinity": trinity,
+    "verl": verl,
+    "areal": areal,
+    "trl": trl,
+    "torchtitan": torchtitan,
+    "accelerate": accelerate,
+}
+FILES: Mapping[Target, str] = {
+    **{target: f"{target}.yaml" for target in ("trinity", "areal", "trl", "accelerate")},
+    "verl": "verl.sh",
+    "torchtitan": "torchtitan_settings.py",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A recommendation, and which of its rungs."""
+
+    length: str = "128k"
+    degree: int = 1
+    offload: bool = False
+    directory: str | None = "model"
+    """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
+    allocator: str = "expandable"
+
+    @property
+    def needs_yarn(self) -> bool:
+        return self.length == "128k"
+
+
+CASES = {
+    "within the native length": Case(length="16k", allocator="native"),
+    "past the native length": Case(),
+    "Ulysses": Case(degree=2),
+    "offload": Case(length="16k", offload=True),
+    "offload and Ulysses, past the native length": Case(degree=4, offload=True),
+    "a path with odd characters": Case(degree=2, directory=ODD),
+    "a name": Case(degree=2, directory=None),
+}
+
+
+def python_of(target: str) -> Path:
+    """The environment's; it is missing where nobody called ``make test-emit``."""
+    python = ROOT / f".venv-emit-{target}" / "bin" / "python"
+    assert python.exists(), f"{python} is missing: `make test-emit` installs it"
+    return python
+
+
+@cache
+def place() -> TemporaryDirectory[str]:
+    """Where all folders are; it goes with the process."""
+    return TemporaryDirectory(prefix="emitted")
+
+
+@cache
+def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation, Candidate]:
+    """A folder, the model's directory in it, and what was recommended."""
+    folder = Path(mkdtemp(dir=place().name))
+    model = folder / (case.directory or "model")
+    shutil.copytree(load_model(MODEL).directory, model)
+    found = asked(PREDICTED_FOR[target], target == "areal", replace(case, directory=None))
+    chosen = next(each for each in found.candidates if each.cell.settings.offload is case.offload)
+    return folder, model, found, chosen
+
+
+@cache
+def asked(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendation:
+    """Asked once for all of one prediction: that of Trinity-RFT's trainer takes seconds."""
+    return recommend(
+        MODEL,
+        length=case.length,
+        gpus="6xH200-141GB" if is_beside_rollout else "4xH200-141GB",
+        rollout_gpus=2 if is_beside_rollout else 0,
+        trainer=trainer,
+        allocator=case.allocator,
+        ulysses=[case.degree],
+        **({"offload": True} if case.offload else {}),
+    )
+
+
+def written(target: Target, case: Case) -> tuple[Path, Emitted]:
+    """The emitted files in a folder, and YaRN's block in the model's config.json where the text says so."""
+    folder, model, found, chosen = recommended(target, case)
+    emitted = EMITS[target](found, chosen, model_path=None if case.directory is None else str(model))
+    for name, text in {FILES[target]: emitted.text, **emitted.beside}.items():
+        (folder / name).write_text(text)
+    blocks = [json.loads(line.removeprefix("# ")) for line in emitted.text.splitlines() if line.startswith('# {"rope_parameters"')]
+    if blocks:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | blocks[0]))
+    return folder, emitted
+
+
+def run(target: Target, folders: list[Path]) -> subprocess.CompletedProcess[str]:
+    quiet = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    elsewhere = {"MODEL_PATH": str(folders[-1] / "model"), "DATASET": "/data/prompts"}
+    left_out = ("PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.run(
+        [python_of(target), READERS / f"read_{target}.py", *folders],
+        env=environment | quiet | elsewhere,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@cache
+def read(target: Target) -> dict[str, dict[str, Any]]:
+    """What the trainer's own parser made of each case."""
+    folders = [written(target, case)[0] for case in CASES.values()]
+    done = run(target, folders)  # the last case is the one whose model lies where MODEL_PATH says
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def block_in(emitted: Emitted) -> dict[str, Any]:
+    (line,) = [line for line in emitted.text.splitlines() if line.startswith('# {"rope_parameters"')]
+    return json.loads(line.removeprefix("# "))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("target", EMITS)
+def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name: str) -> None:
+    case = CASES[name]
+    _, model, found, chosen = recommended(target, case)
+    parsed = read(target)[name]
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    assert (layout.ulysses_degree, settings.offload) == (case.degree, case.offload)
+    assert parsed["sp"] == layout.ulysses_degree
+    assert parsed["offload"] is settings.offload
+    assert parsed["gpus"] == found.gpus
+    assert parsed.get("recompute", True) is True or (target == "accelerate" and case.degree > 1)
+    if target != "accelerate":
+        assert parsed["budget"] == chosen.token_budget_tokens
+        assert parsed["length"] == found.length_tokens
+        assert parsed["path"] == str(model)
+        assert_rope(parsed, found)
+
+
+def assert_rope(parsed: dict[str, Any], found: Recommendation) -> None:
+    """Every number of the recommended block; none up to the native length."""
+    rope = parsed["rope"] or {"rope_type": "default"}
+    if found.yarn is None:
+        assert rope["rope_type"] in ("default", "none")
+        return
+    assert {name: rope[name] for name in found.yarn.rope_parameters} == found.yarn.rope_parameters
+    assert parsed.get("longest", found.length_tokens) == found.length_tokens
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accelerate_says_what_is_the_scripts(name: str) -> None:
+    _, _, found, chosen = recommended("accelerate", CASES[name])
+    emitted = accelerate(found, chosen)
+    assert any(f"the token budget of {chosen.token_budget_tokens} a GPU" in each for each in emitted.cannot)
+    if found.yarn is not None:
+        assert block_in(emitted) == found.yarn.block
+
+
+@pytest.mark.parametrize("target", ["trl", "accelerate"])
+def test_sequences_are_shared_by_zero_3_and_else_states_are_sharded_by_fsdp2(target: Target) -> None:
+    for name, parsed in read(target).items():
+        assert parsed["strategy"] == ("zero3" if CASES[name].degree > 1 else "fsdp2")
+        assert not parsed.get("recomputes_twice")
+
+
+@pytest.mark.parametrize("target", ["trinity", "verl"])
+def test_verls_actor_offloads_by_fsdp2(target: Target) -> None:
+    for name, parsed in read(target).items():
+        assert parsed["strategy"] == ("fsdp2" if CASES[name].offload else "fsdp")
+
+
+@pytest.mark.parametrize("target", ["trl", "areal"])
+def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
+    for name, parsed in read(target).items():
+        is_set = CASES[name].allocator == "expandable"
+        assert set(filter(None, parsed["environment"].values())) == ({"expandable_segments:True"} if is_set else set())
+
+
+def test_areals_rollout_has_the_gpus_that_are_set_aside() -> None:
+    assert all(parsed["rollout_gpus"] == 2 for parsed in read("areal").values())
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "wrong"),
+    [
+        ("trinity", "max_token_len_per_gpu", "max_tokens_per_gpu"),
+        ("verl", "ppo_max_token_len_per_gpu", "ppo_max_tokens_per_gpu"),
+        ("areal", "max_tokens_per_mb", "max_tokens"),
+        ("trl", "max_length", "longest"),
+        ("torchtitan", "seq_len", "length"),
+        ("accelerate", "num_processes", "processes"),
+    ],
+)
+def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
+    target: Target, name: str, wrong: str, tmp_path: Path
+) -> None:
+    folder, *_ = recommended(target, CASES["past the native length"])
+    written(target, CASES["past the native length"])
+    shutil.copytree(folder, tmp_path / "wrong", ignore=shutil.ignore_patterns("bin", "files", "names"))
+    path = tmp_path / "wrong" / FILES[target]
+    assert name in path.read_text()
+    path.write_text(path.read_text().replace(name, wrong))
+    done = run(target, [tmp_path / "wrong"])
+    assert done.returncode != 0
+    assert wrong in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("target", EMITS)
+def test_the_version_that_is_installed_is_the_one_that_is_named(target: Target) -> None:
+    _, emitted = written(target, CASES["Ulysses"])
+    package = {"trinity": "trinity-rft"}.get(target, target)
+    command = f"import importlib.metadata as each; print(each.version({package!r}))"
+    done = subprocess.run([python_of(target), "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == emitted.checked_with

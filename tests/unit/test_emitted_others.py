@@ -1,0 +1,277 @@
+"""What is emitted for areal, trl, torchtitan and accelerate: names of their packages, and what they cannot express."""
+
+import ast
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from highwater.emit import accelerate as accelerate_file
+from highwater.emit import areal as areal_file
+from highwater.emit import torchtitan as torchtitan_file
+from highwater.emit import trl as trl_file
+from highwater.emit.accelerate import accelerate
+from highwater.emit.areal import areal
+from highwater.emit.emitted import PREDICTED_FOR, Emitted, nested
+from highwater.emit.torchtitan import FLAVORS, torchtitan
+from highwater.emit.trl import trl
+from highwater.errors import UsageError
+from highwater.recommendation import recommend
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.model import catalog_names
+from highwater.spec.recommendation import Candidate, Recommendation
+
+ROOT = Path(__file__).parents[2]
+EMITS = {"areal": areal, "trl": trl, "torchtitan": torchtitan, "accelerate": accelerate}
+FILES = {"areal": areal_file, "trl": trl_file, "torchtitan": torchtitan_file, "accelerate": accelerate_file}
+TYPES = {"int": int, "bool": bool, "str": str, "float": float}
+
+
+def asked(target: str = "trl", length: int | str = "128k", **changes) -> tuple[Recommendation, Candidate]:
+    rollout = {"rollout_gpus": 2, "gpus": "6xH200-141GB"} if target == "areal" else {"gpus": "4xH200-141GB"}
+    words = {"model": "Qwen3-4B", "length": length, "trainer": PREDICTED_FOR[target], "allocator": "expandable"}
+    found = recommended(json.dumps(words | rollout | changes))
+    assert found.chosen is not None
+    return found, found.chosen
+
+
+@cache
+def recommended(words: str) -> Recommendation:
+    """Asked once: a recommendation for Trinity-RFT's trainer takes seconds."""
+    return recommend(**json.loads(words))
+
+
+def rung(found: Recommendation, *, degree: int, offload: bool) -> Candidate:
+    return next(
+        each
+        for each in found.candidates
+        if (each.cell.layout.ulysses_degree, each.cell.settings.offload, each.is_lowered) == (degree, offload, False)
+    )
+
+
+def recorded(package: str, version: str) -> dict[str, str]:
+    document = json.loads((ROOT / "tests" / "data" / f"settings_{package}.json").read_text())
+    assert (document["package"], document["version"]) == (package, version), "`record_trainers.py` renews it"
+    assert re.fullmatch("[0-9a-f]{64}", document["sha256"])
+    return document["settings"]
+
+
+def is_a(value: object, kind: str) -> bool:
+    """Whether a value is of one of the types that an annotation names."""
+    names = re.findall(r"\w+", kind)
+    return type(value) in [TYPES.get(name) for name in names] or ("Literal" in names and value in names)
+
+
+@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("length", ["16k", "128k"])
+def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str) -> None:
+    known = recorded(target, FILES[target].VERSION)
+    found, _ = asked(target, length)
+    for candidate in found.candidates:
+        for name, value in EMITS[target](found, candidate).values.items():
+            section, _, field = name.partition(".")
+            if target == "trl":
+                launched = name == "accelerate_config" or section == "env"
+                assert launched or section in ("model_init_kwargs",) or is_a(value, known[f"sft.{section}"]), name
+            elif ".env_vars." in name:
+                assert known[name.partition(".env_vars.")[0] + ".env_vars"] == "dict[str, str]"
+            elif name in ("compute_environment", "distributed_type"):
+                assert name in known
+            else:
+                assert is_a(value, known[name]), (name, field)
+
+
+@pytest.mark.parametrize(("objective", "command"), [("grpo", "grpo"), ("rw", "reward")])
+def test_trls_other_commands_have_their_own_names(objective: str, command: str) -> None:
+    known = recorded("trl", trl_file.VERSION)
+    found, chosen = asked(objective=objective, length="16k", ulysses=[1])
+    emitted = trl(found, chosen)
+    assert emitted.command.startswith(f"trl {command} --config trl.yaml")
+    for name, value in emitted.values.items():
+        section = name.partition(".")[0]
+        assert section in ("accelerate_config", "env") or is_a(value, known[f"{command}.{section}"]), name
+    rows = chosen.cell.settings.sequences_per_micro_batch // (2 if objective == "rw" else 1)
+    assert emitted.values["per_device_train_batch_size"] == rows
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+def test_a_generation_batch_of_grpo_is_whole_groups(gpus: int) -> None:
+    found, chosen = asked(objective="grpo", length="4k", ulysses=[1], gpus=f"{gpus}xH200-141GB")
+    values = trl(found, chosen).values
+    assert values["per_device_train_batch_size"] * gpus * values["gradient_accumulation_steps"] % trl_file.GENERATIONS == 0
+
+
+def test_grpo_with_gpus_set_aside_generates_there() -> None:
+    found, chosen = asked(objective="grpo", length="16k", ulysses=[1], rollout_gpus=2)
+    emitted = trl(found, chosen)
+    assert (emitted.values["use_vllm"], emitted.values["vllm_mode"]) == (True, "server")
+    assert "on the 2 GPUs for rollout: trl vllm-serve --data_parallel_size 2 --max_model_len 16384" in emitted.text
+    assert "num_processes: 2" in emitted.beside["accelerate.yaml"]
+
+
+def test_everything_that_the_program_for_torchtitan_imports_is_there() -> None:
+    known = recorded("torchtitan", torchtitan_file.VERSION)
+    found, chosen = asked("torchtitan", loss="chunked")
+    for path in (None, "/models/mine"):
+        tree = ast.parse(torchtitan(found, chosen, model_path=path).text)
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtitan")]
+        assert len(imports) >= 6
+        for node in imports:
+            assert {f"{node.module}:{alias.name}" for alias in node.names} <= set(known), ast.unparse(node)
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert {"TrainingConfig", "ParallelismConfig", "FullAC.Config"} <= calls
+    for name in (node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)):
+        sections = ("training", "parallelism", "trainer")
+        assert any(f"{section}.{name}" in known for section in sections) or name in ("hf_model", "lr"), name
+
+
+def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them() -> None:
+    known = recorded("torchtitan", torchtitan_file.VERSION)
+    assert set(FLAVORS) == set(catalog_names()) - {"tiny"}
+    assert all(f"flavor:{family}:{flavor}" in known for family, flavor in FLAVORS.values())
+    found, chosen = asked("torchtitan", model="Llama-3.1-8B", length="64k")
+    assert "from torchtitan.models.llama3 import model_registry" in torchtitan(found, chosen).text
+
+
+def test_the_text_says_what_the_values_say() -> None:
+    for target in ("areal", "trl", "accelerate"):
+        found, chosen = asked(target)
+        emitted = EMITS[target](found, chosen)
+        assert yaml.safe_load(emitted.text) == nested(emitted.values), target
+
+
+@pytest.mark.parametrize("target", EMITS)
+def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    found, chosen = asked(target)
+    assert chosen.cell.settings.allocator == "expandable"
+    emitted = EMITS[target](found, chosen)
+    if target == "areal":  # its rollout is not told: only the actor's workers are
+        document = yaml.safe_load(emitted.text)
+        assert document["actor"]["scheduling_spec"][0]["env_vars"] == both
+        assert emitted.environment == {}
+    else:
+        assert emitted.environment == both
+        assert all(name in emitted.text for name in both)
+    found, chosen = asked(target, "16k", allocator="native")
+    assert "ALLOC_CONF" not in EMITS[target](found, chosen).text
+
+
+def test_where_trl_recomputes_is_where_it_may() -> None:
+    found, _ = asked()
+    for degree, ours in ((1, False), (2, True)):
+        emitted = trl(found, rung(found, degree=degree, offload=False))
+        launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
+        assert emitted.values["gradient_checkpointing"] is ours
+        assert launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False) is not ours
+    found, _ = asked(recompute="none", length="4k")
+    emitted = trl(found, rung(found, degree=1, offload=False))
+    assert emitted.values["gradient_checkpointing"] is False
+    assert "fsdp_activation_checkpointing: false" in emitted.beside["accelerate.yaml"]
+
+
+def test_accelerate_has_both_fsdps() -> None:
+    for strategy, version, reshard in (("fsdp", 1, "FULL_SHARD"), ("fsdp2", 2, True)):
+        found, _ = asked("accelerate", "16k", strategy=strategy)
+        config = yaml.safe_load(accelerate(found, rung(found, degree=1, offload=False)).text)["fsdp_config"]
+        assert (config["fsdp_version"], config["fsdp_reshard_after_forward"]) == (version, reshard)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "said"),
+    [
+        ("accelerate", {"degree": 1}, ("the token budget of 262144 a GPU", "the objective sft")),
+        ("accelerate", {"degree": 2}, ("2 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3")),
+        ("trl", {"degree": 1}, ("whole logits",)),
+        ("trl", {"degree": 2}, ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2")),
+        ("torchtitan", {"degree": 1}, ("YaRN's attention factor",)),
+        ("torchtitan", {"degree": 2}, ("Ulysses: 2 GPUs share each sequence by context parallelism",)),
+        ("torchtitan", {"degree": 1, "recompute": "all-but-attention"}, ("--recompute all-but-attention",)),
+        ("accelerate", {"degree": 1, "mlp_tiles": 8}, ("--mlp-tiles 8",)),
+        ("torchtitan", {"degree": 1, "strategy": "fsdp"}, ("FSDP1",)),
+        ("areal", {"degree": 2}, ("FSDP1",)),
+    ],
+)
+def test_what_a_trainer_cannot_express_is_said(target: str, changes: dict, said: tuple[str, ...]) -> None:
+    degree = changes.pop("degree")
+    found, _ = asked(target, **changes)
+    emitted = EMITS[target](found, rung(found, degree=degree, offload=False))
+    for each in said:
+        assert any(each in sentence for sentence in emitted.cannot), each
+    lines = [line for line in emitted.text.splitlines() if " cannot express " in line]
+    assert [line.partition(" cannot express ")[2] for line in lines] == list(emitted.cannot)
+
+
+def test_nothing_is_said_to_be_missing_where_nothing_is() -> None:
+    found, _ = asked("torchtitan", "16k")
+    assert torchtitan(found, rung(found, degree=1, offload=True)).cannot == ()
+    found, _ = asked("areal")
+    assert areal(found, rung(found, degree=2, offload=True)).cannot == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "said"),
+    [
+        ("trl", {"objective": "ppo"}, "TRL trains sft, grpo, rw, not ppo"),
+        ("trl", {"objective": "grpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl grpo`"),
+        ("torchtitan", {"objective": "grpo"}, "torchtitan trains sft, not grpo"),
+        ("areal", {"rollout_gpus": 0}, "none are set aside"),
+    ],
+)
+def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(target: str, changes: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        EMITS[target](*asked(target, "16k", **changes))
+    words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
+    flag = words[0].removeprefix("--").replace("-", "_")
+    value = [int(words[1])] if flag == "ulysses" else int(words[1]) if flag == "rollout_gpus" else words[1]
+    assert EMITS[target](*asked(target, "16k", **changes | {flag: value}))
+
+
+@pytest.mark.parametrize("target", EMITS)
+def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
+    found, chosen = asked(target)
+    heading = EMITS[target](found, chosen).text.partition("start")[0]
+    whose = "Trinity-RFT's trainer, which is verl's actor" if target == "areal" else "highwater's own engine"
+    assert f"predicted for {whose}" in heading
+    assert "itself was not measured and may take more" in heading
+    measured = msgspec.structs.replace(chosen, source="measured", found_in="studies/mine.jsonl")
+    heading = EMITS[target](found, measured).text
+    assert f"measured for {whose}" in heading
+    assert "(in studies/mine.jsonl)" in heading
+    assert found.accuracy not in heading
+
+
+@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"])
+def test_a_path_is_a_path(target: str, path: str) -> None:
+    found, chosen = asked(target)
+    text = EMITS[target](found, chosen, model_path=path).text
+    if target == "torchtitan":
+        keywords = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword)]
+        assert [ast.literal_eval(node.value) for node in keywords if node.arg == "hf_model"] == [path]
+    elif target == "trl":
+        assert yaml.safe_load(text)["model_name_or_path"] == path
+    elif target == "areal":
+        assert yaml.safe_load(text)["actor"]["path"] == path.replace("${", "\\${")
+    elif path.isprintable():
+        assert f"the script loads {path} in float32" in text
+
+
+@pytest.mark.parametrize("target", EMITS)
+def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
+    found, chosen = asked(target)
+    for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
+        emitted = EMITS[target](msgspec.structs.replace(found, model_name=f"a{end}import os"), chosen)
+        assert not any(line.startswith("import os") for line in emitted.text.split("\nfrom ")[0].splitlines()[:-1])
+        assert from_json(to_json(emitted), Emitted) == emitted
+
+
+def test_versions_are_those_that_are_installed_to_be_tested_with() -> None:
+    for target, file in FILES.items():
+        pins = (ROOT / "tests" / "emit" / "requirements" / f"{target}.txt").read_text().splitlines()
+        assert f"{target}=={file.VERSION}" in pins
