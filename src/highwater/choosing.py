@@ -7,8 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from highwater.emit.accelerate import accelerate
 from highwater.emit.emitted import Emitted
+from highwater.emit.torchtitan import torchtitan
 from highwater.emit.trinity import trinity
+from highwater.emit.trl import trl
 from highwater.emit.verl import verl
 from highwater.errors import HighwaterError
 from highwater.known import known_recommendation
@@ -27,7 +30,10 @@ from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
 
-_CONFIGURED: Mapping[Trainer, tuple[Callable[..., Emitted], ...]] = {"trinity": (trinity, verl), "highwater": ()}
+_CONFIGURED: Mapping[Trainer, tuple[Callable[..., Emitted], ...]] = {
+    "trinity": (trinity, verl),
+    "highwater": (accelerate, torchtitan, trl),
+}
 """What ``emit`` configures by predictions for each trainer's step."""
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""

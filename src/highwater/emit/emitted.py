@@ -95,13 +95,16 @@ def heading(found: Recommendation, chosen: Candidate, *, target: Target, name: s
     return [
         f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
         f"{rollout}",
-        f"{chosen.label}: {headroom}, {capacity}; {_behind(found, chosen, target, name)}",
+        f"{chosen.label}: {headroom}, {capacity}",
+        _behind(found, chosen, target, name),
         f"{name}'s settings that hold memory; what it learns, from what and how long is yours to add",
     ]
 
 
 def _behind(found: Recommendation, chosen: Candidate, target: Target, name: str) -> str:
     """``predicted for ...``: whose memory it is, and that another trainer's was not measured."""
+    if chosen.source in ("published", "simulated"):
+        return f"{chosen.source}, {found.accuracy}"
     why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
     other = "" if target in ("trinity", "verl") else f". {name} itself was not measured and may take more: leave it headroom"
     return f"{chosen.source} for {_BEHIND[found.trainer]} ({why}){other}"
