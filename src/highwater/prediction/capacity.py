@@ -72,7 +72,7 @@ class CellPrediction(Noun, frozen=True, kw_only=True):
     footprint: Footprint
     """By formula, at the capacity; at the shortest length where nothing fits."""
     headroom_bytes: int
-    """What the upper end of what it needs leaves of a GPU's memory, at that length; below 0 where nothing fits."""
+    """What the upper end leaves of a GPU's memory, at that length; below 0 where nothing fits."""
     replayed: Replayed | None = None
     """The traced steps in the allocator, at that length."""
     likely_tokens: int | None = None
@@ -234,6 +234,6 @@ def predict_at(
         does_not_fit_tokens=None if fits else length_tokens,
         binding="device" if fits_host else "host",
         footprint=used,
-        headroom_bytes=room.device_bytes - needed,
+        headroom_bytes=room.device_bytes - (max(needed, used.device_used_bytes) if around is None else around.high_bytes),
         interval=around,
     )

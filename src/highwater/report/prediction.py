@@ -173,7 +173,7 @@ def learned(calibration: Calibration) -> list[str]:
     """What the intervals promise, what they were learned from, and for what they were not."""
     notes = [
         "a length fits where the upper end of what it needs does, likely is where the prediction itself does; GPU memory counts "
-        "what the allocator only keeps, too, and headroom what it would give back"
+        "what the allocator only keeps, too, as far as there is room"
     ]
     each = [
         f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to {factors.upper:.3f} of the prediction"
