@@ -1,0 +1,50 @@
+"""The pages of results: each table is what its command prints of the files beside it, and every command there can start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+TABLES = (
+    *(f"find/measure.py --page {page} --table" for page in ("sft", "published", "edges", "long")),
+    "find/memory_only.py --table",
+    "find/saves.py --table",
+    "predict/events.py --table",
+    "predict/intervals.py",
+    "predict/second_check.py --table",
+    "predict/traced.py --table",
+)
+OTHERS = ("predict/histories.py --table", "predict/peers.py --table")
+"""Tables that a page has a part of, or sums up."""
+
+
+def run(command: str) -> str:
+    script, *words = command.split()
+    done = subprocess.run([sys.executable, str(RESULTS / script), *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_a_page_has_the_table_that_its_command_prints(command: str) -> None:
+    page = (RESULTS / command.partition("/")[0] / "README.md").read_text().splitlines()
+    rows = [line for line in run(command).splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    assert [row for row in rows if row not in page] == []
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_a_command_prints_a_table(command: str) -> None:
+    assert sum(line.startswith("|") for line in run(command).splitlines()) > 2
+
+
+@pytest.mark.parametrize("script", sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.py")))
+def test_every_script_starts(script: str) -> None:
+    text = (RESULTS / script).read_text()
+    if "argparse" in text:
+        assert "usage:" in run(f"{script} --help")
+    else:
+        compile(text, script, "exec")
