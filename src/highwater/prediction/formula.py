@@ -101,6 +101,20 @@ class Footprint(Noun, frozen=True, kw_only=True):
         return round(self.allocated_bytes / self.filled_share) + self.cached_bytes
 
     @property
+    def besides(self) -> tuple[Term, ...]:
+        """What is reserved besides the live tensors of the peak."""
+        unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
+        return _present(
+            Term(name="what the allocator cannot fill", bytes=unfilled_bytes),
+            Term(name="kept for other streams", bytes=self.cached_bytes),
+        )
+
+    @property
+    def used(self) -> tuple[Term, ...]:
+        """All that the driver reports at the peak: their sum is ``device_used_bytes``."""
+        return (*self.peak.terms, *self.besides, *self.outside)
+
+    @property
     def outside_bytes(self) -> int:
         """Device memory that the allocator does not hold."""
         return sum(term.bytes for term in self.outside)

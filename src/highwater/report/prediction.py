@@ -42,7 +42,7 @@ def term_table(predicted: CellPrediction) -> TextTable:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
     phases: list[tuple[str, Sequence[Term]]] = [(_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases]
-    phases += [("outside the allocator", footprint.outside), ("host", footprint.host)]
+    phases += [("reserved besides", footprint.besides), ("outside the allocator", footprint.outside), ("host", footprint.host)]
     largest = max(term.bytes for _, terms in phases for term in terms)
     rows = [
         (name if index == 0 else "", term.name, "#" * round(_BAR * term.bytes / largest), f"{term.bytes / GIB:.2f}")
@@ -53,6 +53,9 @@ def term_table(predicted: CellPrediction) -> TextTable:
         title=f"{predicted.cell.label}, bytes by term: predicted",
         columns=("phase", "term", "", "GiB"),
         rows=tuple(rows),
+        footnotes=(
+            f"{format_bytes(footprint.device_used_bytes)} in all: the peak, what is reserved besides, and what the allocator does not hold",
+        ),
     )
 
 
