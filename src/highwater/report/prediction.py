@@ -54,7 +54,7 @@ def term_table(predicted: CellPrediction) -> TextTable:
         columns=("phase", "term", "", "GiB"),
         rows=tuple(rows),
         footnotes=(
-            f"{format_bytes(footprint.device_used_bytes)} in all: the peak, what is reserved besides, and what the allocator does not hold",
+            f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, and outside the allocator",
         ),
     )
 
