@@ -15,8 +15,7 @@ from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.foresight import read_prediction
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import Beginning, LogEnd, StudyReport
-from highwater.report.study_report import study_report as assembled
+from highwater.report.study_report import Beginning, LogEnd, StudyReport, assembled
 from highwater.report.text import plain_json
 from highwater.spec.codec import to_json
 from highwater.spec.study import Study

@@ -7,7 +7,7 @@ import msgspec
 from highwater.prediction.capacity import Room
 from highwater.spec.capacities import OF_MEMORY, cell_capacities
 from highwater.spec.flops import step_flops
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_name
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.study import CellAnswer, RecordedTrial, Study
@@ -27,7 +27,7 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
         return "its trials ran on the CPU"
     if question.model.config_digest != model.config_digest:
         return f"its model is {question.model.name}, or that name with another config"
-    if _kind(question.device_name) != _kind(device_name):
+    if kind_name(question.device_name) != kind_name(device_name):
         return f"its GPUs are {question.device_name}"
     memory_bytes = question.memory_budget_bytes or question.device_total_bytes
     if memory_bytes is None or abs(memory_bytes / room.device_bytes - 1) > _SAME_MEMORY:
@@ -121,8 +121,3 @@ def _speed(trial: RecordedTrial) -> float:
     if result is None or result.outcome is not Outcome.FIT or trial.spec.is_memory_only:
         return 0.0
     return result.tokens_per_s or 0.0
-
-
-def _kind(device_name: str) -> str:
-    kind = kind_of(device_name)
-    return device_name if kind is None else kind.name

@@ -8,7 +8,7 @@ from highwater.report.chooser import Place
 from highwater.report.guide import cell_label
 from highwater.report.table import TextTable
 from highwater.spec.recommendation import Candidate
-from highwater.units import GIB, format_tokens
+from highwater.units import GIB, counted, format_tokens
 
 MOST_PLACES = 40
 """Whose maps a page draws: two of some 200 figures each."""
@@ -51,8 +51,7 @@ def headroom_map(place: Place) -> HeatMap:
         for cell in cells
     )
     lengths = tuple(format_tokens(answer.found.length_tokens) for answer in place.answers)
-    count = place.sequences
-    said = f"GiB left of a GPU by settings and length, {count} sequence{'s' if count > 1 else ''} a micro-batch"
+    said = f"GiB left of a GPU by settings and length, {counted(place.sequences, 'sequence')} a micro-batch"
     marked = f"{_MEASURED}: measured, all else predicted" if is_mixed else ", ".join(sources)
     return _map(place, f"{said}; {marked}", ("settings", *lengths), rows)
 

@@ -105,7 +105,16 @@ def gpus_heading(table: GuideTable) -> str:
 
 def summary(table: GuideTable) -> str:
     """One line: how far each model gets, and what kind of figure that is."""
-    return f"longest context known to fit, {table.source}: {', '.join(_reached(table, name) for name in table.models)}"
+    return f"longest context known to fit, {table.source}: {', '.join(f'{name} {reached(table, name)}' for name in table.models)}"
+
+
+def reached(table: GuideTable, model_name: str) -> str:
+    """The longest length that a model is known to fit: ``65,536``, ``131,072 memory-only``, ``none``."""
+    found = farthest(table, model_name)
+    if found is None:
+        return "none"
+    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
+    return f"{format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
 
 
 def only_with_offload(table: GuideTable) -> str:
@@ -231,14 +240,6 @@ def origin_table(guide: Guide) -> TextTable:
 
 def _heading(table: GuideTable) -> str:
     return f"{table.device_name}: {table.source} ({table.training}; native length {format_tokens(table.native_length_tokens)})"
-
-
-def _reached(table: GuideTable, model_name: str) -> str:
-    found = farthest(table, model_name)
-    if found is None:
-        return f"{model_name} none"
-    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
-    return f"{model_name} {format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
 
 
 def _model_path(model_name: str) -> str:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_name
 from highwater.spec.ladder import simplicity
 from highwater.spec.study import Cell, Limit, Question, Study
 from highwater.spec.trial import Outcome
@@ -90,8 +90,7 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
     """The catalog's name of a GPU, where it has one; with its memory, where that is not the whole card's."""
-    kind = kind_of(device_name)
-    name = device_name if kind is None else kind.name
+    name = kind_name(device_name)
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
 
