@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from trainers import recorded
 
 from highwater.emit import accelerate as accelerate_file
 from highwater.emit import areal as areal_file
@@ -52,13 +53,6 @@ def rung(found: Recommendation, *, degree: int, offload: bool) -> Candidate:
         for each in found.candidates
         if (each.cell.layout.ulysses_degree, each.cell.settings.offload, each.is_lowered) == (degree, offload, False)
     )
-
-
-def recorded(package: str, version: str) -> dict[str, str]:
-    document = json.loads((ROOT / "tests" / "data" / f"settings_{package}.json").read_text())
-    assert (document["package"], document["version"]) == (package, version), "`record_trainers.py` renews it"
-    assert re.fullmatch("[0-9a-f]{64}", document["sha256"])
-    return document["settings"]
 
 
 def is_a(value: object, kind: str) -> bool:
