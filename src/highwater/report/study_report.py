@@ -250,7 +250,7 @@ def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: 
     return CellReport(
         label=label,
         cell=cell,
-        answer=next((answer for answer in study.answers if answer.cell == cell), None),
+        answer=study.answer_of(cell),
         bracket=tuple(_bracket(study, cell)),
         predicted=predicted,
         begun_at_tokens=None if beginning is None else beginning.likely_tokens.get(label),

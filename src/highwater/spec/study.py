@@ -259,6 +259,10 @@ class Study(Noun, frozen=True, kw_only=True):
         """Trials with a result."""
         return sum(trial.result is not None for trial in self.trials)
 
+    def answer_of(self, cell: Cell) -> CellAnswer | None:
+        """The cell's answer; None where there is none yet."""
+        return next((answer for answer in self.answers if answer.cell == cell), None)
+
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
         place = cell.layout, cell.settings
