@@ -45,10 +45,6 @@ class Case:
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
 
-    @property
-    def needs_yarn(self) -> bool:
-        return self.length == "128k"
-
 
 CASES = {
     "within the native length": Case(length="16k", allocator="native"),

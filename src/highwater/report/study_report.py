@@ -17,8 +17,6 @@ from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult
 from highwater.version import __version__
 
-SCHEMA_VERSION = 1
-
 Judgement = Literal["inside", "below", "above", "ran out as predicted", "unknown"]
 """A measured figure beside its predicted interval; of a trial that ran out only more than its limit is known."""
 
@@ -123,7 +121,7 @@ class Beginning(Noun, frozen=True, kw_only=True):
 class StudyReport(Noun, frozen=True, kw_only=True):
     """Everything that is known of a study."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     highwater_version: str = __version__
     """That made the report."""
     label: Literal["measured", "simulated"]
@@ -149,7 +147,7 @@ def assembled(
     *,
     predictions: Predictions,
     beginning: Beginning | None = None,
-    log_of: Callable[[TrialResult], LogEnd] = lambda _: LogEnd(reason="logs were not looked for"),
+    log_of: Callable[[TrialResult], LogEnd],
 ) -> StudyReport:
     """The report of a study as it was read, finished or not. ``log_of`` finds the end of a trial's log."""
     logs = {number: log_of(trial.result) for number, trial in enumerate(study.trials, 1) if _failed(trial) and trial.result}
