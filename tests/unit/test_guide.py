@@ -340,7 +340,7 @@ def test_capacities_are_told_with_a_star_past_the_native_length() -> None:
 
 @pytest.mark.parametrize(
     ("fits", "fails", "shown"),
-    [(0, None, "?"), (0, 4096, "-"), (0, 16384, "&lt; 16,384"), (8192, None, "≥ 8,192"), (8192, 9000, "8,192")],
+    [(0, None, "?"), (0, 4096, "-"), (0, 16384, "&lt; 16,384"), (8192, None, "≥8,192"), (8192, 9000, "8,192")],
 )
 def test_a_capacity_says_how_much_is_known(fits: int, fails: int | None, shown: str) -> None:
     question = question_of(gpus=[1])

@@ -286,5 +286,5 @@ def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
             return "?"
         return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
     yarn = "*" if tokens > capacity.native_length_tokens else ""
-    figure = f"{'' if any(length > tokens for length in failures) else '≥ '}{format_tokens(tokens)}{yarn}"
+    figure = f"{'' if any(length > tokens for length in failures) else '≥'}{format_tokens(tokens)}{yarn}"
     return f"{figure} memory-only" if capacity.is_memory_only else figure
