@@ -9,8 +9,9 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
-from highwater.prediction.formula import Term, likely_footprint, outside_terms, refuse_unknown_family
+from highwater.prediction.formula import likely_footprint, outside_terms, refuse_unknown_family
 from highwater.prediction.replay import replay
+from highwater.prediction.terms import Term
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.events import EventLog
 from highwater.spec.settings import Allocator, Objective, Recompute, Strategy

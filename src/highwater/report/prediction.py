@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from highwater.prediction.calibration import Calibration, least_residuals
 from highwater.prediction.capacity import Binding, CellPrediction, Prediction
 from highwater.prediction.constants import MachineConstants
-from highwater.prediction.formula import Phase, Term
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
 from highwater.prediction.score import Miss, Score
+from highwater.prediction.terms import Phase, Term
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
