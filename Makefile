@@ -9,7 +9,7 @@ VENV4 := .venv-transformers4
 EMIT := .venv-emit-
 TRAINERS := accelerate areal torchtitan trinity trl verl
 
-.PHONY: demo test test-all test-pages test-emit lint types contracts install clean-venv
+.PHONY: demo documents docs test test-all test-pages test-emit lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -41,8 +41,6 @@ $(EMIT)%/.ready: tests/emit/requirements/%.txt $(EMIT)torch/.ready
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
-
-.PHONY: documents docs
 
 # What follows from code and records, below docs/: the H200 guide, the picture, the reference, the list of decisions.
 documents: $(READY)

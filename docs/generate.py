@@ -1,6 +1,6 @@
 """Writes the documents that follow from code and records: the H200 guide, the README's picture, the reference of the command line.
 
-``make documents`` runs it; tests/cli/test_generated_documents.py says when that is due. ``--site DIRECTORY`` writes what only the
+``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site DIRECTORY`` writes what only the
 documentation site has: the guide as a page.
 """
 
@@ -13,7 +13,7 @@ from picture import picture
 
 from highwater import guide, write_guide
 from highwater.cli.parser import Parser, commands
-from highwater.cli.search_context_length_capacity import _parser as drop_in_parser
+from highwater.cli.search_context_length_capacity import grammar
 from highwater.report.guide import Guide
 from highwater.report.guide_markdown import guide_markdown
 
@@ -66,7 +66,7 @@ def _command_line() -> Iterator[str]:
     yield "document with a version. [Exit codes](exit-codes.md) say how it ended."
     for name, each in commands().items():
         yield from _command(f"highwater {name}", each)
-    yield from _command("search_context_length_capacity", drop_in_parser())
+    yield from _command("search_context_length_capacity", grammar())
 
 
 def _command(name: str, parser: Parser) -> Iterator[str]:

@@ -59,7 +59,13 @@ from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
-from highwater.store.directory import check_checkpoint_directory, check_log_directory, check_new_file, study_path
+from highwater.store.directory import (
+    check_checkpoint_directory,
+    check_log_directory,
+    check_new_file,
+    study_path,
+    write_new_file,
+)
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
 from highwater.units import format_seconds, parse_tokens
@@ -208,14 +214,9 @@ def _write_timeline(path: Path, question: Question, prediction: Prediction, trac
     log = tracer(question.trial(shown.cell, length_tokens))
     capacity = prediction.room.device_bytes - question.margin_bytes - shown.footprint.outside_bytes
     workspaces = prediction.room.cublas_workspaces_bytes
-    try:
-        path.write_bytes(
-            draw_timeline(log, allocator=shown.cell.settings.allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
-        )
-    except OSError as error:
-        raise MachineError(
-            f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `--timeline` out"
-        ) from error
+    allocator = shown.cell.settings.allocator
+    drawn = draw_timeline(log, allocator=allocator, capacity_bytes=capacity, workspaces_bytes=workspaces)
+    write_new_file(path, drawn, flag="--timeline")
 
 
 def predict_against(table_path: str | Path, *, trainer: Trainer = "highwater") -> Score:

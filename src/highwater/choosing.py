@@ -1,18 +1,13 @@
 """Choosing: what a guide's page answers for each combination of model, GPUs and length: computed by `recommend` and `emit`."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
-from highwater.emit.accelerate import accelerate
-from highwater.emit.emitted import Emitted
-from highwater.emit.torchtitan import torchtitan
-from highwater.emit.trinity import trinity
-from highwater.emit.trl import trl
-from highwater.emit.verl import verl
+from highwater.emit.emitted import PREDICTED_FOR
+from highwater.emit.targets import configured
 from highwater.errors import HighwaterError
 from highwater.known import known_recommendation
 from highwater.launch.probe import gpus_meant
@@ -25,16 +20,10 @@ from highwater.report.guide import NOTHING_FITS, TRAINERS, UNKNOWN, Guide, Guide
 from highwater.report.guide_parts import entry
 from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity
-from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
 
-_CONFIGURED: Mapping[Trainer, tuple[Callable[..., Emitted], ...]] = {
-    "trinity": (trinity, verl),
-    "highwater": (accelerate, torchtitan, trl),
-}
-"""What ``emit`` configures by predictions for each trainer's step."""
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
 _APART = (5 / 4, 4 / 3, 2, 4)
@@ -191,11 +180,10 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     if found.trainer == "highwater":
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
         texts[TRAINERS["highwater"]] = f"{shlex.join(trial)}\n"
-    path = Path(model).expanduser()
-    for emit in _CONFIGURED[found.trainer]:
-        with suppress(HighwaterError):  # a trainer that has no words for it
-            emitted = emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
-            texts[emitted.target] = emitted.text.rstrip("\n") + "\n"
+    for target, trainer in PREDICTED_FOR.items():
+        if trainer == found.trainer:
+            with suppress(HighwaterError):  # a trainer that has no words for it
+                texts[target] = configured(target, found, chosen, model=model).text.rstrip("\n") + "\n"
     return texts
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from highwater import api
-from highwater.errors import MachineError, UsageError
+from highwater.errors import UsageError
 from highwater.prediction.askable import asking_of_prediction, asking_of_study, asking_of_table
 from highwater.prediction.capacity import Prediction, Room, predicted_capacities
 from highwater.report.guide import Guide, guide_tables
@@ -20,7 +20,7 @@ from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
 from highwater.spec.study import Study
-from highwater.store.directory import check_new_file, free_name
+from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
@@ -92,10 +92,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
         text = guide_page(made, places(made))
     else:
         text = guide_markdown(made)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `-o` out") from error
+    write_new_file(path, text.encode(), flag="-o")
     return path
 
 

@@ -11,7 +11,7 @@ from highwater.spec.hardware import kind_of
 from highwater.spec.ladder import simplicity
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.rope import Yarn, yarn
+from highwater.spec.rope import Yarn, yarn, yarn_parameters
 from highwater.spec.study import counted_ranks
 
 
@@ -95,5 +95,5 @@ def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
     if length_tokens <= native:
         return None
     factor = length_tokens / native
-    block: dict[str, str | float] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": native}
-    return Yarn(factor=factor, rope_parameters=block, max_position_embeddings=length_tokens)
+    parameters = yarn_parameters(factor, native_length_tokens=native)
+    return Yarn(factor=factor, rope_parameters=parameters, max_position_embeddings=length_tokens)

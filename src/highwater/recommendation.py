@@ -52,7 +52,7 @@ def recommend(
     """The simplest settings that train ``length`` on ``gpus``, why simpler ones do not, and what the next would buy.
 
     ``rollout_gpus`` of them are set aside: the others are the trainer's, and every count is. ``studies`` are files that
-    ``highwater find`` wrote: where one has an answer for a cell, of this model on as many GPUs of this kind, that is taken and
+    ``highwater find`` wrote: where one tells of a cell, of this model on as many GPUs of this kind, that is taken and
     labelled measured; the other cells are predicted by formula, and fit where the upper end of the interval does.
 
     The other arguments, and ``settings``, are those of ``predict``. Nothing is run.

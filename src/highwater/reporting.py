@@ -12,16 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from highwater import api
-from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.errors import HighwaterError, UsageError
 from highwater.foresight import read_prediction
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import Beginning, LogEnd, StudyReport
-from highwater.report.study_report import study_report as assembled
+from highwater.report.study_report import Beginning, LogEnd, StudyReport, assembled
 from highwater.report.text import plain_json
 from highwater.spec.codec import to_json
 from highwater.spec.study import Study
 from highwater.spec.trial import TrialResult
-from highwater.store.directory import check_new_file
+from highwater.store.directory import check_new_file, write_new_file
 from highwater.store.logs import log_tail
 
 FORMS = (".html", ".md", ".csv", ".json")
@@ -51,12 +50,7 @@ def write_report(path: str | Path, report: StudyReport) -> Path:
     """
     path = Path(path)
     check_report_file(path)
-    text = report_text(report, path.suffix)
-    try:
-        with path.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
-    except OSError as error:
-        raise MachineError(f"{path} cannot be written: {error.strerror}", hint="make room there, or leave `-o` out") from error
+    write_new_file(path, report_text(report, path.suffix).encode(), flag="-o")
     return path
 
 

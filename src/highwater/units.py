@@ -59,6 +59,11 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def counted(count: int, what: str) -> str:
+    """``1 sequence``, ``2 sequences``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: int | None) -> str:
     """``79.15 GiB``; below one GiB in MiB; ``None`` is ``-`` (unknown)."""
     if count is None:

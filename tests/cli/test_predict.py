@@ -40,6 +40,18 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     assert done.stderr == "next: highwater try Qwen3-8B --gpus 1 --ulysses 1 --length 65536\n"
 
 
+def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater: Run) -> None:
+    done = highwater("predict", "Qwen3-8B", "--gpus", "4xH100-80GB", "--length", "64k", "--explain")
+    lines = done.stdout.split("bytes by term: predicted")[1].strip().splitlines()
+    table, footnote = lines[1:-2], lines[-1]
+    parts = {line[:31].strip(): index for index, line in enumerate(table) if line[:31].strip()}
+    ends = dict(zip(parts, [*list(parts.values())[1:], len(table)], strict=True))
+    added = [name for name in parts if "(the peak)" in name or name in ("reserved besides", "outside the allocator")]
+    figures = [float(line.split()[-1]) for name in added for line in table[parts[name] : ends[name]]]
+    assert "kept for other streams" in done.stdout
+    assert sum(figures) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(figures))
+
+
 def test_nothing_that_fits_is_answered_no(highwater: Run) -> None:
     done = highwater("predict", "Qwen3-32B", "--gpus", "RTX-3090", "--allocator", "native")
     assert done.returncode == 1

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +14,8 @@ from typing import Any
 import pytest
 
 from highwater.emit.accelerate import accelerate
-from highwater.emit.areal import areal
 from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
-from highwater.emit.torchtitan import torchtitan
-from highwater.emit.trinity import trinity
-from highwater.emit.trl import trl
-from highwater.emit.verl import verl
+from highwater.emit.targets import EMITS
 from highwater.recommendation import recommend
 from highwater.spec.events import Trainer
 from highwater.spec.model import load_model
@@ -31,14 +27,6 @@ ROOT = Path(__file__).parents[2]
 READERS = Path(__file__).parent / "readers"
 MODEL = "Qwen3-4B"
 ODD = 'o\'dd "d", = ${oc.env:HOME} $HOME \\ #1: [ü]'
-EMITS: Mapping[Target, Callable[..., Emitted]] = {
-    "trinity": trinity,
-    "verl": verl,
-    "areal": areal,
-    "trl": trl,
-    "torchtitan": torchtitan,
-    "accelerate": accelerate,
-}
 FILES: Mapping[Target, str] = {
     **{target: f"{target}.yaml" for target in ("trinity", "areal", "trl", "accelerate")},
     "verl": "verl.sh",
@@ -56,10 +44,6 @@ class Case:
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
-
-    @property
-    def needs_yarn(self) -> bool:
-        return self.length == "128k"
 
 
 CASES = {

@@ -17,6 +17,7 @@ SHOTS = ROOT / "build" / "pages"
 STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-card-full.jsonl"
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 WIDTHS = {"phone": 390, "desktop": 1280}
+_SERIOUS = ("serious", "critical")
 
 Opened = Callable[..., Any]
 """A page of playwright's, by the file's path, a width and a colour scheme."""
@@ -69,6 +70,19 @@ def opened(browser: Any) -> Iterator[Opened]:
     for context in contexts:
         context.close()
     assert troubles == []
+
+
+def serious(page: Any) -> list[str]:
+    """What axe-core finds, with the element and why."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{each['id']}: {node['html']} {node['failureSummary']}"
+        for each in found
+        if each["impact"] in _SERIOUS
+        for node in each["nodes"]
+    ]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import msgspec
 from places import question_of
 
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import LogEnd, StudyReport, study_report
+from highwater.report.study_report import LogEnd, StudyReport, assembled
 from highwater.spec.study import RecordedTrial, Study
 from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.store.journal import read_study
@@ -31,7 +31,7 @@ def real_report(name: str) -> StudyReport:
 
 def report_of(study: Study, logs: LogEnd | None = None) -> StudyReport:
     """The report of a study; every log ends with ``logs``."""
-    return study_report(study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs"))
+    return assembled(study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs"))
 
 
 def trial(length_tokens: int, outcome: Outcome | None, *, used_bytes: int | None = None, text: str = "it ended") -> RecordedTrial:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainers import recorded
 
 from highwater.emit import trinity as trinity_file
 from highwater.emit import verl as verl_file
@@ -67,12 +68,6 @@ def asked(length: int | str = "64k", **changes) -> tuple[Recommendation, Candida
 def rungs() -> list[tuple[Recommendation, Candidate]]:
     found, _ = asked()
     return [(found, candidate) for candidate in found.candidates]
-
-
-def recorded(package: str, version: str) -> dict[str, str]:
-    document = json.loads((DATA / f"settings_{package}.json").read_text())
-    assert (document["package"], document["version"]) == (package, version), "`record_trainers.py` renews it"
-    return document["settings"]
 
 
 @pytest.mark.parametrize(("found", "candidate"), rungs(), ids=lambda each: getattr(each, "label", ""))

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from trainers import recorded
 
 from highwater.emit import accelerate as accelerate_file
 from highwater.emit import areal as areal_file
@@ -18,6 +19,7 @@ from highwater.emit import trl as trl_file
 from highwater.emit.accelerate import accelerate
 from highwater.emit.areal import areal
 from highwater.emit.emitted import PREDICTED_FOR, Emitted, nested
+from highwater.emit.targets import EMITS
 from highwater.emit.torchtitan import FLAVORS, torchtitan
 from highwater.emit.trl import trl
 from highwater.errors import UsageError
@@ -27,7 +29,6 @@ from highwater.spec.model import catalog_names
 from highwater.spec.recommendation import Candidate, Recommendation
 
 ROOT = Path(__file__).parents[2]
-EMITS = {"areal": areal, "trl": trl, "torchtitan": torchtitan, "accelerate": accelerate}
 FILES = {"areal": areal_file, "trl": trl_file, "torchtitan": torchtitan_file, "accelerate": accelerate_file}
 TYPES = {"int": int, "bool": bool, "str": str, "float": float}
 
@@ -54,20 +55,13 @@ def rung(found: Recommendation, *, degree: int, offload: bool) -> Candidate:
     )
 
 
-def recorded(package: str, version: str) -> dict[str, str]:
-    document = json.loads((ROOT / "tests" / "data" / f"settings_{package}.json").read_text())
-    assert (document["package"], document["version"]) == (package, version), "`record_trainers.py` renews it"
-    assert re.fullmatch("[0-9a-f]{64}", document["sha256"])
-    return document["settings"]
-
-
 def is_a(value: object, kind: str) -> bool:
     """Whether a value is of one of the types that an annotation names."""
     names = re.findall(r"\w+", kind)
     return type(value) in [TYPES.get(name) for name in names] or ("Literal" in names and value in names)
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("length", ["16k", "128k"])
 def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str) -> None:
     known = recorded(target, FILES[target].VERSION)
@@ -145,7 +139,7 @@ def test_the_text_says_what_the_values_say() -> None:
         assert yaml.safe_load(emitted.text) == nested(emitted.values), target
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", FILES)
 def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
     both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     found, chosen = asked(target)
@@ -232,7 +226,7 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(target:
     assert EMITS[target](*asked(target, "16k", **changes | {flag: value}))
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", FILES)
 def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
     found, chosen = asked(target)
     heading = EMITS[target](found, chosen).text.partition("start")[0]
@@ -246,7 +240,7 @@ def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
     assert found.accuracy not in heading
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"])
 def test_a_path_is_a_path(target: str, path: str) -> None:
     found, chosen = asked(target)
@@ -262,7 +256,7 @@ def test_a_path_is_a_path(target: str, path: str) -> None:
         assert f"the script loads {path} in float32" in text
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", FILES)
 def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
     found, chosen = asked(target)
     for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):

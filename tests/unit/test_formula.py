@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.prediction.formula import Footprint, footprint
+from highwater.prediction.formula import footprint
+from highwater.prediction.terms import Footprint
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from highwater.prediction.formula import FAMILIES, Footprint, footprint, likely_footprint
+from highwater.prediction.formula import FAMILIES, footprint, likely_footprint
+from highwater.prediction.terms import Footprint
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape, catalog_names, load_model
 from highwater.spec.settings import Settings

@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from highwater import guide
 from highwater.report import guide_parts
 from highwater.report.guide_markdown import guide_markdown
+from highwater.report.markdown import escaped, markdown_list
 from highwater.report.table import TextTable
 
 DATA = Path(__file__).parents[1] / "data"
@@ -68,6 +70,12 @@ def test_many_sources_are_folded_away() -> None:
     assert f"<summary>{len(studies)} sources</summary>" in page
     assert page.count("</details>") == 1
     assert "<details>" not in guide_markdown(guide(LONG)).partition("## Where the numbers come from")[2]
+
+
+def test_text_from_outside_begins_no_heading_and_no_list() -> None:
+    page = MarkdownIt().render(markdown_list(map(escaped, ("# a", "- b", "+ c", "#d"))))
+    assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
+    assert escaped("-") == "-", "nothing fits, in a table"
 
 
 def test_a_memory_budget_is_explained() -> None:

@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
 import pytest
+from markup import LARGEST_BYTES, Page
 from places import question_of
 
 from highwater import guide, write_guide
@@ -18,39 +18,6 @@ from highwater.spec.capacities import study_capacities
 from highwater.spec.study import Study
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
-LARGEST_BYTES = 1_500_000
-VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Elements with their attributes and text; raises for a tag that closes another."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self._open: list[str] = []
-        self.feed(text)
-        assert not self._open, f"never closed: {self._open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 @pytest.fixture(scope="module")

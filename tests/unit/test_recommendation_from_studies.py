@@ -127,9 +127,12 @@ def test_a_trial_of_the_very_length_counts_before_the_bracket():
     assert not told(again, 100_000).fits
 
 
-def test_an_answer_that_is_not_there_yet_tells_nothing():
+def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconclusive_one_nothing():
     study = highwater.open_study(STUDY)
-    assert told(msgspec.structs.replace(study, answers=()), 8192) is None
+    unfinished = msgspec.structs.replace(study, answers=())
+    for length in (8_192, 196_608, 200_000, 204_800):
+        assert told(unfinished, length) == told(study, length)
+    assert told(msgspec.structs.replace(unfinished, trials=()), 8_192) is None
     assert told(changed(capacity_tokens=None, does_not_fit_tokens=None, limit="inconclusive"), 8192) is None
 
 

@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
 from markdown_it import MarkdownIt
+from markup import LARGEST_BYTES, Page
 from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_of, study_of, trial
 
 from highwater import study_report, write_report
@@ -26,41 +26,7 @@ from highwater.report.study_report import LogEnd
 from highwater.spec.trial import Outcome
 from highwater.units import GIB
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-LARGEST_BYTES = 1_500_000
 OUTCOMES = (Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT, Outcome.CRASHED, None)
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, and the text in each kind of element; fails for a tag that closes another."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self._open, f"never closed: {self._open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.texts.append((self._open[-1], data))
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    def text(self, *tags: str) -> str:
-        return " ".join(data for tag, data in self.texts if not tags or tag in tags)
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)

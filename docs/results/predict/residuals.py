@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.prediction.formula import Footprint, likely_footprint
+from highwater.prediction.formula import likely_footprint
 from highwater.prediction.residuals import Residual, residual
+from highwater.prediction.terms import Footprint
 from highwater.spec.codec import to_json
 from highwater.spec.trial import TrialResult, TrialSpec
 

@@ -2,39 +2,12 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
 
 from highwater.cli import console
 from highwater.cli.recommendation import found_for, words_again
-from highwater.emit.accelerate import accelerate
-from highwater.emit.areal import areal
-from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
-from highwater.emit.torchtitan import torchtitan
-from highwater.emit.trinity import trinity
-from highwater.emit.trl import trl
-from highwater.emit.verl import verl
+from highwater.emit.emitted import PREDICTED_FOR
+from highwater.emit.targets import configured
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
-from highwater.spec.recommendation import Candidate, Recommendation
-
-
-class Emit(Protocol):
-    """Makes the configuration of one trainer."""
-
-    def __call__(self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-        """Of a recommendation whose chosen rung is ``chosen``."""
-        ...
-
-
-_TARGETS: Mapping[Target, Emit] = {
-    "trinity": trinity,
-    "verl": verl,
-    "areal": areal,
-    "trl": trl,
-    "torchtitan": torchtitan,
-    "accelerate": accelerate,
-}
 
 
 def emit(arguments: argparse.Namespace) -> int:
@@ -47,8 +20,7 @@ def emit(arguments: argparse.Namespace) -> int:
         console.talk("nothing fits: there is nothing to configure")
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
-    path = Path(arguments.model).expanduser()
-    emitted = _TARGETS[arguments.for_](found, found.chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    emitted = configured(arguments.for_, found, found.chosen, model=arguments.model)
     if arguments.json:
         console.answer_json(emitted)
     else:

@@ -111,7 +111,7 @@ def _run(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """What was typed, with the original's defaults; raises UsageError for a flag that it does not have."""
-    return parse_strictly(_parser(), words)
+    return parse_strictly(grammar(), words)
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
@@ -179,7 +179,7 @@ def _no_dlc(arguments: argparse.Namespace) -> MachineError:
 def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
     """The command line of these arguments with some replaced, defaults left out."""
     values = vars(arguments) | replaced
-    defaults = vars(_parser().parse_args([f"--model_path={arguments.model_path}"]))
+    defaults = vars(grammar().parse_args([f"--model_path={arguments.model_path}"]))
     words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
         if value != defaults[name]:
@@ -201,7 +201,8 @@ def in_these_words(text: str) -> str:
     return text
 
 
-def _parser() -> Parser:
+def grammar() -> Parser:
+    """The flags of the published script."""
     parser = Parser(
         prog=PROGRAM,
         example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",

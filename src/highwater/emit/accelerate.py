@@ -30,13 +30,13 @@ def accelerate(found: Recommendation, chosen: Candidate, *, model_path: str | No
     """How processes start and share states and sequences; the rest is said, for it is the script's."""
     cell, settings = chosen.cell, chosen.cell.settings
     variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *zero_instead(chosen))
-    cannot += tuple(engine_alone(settings, target="accelerate"))
+    cannot += tuple(engine_alone(settings, name="accelerate"))
     said = heading(found, chosen, target="accelerate", name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
     said.append(f"the script loads {model_path or found.model_name} in float32, with flash_attention_2")
     if is_ulysses(chosen):
         said.append(f"needs deepspeed 0.18.2 or newer; each batch is padded to a multiple of {cell.layout.ulysses_degree}")
-    said += refusals(cannot, target="accelerate")
+    said += refusals(cannot, name="accelerate")
     said += yarn_lines(found, why="the model is the script's")
     said.append(f"start: {_COMMAND}")
     values = _values(chosen)

@@ -6,13 +6,22 @@ before a sequence is shared, so ``max_tokens_per_mb`` counts the tokens of all G
 
 import yaml
 
-from highwater.emit.emitted import Emitted, Value, comment, environment, heading, literal, nested, refusals, yarn_lines
+from highwater.emit.emitted import (
+    Emitted,
+    Value,
+    comment,
+    environment,
+    heading,
+    model_lies,
+    nested,
+    refusals,
+    yaml_path,
+    yarn_lines,
+)
 from highwater.errors import UsageError
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "1.0.4"
-MODEL_PATH = "${oc.env:MODEL_PATH}"
-"""Where nobody said where the model lies."""
 DATASET = "${oc.env:DATASET}"
 _COMMAND = "python3 train.py --config areal.yaml"
 _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
@@ -27,15 +36,15 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
     if chosen.cell.settings.strategy == "fsdp":
         cannot.append("FSDP1: its engine is FSDP2, for which this length was not predicted")
     said = heading(found, chosen, target="areal", name="AReaL", version=VERSION)
-    said += [] if model_path else ["before it starts: export MODEL_PATH=the model's directory"]
+    said += model_lies(model_path, before="it starts")
     said.append("before it starts: export DATASET=where prompts come from; train.py is a script like examples/math/gsm8k_rl.py")
     said.append("actor.optimizer.lr is to be replaced by yours")
     said.append(f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}")
     said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")
-    said += refusals(cannot, target="AReaL")
+    said += refusals(cannot, name="AReaL")
     said += yarn_lines(found, why="trainer and rollout read the model itself")
     said.append(f"start: {_COMMAND}")
-    values = _values(found, chosen, literal(model_path) if model_path else MODEL_PATH)
+    values = _values(found, chosen, yaml_path(model_path))
     return Emitted(
         target="areal",
         checked_with=VERSION,

@@ -64,27 +64,37 @@ def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
     return [f"before {before}: export {' '.join(f'{name}={value}' for name, value in variables.items())}"] if variables else []
 
 
-def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, target: str) -> None:
+def model_lies(model_path: str | None, *, before: str) -> list[str]:
+    """Where nobody said where the model lies, what names it: lines of a comment."""
+    return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
+
+
+def yaml_path(model_path: str | None) -> str:
+    """The model's directory in a file that OmegaConf reads; by the environment where nobody said where it lies."""
+    return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
+
+
+def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, name: str) -> None:
     """Raise UsageError for an objective that a trainer does not have."""
     objective = chosen.cell.settings.objective
     if objective not in known:
         others = ", ".join(known)
-        raise UsageError(f"{target} trains {others}, not {objective}", hint=f"use `--objective {next(iter(known))}`")
+        raise UsageError(f"{name} trains {others}, not {objective}", hint=f"use `--objective {next(iter(known))}`")
 
 
-def engine_alone(settings: Settings, *, target: str) -> list[str]:
+def engine_alone(settings: Settings, *, name: str) -> list[str]:
     """What only highwater's own engine does."""
     said: list[str] = []
     if settings.recompute == "all-but-attention":
-        said.append(f"--recompute all-but-attention: {target} recomputes whole layers, which takes less memory and more time")
+        said.append(f"--recompute all-but-attention: {name} recomputes whole layers, which takes less memory and more time")
     if settings.mlp_tiles is not None:
-        said.append(f"--mlp-tiles {settings.mlp_tiles}: {target} has no tiles over the tokens")
+        said.append(f"--mlp-tiles {settings.mlp_tiles}: {name} has no tiles over the tokens")
     return said
 
 
-def refusals(cannot: Collection[str], *, target: str) -> list[str]:
+def refusals(cannot: Collection[str], *, name: str) -> list[str]:
     """What a trainer cannot express: lines of a comment."""
-    return [f"{target} cannot express {each}" for each in cannot]
+    return [f"{name} cannot express {each}" for each in cannot]
 
 
 def heading(found: Recommendation, chosen: Candidate, *, target: Target, name: str, version: str) -> list[str]:

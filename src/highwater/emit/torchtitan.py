@@ -14,6 +14,7 @@ from highwater.emit.emitted import (
     environment,
     exports,
     heading,
+    model_lies,
     refusals,
     refuse_other_objectives,
     yarn_lines,
@@ -76,7 +77,7 @@ def train() -> TransformersBackendConfig:
 
 def torchtitan(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """A module with a function that returns the configuration. Raises UsageError for objectives other than ``sft``."""
-    refuse_other_objectives(chosen, ("sft",), target="torchtitan")
+    refuse_other_objectives(chosen, ("sft",), name="torchtitan")
     own = None if model_path else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
@@ -85,9 +86,9 @@ def torchtitan(found: Recommendation, chosen: Candidate, *, model_path: str | No
     cannot = _cannot(found, chosen, is_own=own is not None)
     said = heading(found, chosen, target="torchtitan", name="torchtitan", version=VERSION)
     said += exports(variables, before="it starts")
-    said += [] if model_path else ["before it starts: export MODEL_PATH=the model's directory"]
+    said += model_lies(model_path, before="it starts")
     said.append("the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that loads the weights, ...")
-    said += refusals(cannot, target="torchtitan")
+    said += refusals(cannot, name="torchtitan")
     said += [] if own else yarn_lines(found, why="the model is read from there")
     said.append(f"start, where {_MODULE}.py lies: {command}")
     return Emitted(
@@ -114,7 +115,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
         said.append("--loss chunked for transformers' models: their logits are whole, which takes more")
     if found.yarn is not None and is_own:
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
-    return (*said, *engine_alone(settings, target="torchtitan"))
+    return (*said, *engine_alone(settings, name="torchtitan"))
 
 
 def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:

@@ -13,26 +13,25 @@ from highwater.emit.emitted import (
     environment,
     exports,
     heading,
-    literal,
+    model_lies,
     nested,
     strategy,
+    yaml_path,
     yarn_lines,
 )
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.6.0"
-MODEL_PATH = "${oc.env:MODEL_PATH}"
-"""Where nobody said where the model lies."""
 _COMMAND = "trinity run --config trinity.yaml"
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The sections that a length depends on."""
-    values = _values(found, chosen, literal(model_path) if model_path else MODEL_PATH)
+    values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen)
     said = heading(found, chosen, target="trinity", name="Trinity-RFT", version=VERSION)
     said += exports(variables, before="`ray start`")
-    said += [] if model_path else ["before `ray start`: export MODEL_PATH=the model's directory"]
+    said += model_lies(model_path, before="`ray start`")
     said += yarn_lines(found, why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself")
     if found.rollout_gpus:
         said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")

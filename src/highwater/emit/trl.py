@@ -17,6 +17,7 @@ from highwater.emit.emitted import (
     engine_alone,
     environment,
     heading,
+    model_lies,
     nested,
     refusals,
     refuse_other_objectives,
@@ -40,19 +41,20 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     Raises UsageError for an objective that it has no command for, and for sequences shared among GPUs in others than ``sft``.
     """
     settings = chosen.cell.settings
-    refuse_other_objectives(chosen, COMMANDS, target="TRL")
+    refuse_other_objectives(chosen, COMMANDS, name="TRL")
     if is_ulysses(chosen) and settings.objective != "sft":
         raise UsageError(
             f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {COMMANDS[settings.objective]}`",
             hint="use `--ulysses 1`, or leave `--objective` out",
         )
-    cannot = (*_cannot(chosen), *zero_instead(chosen), *engine_alone(settings, target="TRL"))
+    cannot = (*_cannot(chosen), *zero_instead(chosen), *engine_alone(settings, name="TRL"))
     command = " ".join(("trl", COMMANDS[settings.objective], "--config trl.yaml", *([] if model_path else [_ELSEWHERE])))
     said = heading(found, chosen, target="trl", name="TRL", version=VERSION)
     said.append(f"beside it {FILE}: the same words after `highwater emit --for accelerate`")
     said.append("flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: kernels-community/flash-attn2")
+    said += model_lies(model_path, before="it starts")
     said += _about_rollout(found) if settings.objective == "grpo" else []
-    said += refusals(cannot, target="TRL")
+    said += refusals(cannot, name="TRL")
     said.append(f"start: {command}")
     values = _values(found, chosen, model_path)
     return Emitted(

@@ -7,7 +7,7 @@ they would end vLLM's sleep mode, whose memory pool refuses them (https://github
 import re
 import shlex
 
-from highwater.emit.emitted import Emitted, Value, comment, heading, literal, strategy, yarn_lines
+from highwater.emit.emitted import Emitted, Value, comment, heading, literal, model_lies, strategy, yarn_lines
 from highwater.errors import UsageError
 from highwater.spec.allocator import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -34,7 +34,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
         said.append(
             f"expandable segments: verl turns them on after each exchange of weights; {ENV_IN_WORDS} would end vLLM's sleep mode"
         )
-    said += [] if model_path else ["before: export MODEL_PATH=the model's directory"]
+    said += model_lies(model_path, before="it starts")
     said += yarn_lines(found, why="no override reaches rope parameters, which are a mapping in the model's config")
     said.append(f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}")
     words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from highwater.prediction.residuals import Method, Residual
 from highwater.spec.codec import Noun
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_name
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Question, counted_ranks
@@ -164,8 +164,8 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 def _unlike(question: Question, residuals: Sequence[Residual], state_bytes_per_parameter: int) -> tuple[str, ...]:
     """In words: the GPU, the model, and of the cells what none of these trials had."""
     known = {(field, getattr(residual, field)) for residual in residuals for field in Residual.__struct_fields__}
-    known |= {("kind", _kind(residual.device_name)) for residual in residuals}
-    kind = _kind(question.device_name)
+    known |= {("kind", kind_name(residual.device_name)) for residual in residuals}
+    kind = kind_name(question.device_name)
     asked: list[tuple[str, str, object]] = [(kind, "kind", kind), (question.model.name, "model_name", question.model.name)]
     for cell in question.cells:
         layout, settings = cell.layout, cell.settings
@@ -181,9 +181,3 @@ def _unlike(question: Question, residuals: Sequence[Residual], state_bytes_per_p
     if state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
         unlike.append(f"states of {state_bytes_per_parameter} bytes a parameter")
     return _distinct(unlike)
-
-
-def _kind(device_name: str) -> str:
-    """The catalog's name of a GPU, or the driver's."""
-    kind = kind_of(device_name)
-    return device_name if kind is None else kind.name

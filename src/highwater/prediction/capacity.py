@@ -8,9 +8,10 @@ import msgspec
 from highwater.prediction import formula, trinity
 from highwater.prediction.calibration import Calibration, Factors, Interval, interval
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
-from highwater.prediction.formula import Footprint, Formula, outside_terms
+from highwater.prediction.formula import Formula, outside_terms
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
+from highwater.prediction.terms import Footprint
 from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer

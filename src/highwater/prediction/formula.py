@@ -24,7 +24,7 @@ from highwater.prediction.constants import (
     MachineConstants,
 )
 from highwater.prediction.streams import cached_bytes
-from highwater.spec.codec import Noun
+from highwater.prediction.terms import Footprint, Phase, Term, present
 from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
@@ -52,77 +52,6 @@ def refuse_unknown_family(model: Model) -> None:
             f"{model.name} is of the family {model.shape.model_type}; predictions know {', '.join(FAMILIES)}",
             hint="a model of these can be predicted, for example `highwater predict Llama-3.1-8B --gpus 4xH100-80GB`",
         )
-
-
-class Term(Noun, frozen=True, kw_only=True):
-    """One part of the memory, by its name."""
-
-    name: str
-    bytes: int
-
-
-class Phase(Noun, frozen=True, kw_only=True):
-    """One moment of a step, and what is alive in it."""
-
-    name: str
-    terms: tuple[Term, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Their sum."""
-        return sum(term.bytes for term in self.terms)
-
-
-class Footprint(Noun, frozen=True, kw_only=True):
-    """Predicted memory of one GPU, and of the host over all of them."""
-
-    phases: tuple[Phase, ...]
-    outside: tuple[Term, ...]
-    """Device memory that the allocator does not hold."""
-    host: tuple[Term, ...]
-    filled_share: float
-    """Share of the allocator's memory that live tensors can fill."""
-    cached_bytes: int = 0
-    """What the allocator keeps besides for other streams, and gives back where it has to: reserved, but not needed."""
-
-    @property
-    def peak(self) -> Phase:
-        """The phase that needs the most."""
-        return max(self.phases, key=lambda phase: phase.bytes)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Peak of the live tensors."""
-        return self.peak.bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What the allocator takes for them, and keeps."""
-        return round(self.allocated_bytes / self.filled_share) + self.cached_bytes
-
-    @property
-    def outside_bytes(self) -> int:
-        """Device memory that the allocator does not hold."""
-        return sum(term.bytes for term in self.outside)
-
-    @property
-    def device_used_bytes(self) -> int:
-        """What the driver reports."""
-        return self.reserved_bytes + self.outside_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a GPU has to have: less than that runs out."""
-        return self.device_used_bytes - self.cached_bytes
-
-    def within(self, room_bytes: int) -> "Footprint":
-        """The same on a GPU with so much: nothing stays cached that there is no room for."""
-        return msgspec.structs.replace(self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes)))
-
-    @property
-    def host_bytes(self) -> int:
-        """What the machine's memory has to have."""
-        return sum(term.bytes for term in self.host)
 
 
 class Formula(Protocol):
@@ -165,13 +94,13 @@ def footprint(
         Term(name="activations of all layers" if settings.recompute == "none" else "kept by recompute", bytes=_kept(step)),
     )
     phases = (
-        Phase(name="loss", terms=_present(*always, *_loss_terms(step))),
-        Phase(name="backward of a layer", terms=_present(*always, *_layer_terms(step))),
+        Phase(name="loss", terms=present(*always, *_loss_terms(step))),
+        Phase(name="backward of a layer", terms=present(*always, *_layer_terms(step))),
     )
     return Footprint(
         phases=phases,
         outside=outside_terms(layout, device),
-        host=_present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
+        host=present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
         cached_bytes=cached_bytes(shape, settings, layout) if device == "cuda" else 0,
     )
@@ -361,7 +290,7 @@ def outside_terms(layout: Layout, device: Device, own: MachineConstants | None =
     else:
         context = _next_larger(own.context_bytes, layout.gpus)
         nccl, all_to_all = NCCL_BYTES | own.nccl_bytes, NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
-    return _present(
+    return present(
         Term(name="context", bytes=context),
         *(() if device == "cpu" or layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
@@ -387,7 +316,3 @@ def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[
         Term(name="offloaded states and reference", bytes=states),
         Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
     )
-
-
-def _present(*terms: Term) -> tuple[Term, ...]:
-    return tuple(term for term in terms if term.bytes)

@@ -1,16 +1,18 @@
 """Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the GPU, the time of a step."""
 
+from collections.abc import Sequence
 from math import log
+from typing import Literal
 
 import msgspec
 
 from highwater.prediction.capacity import Room
-from highwater.spec.capacities import OF_MEMORY, cell_capacities
+from highwater.spec.capacities import Capacity, cell_capacities
 from highwater.spec.flops import step_flops
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_name
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.spec.recommendation import Candidate, StepTime
-from highwater.spec.study import CellAnswer, RecordedTrial, Study
+from highwater.spec.study import Cell, RecordedTrial, Study
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
@@ -27,7 +29,7 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
         return "its trials ran on the CPU"
     if question.model.config_digest != model.config_digest:
         return f"its model is {question.model.name}, or that name with another config"
-    if _kind(question.device_name) != _kind(device_name):
+    if kind_name(question.device_name) != kind_name(device_name):
         return f"its GPUs are {question.device_name}"
     memory_bytes = question.memory_budget_bytes or question.device_total_bytes
     if memory_bytes is None or abs(memory_bytes / room.device_bytes - 1) > _SAME_MEMORY:
@@ -42,27 +44,26 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
-    """The candidate as the study's trials have it; None where they do not tell of this length in this cell."""
-    answer = next((answer for answer in study.answers if answer.cell == candidate.cell), None)
-    if answer is None or answer.capacity_tokens is None:
+    """The candidate as the study's trials have it, finished or not; None where they do not tell of this length in this cell."""
+    if candidate.cell not in study.question.cells:
         return None
-    known = [fits for each in cell_capacities(study, answer.cell) if (fits := each.fits(length_tokens)) is not None]
+    capacities = cell_capacities(study, candidate.cell)
+    known = [fits for each in capacities if (fits := each.fits(length_tokens)) is not None]
     if not known:
         return None
     fits = any(known)
-    is_memory_only = fits and not _is_trained(study, answer, length_tokens)
     return msgspec.structs.replace(
         candidate,
         fits=fits,
         source="measured",
         found_in=study.path or "a study",
-        is_memory_only=is_memory_only,
-        headroom_bytes=_headroom_bytes(study, answer, length_tokens) if fits else None,
+        is_memory_only=fits and not _is_trained(study, capacities, length_tokens),
+        headroom_bytes=_headroom_bytes(study, candidate.cell, length_tokens) if fits else None,
         lacks_bytes=None,
-        lacks_of=None if fits else "host" if answer.limit == "host_memory" else "device",
-        capacity_tokens=max(answer.reach_tokens or 0, length_tokens if fits else 0),
+        lacks_of=None if fits else _lacks_of(study, candidate.cell),
+        capacity_tokens=max(length_tokens if fits else 0, *(each.capacity_tokens for each in capacities)),
         capacity_source="measured",
-        is_at_least=answer.limit not in OF_MEMORY,
+        is_at_least=all(each.does_not_fit_tokens is None for each in capacities),
         step_time=step_time(study, candidate, length_tokens),
     )
 
@@ -89,30 +90,39 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
     )
 
 
-def _is_trained(study: Study, answer: CellAnswer, length_tokens: int) -> bool:
+def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
+    """By a full trial of this very length, or below the longest that was trained."""
     trained = any(
-        trial.result is not None and trial.result.outcome is Outcome.FIT for trial in _trials(study, answer, length_tokens)
+        trial.result is not None and trial.result.outcome is Outcome.FIT
+        for trial in study.trials_of(capacities[0].cell)
+        if trial.spec.length_tokens == length_tokens
     )
-    return trained or length_tokens <= (answer.capacity_tokens or 0)
+    return trained or any(length_tokens <= each.capacity_tokens for each in capacities if not each.is_memory_only)
 
 
-def _headroom_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int | None:
+def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
+    """By the answer; before there is one, by the trials."""
+    answer = study.answer_of(cell)
+    if answer is not None:
+        return "host" if answer.limit == "host_memory" else "device"
+    outcomes = {trial.result.outcome for trial in study.trials_of(cell) if trial.result is not None}
+    return "host" if Outcome.HOST_OUT_OF_MEMORY in outcomes and Outcome.OUT_OF_MEMORY not in outcomes else "device"
+
+
+def _headroom_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
     """That the shortest fit of this length or above left, which leaves no more; without one, that of the answer."""
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
-        for trial in study.trials_of(answer.cell)
+        for trial in study.trials_of(cell)
         if trial.result is not None and study.question.counts_as_fit(trial.result) and trial.result.headroom_bytes is not None
     ]
     left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
-    if left is not None:
-        return left[1]
+    answer = study.answer_of(cell)
+    if left is not None or answer is None:
+        return None if left is None else left[1]
     if length_tokens > (answer.capacity_tokens or 0):
         return None if answer.memory_only is None else answer.memory_only.headroom_bytes
     return answer.headroom_bytes
-
-
-def _trials(study: Study, answer: CellAnswer, length_tokens: int) -> list[RecordedTrial]:
-    return [trial for trial in study.trials_of(answer.cell) if trial.spec.length_tokens == length_tokens]
 
 
 def _speed(trial: RecordedTrial) -> float:
@@ -121,8 +131,3 @@ def _speed(trial: RecordedTrial) -> float:
     if result is None or result.outcome is not Outcome.FIT or trial.spec.is_memory_only:
         return 0.0
     return result.tokens_per_s or 0.0
-
-
-def _kind(device_name: str) -> str:
-    kind = kind_of(device_name)
-    return device_name if kind is None else kind.name

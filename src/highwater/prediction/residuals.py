@@ -5,10 +5,13 @@ from importlib.resources import files
 from itertools import zip_longest
 from typing import Literal, TypeGuard
 
+import msgspec
+
 from highwater.errors import UsageError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
 from highwater.prediction.formula import likely_footprint, outside_terms, refuse_unknown_family
 from highwater.prediction.replay import replay
+from highwater.prediction.terms import Term
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.events import EventLog
 from highwater.spec.settings import Allocator, Objective, Recompute, Strategy
@@ -69,9 +72,8 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
-            outside_bytes = _outside_bytes(spec, trial.result, own)
-            needed_bytes = footprint.reserved_bytes - footprint.cached_bytes + outside_bytes
-            found = residual(spec, trial.result, "formula", needed_bytes, cached_bytes=footprint.cached_bytes)
+            footprint = msgspec.structs.replace(footprint, outside=_outside(spec, trial.result, own))
+            found = residual(spec, trial.result, "formula", footprint.needed_bytes, cached_bytes=footprint.cached_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
     if not told:
@@ -107,7 +109,8 @@ def traced_residual(
     replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share, workspaces_bytes=workspaces)
     if not replayed.fits:
         return None
-    return residual(spec, result, "trace", replayed.peak_reserved_bytes + _outside_bytes(spec, result, own))
+    outside_bytes = sum(term.bytes for term in _outside(spec, result, own))
+    return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
 def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
@@ -115,8 +118,8 @@ def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[Machi
     return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
 
 
-def _outside_bytes(spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> int:
-    return sum(term.bytes for term in outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None))
+def _outside(spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> tuple[Term, ...]:
+    return outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None)
 
 
 def residual(spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, *, cached_bytes: int = 0) -> Residual | None:

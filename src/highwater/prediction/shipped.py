@@ -14,8 +14,8 @@ from highwater.prediction.affine import AffineLog
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cells
 from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
 from highwater.prediction.exact import edge, ended
-from highwater.prediction.formula import Term
 from highwater.prediction.replay import Replayed, needed, replay
+from highwater.prediction.terms import Term
 from highwater.prediction.trinity import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.layout import Layout

@@ -7,7 +7,7 @@ T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters
 """
 
 from highwater.prediction.constants import TRINITY_EMBEDDING_BYTES, TRINITY_FILLED_SHARE, TRINITY_FIXED_BYTES, TRINITY_LOGITS_BYTES
-from highwater.prediction.formula import Footprint, Phase, Term
+from highwater.prediction.terms import Footprint, Phase, Term
 from highwater.spec.footprint import device_state_bytes, host_state_bytes, layer_input_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape

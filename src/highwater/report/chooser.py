@@ -13,7 +13,7 @@ from highwater.report.text import plain_lines
 from highwater.spec.codec import to_builtins
 from highwater.spec.recommendation import Recommendation
 
-NOT_EMBEDDED = ("candidates", "chosen")
+_NOT_EMBEDDED = ("candidates", "chosen")
 """Fields of a recommendation that stand for themselves: what is chosen; and the candidates, which only its tables have, for they
 would be most of the page."""
 
@@ -55,7 +55,7 @@ def chooser_json(places: Sequence[Place]) -> str:
 
     ``places`` hold a place's names and its answers; of an answer, ``fields`` and all texts are indices into ``values``.
     """
-    fields = [name for name in Recommendation.__struct_fields__ if name not in NOT_EMBEDDED]
+    fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
     drafts = [_place(place, fields) for place in places]
     counted = Counter(_keys(drafts))
     order = {key: index for index, (key, _) in enumerate(counted.most_common())}

@@ -8,7 +8,7 @@ from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
-from highwater.units import format_bytes
+from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
 TRAINERS = {"highwater": "highwater", "trinity": "Trinity-RFT"}
@@ -121,7 +121,7 @@ def training(capacity: Capacity) -> str:
     """Whose step it is, what it trains and has to leave: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
     count = settings.sequences_per_micro_batch
-    packed = f"{count} sequence{'s' if count > 1 else ''} per micro-batch"
+    packed = f"{counted(count, 'sequence')} per micro-batch"
     if settings.token_budget_tokens is not None:
         packed = f"a token budget of {settings.token_budget_tokens} per GPU"
     whose, what, *others = _trained(capacity)

@@ -8,7 +8,7 @@ from highwater.report.chooser import Place
 from highwater.report.guide import cell_label
 from highwater.report.table import TextTable
 from highwater.spec.recommendation import Candidate
-from highwater.units import GIB, format_tokens
+from highwater.units import GIB, counted, format_tokens
 
 MOST_PLACES = 40
 """Whose maps a page draws: two of some 200 figures each."""
@@ -51,8 +51,7 @@ def headroom_map(place: Place) -> HeatMap:
         for cell in cells
     )
     lengths = tuple(format_tokens(answer.found.length_tokens) for answer in place.answers)
-    count = place.sequences
-    said = f"GiB left of a GPU by settings and length, {count} sequence{'s' if count > 1 else ''} a micro-batch"
+    said = f"GiB left of a GPU by settings and length, {counted(place.sequences, 'sequence')} a micro-batch"
     marked = f"{_MEASURED}: measured, all else predicted" if is_mixed else ", ".join(sources)
     return _map(place, f"{said}; {marked}", ("settings", *lengths), rows)
 
@@ -69,7 +68,7 @@ def term_map(place: Place) -> HeatMap | None:
     )
     rows = [((name,), tuple(_share(terms.get(name), most) for terms in each)) for name in names]
     used = [predicted.footprint.device_used_bytes for predicted in explained]
-    total = (("all, with what the allocator cannot fill",), tuple(Figure(f"{size / GIB:.2f}", 0.0) for size in used))
+    total = (("all",), tuple(Figure(f"{size / GIB:.2f}", 0.0) for size in used))
     length = format_tokens(place.explained_tokens)
     caption = f"GiB by term and settings at the peak of a step of {length} tokens, predicted by formula"
     return _map(place, caption, ("term", *(cell_label(predicted.cell) for predicted in explained)), (*rows, total))
@@ -98,9 +97,9 @@ def _headroom(candidate: Candidate | None, device_bytes: int, *, is_mixed: bool)
 
 
 def _terms(predicted: CellPrediction) -> dict[str, int]:
-    """What is alive at the peak, and what the allocator does not hold."""
+    """All of the GPU's memory that is used at the peak."""
     terms: dict[str, int] = {}
-    for term in (*predicted.footprint.peak.terms, *predicted.footprint.outside):
+    for term in predicted.footprint.used:
         terms[term.name] = terms.get(term.name, 0) + term.bytes
     return terms
 

@@ -15,7 +15,6 @@ from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_m
 from highwater.report.guide_parts import Section
 from highwater.report.page import page_template
 from highwater.spec.study import counted_ranks
-from highwater.units import format_tokens
 
 _BAR_WIDTH, _ROW_HEIGHT = 360, 22
 """Of the picture of a section, in its own units; the width is that of the longest bar."""
@@ -71,15 +70,17 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
 
 
 def _chart(section: Section) -> Chart:
-    reached = [(table, name, farthest(table, name)) for table in section.tables for name in table.models]
-    longest = max((found[0] for *_, found in reached if found is not None), default=1)
-    bars: list[Bar] = []
-    for row, (table, name, found) in enumerate(reached):
-        is_memory_only = found is not None and found[1].capacity is not None and found[1].capacity.is_memory_only
-        tokens = 0 if found is None else found[0]
-        text = f"{format_tokens(tokens)}{' memory-only' if is_memory_only else ''}" if tokens else "none"
-        label = f"{guide_parts.gpus_heading(table)}, {name}"
-        bars.append(Bar(label=label, text=text, width=round(_BAR_WIDTH * tokens / longest), y=row * _ROW_HEIGHT))
+    found = [(table, name, (farthest(table, name) or (0,))[0]) for table in section.tables for name in table.models]
+    longest = max(tokens for *_, tokens in found) or 1
+    bars = [
+        Bar(
+            label=f"{guide_parts.gpus_heading(table)}, {name}",
+            text=guide_parts.reached(table, name),
+            width=round(_BAR_WIDTH * tokens / longest),
+            y=row * _ROW_HEIGHT,
+        )
+        for row, (table, name, tokens) in enumerate(found)
+    ]
     return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
 
 

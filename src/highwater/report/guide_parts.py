@@ -105,7 +105,16 @@ def gpus_heading(table: GuideTable) -> str:
 
 def summary(table: GuideTable) -> str:
     """One line: how far each model gets, and what kind of figure that is."""
-    return f"longest context known to fit, {table.source}: {', '.join(_reached(table, name) for name in table.models)}"
+    return f"longest context known to fit, {table.source}: {', '.join(f'{name} {reached(table, name)}' for name in table.models)}"
+
+
+def reached(table: GuideTable, model_name: str) -> str:
+    """The longest length that a model is known to fit: ``65,536``, ``131,072 memory-only``, ``none``."""
+    found = farthest(table, model_name)
+    if found is None:
+        return "none"
+    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
+    return f"{format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
 
 
 def only_with_offload(table: GuideTable) -> str:
@@ -233,14 +242,6 @@ def _heading(table: GuideTable) -> str:
     return f"{table.device_name}: {table.source} ({table.training}; native length {format_tokens(table.native_length_tokens)})"
 
 
-def _reached(table: GuideTable, model_name: str) -> str:
-    found = farthest(table, model_name)
-    if found is None:
-        return f"{model_name} none"
-    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
-    return f"{model_name} {format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
-
-
 def _model_path(model_name: str) -> str:
     """An example of a path in a configuration: text from outside only where it is harmless there."""
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
@@ -285,5 +286,5 @@ def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
             return "?"
         return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
     yarn = "*" if tokens > capacity.native_length_tokens else ""
-    figure = f"{'' if any(length > tokens for length in failures) else '≥ '}{format_tokens(tokens)}{yarn}"
+    figure = f"{'' if any(length > tokens for length in failures) else '≥'}{format_tokens(tokens)}{yarn}"
     return f"{figure} memory-only" if capacity.is_memory_only else figure

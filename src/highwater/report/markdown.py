@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from highwater.report.table import TextTable
 from highwater.report.text import plain, plain_lines
 
-_SPECIAL = re.compile(r"[|*`\[\]\\~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+_SPECIAL = re.compile(r"[|*`\[\]\\~$]|^#|^[-+](?=\s)|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 
 
 def escaped(text: str) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from highwater.prediction.calibration import Calibration, least_residuals
 from highwater.prediction.capacity import Binding, CellPrediction, Prediction
 from highwater.prediction.constants import MachineConstants
-from highwater.prediction.formula import Phase, Term
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
 from highwater.prediction.score import Miss, Score
+from highwater.prediction.terms import Phase, Term
 from highwater.report.table import TextTable
 from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
@@ -42,7 +42,7 @@ def term_table(predicted: CellPrediction) -> TextTable:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
     phases: list[tuple[str, Sequence[Term]]] = [(_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases]
-    phases += [("outside the allocator", footprint.outside), ("host", footprint.host)]
+    phases += [("reserved besides", footprint.besides), ("outside the allocator", footprint.outside), ("host", footprint.host)]
     largest = max(term.bytes for _, terms in phases for term in terms)
     rows = [
         (name if index == 0 else "", term.name, "#" * round(_BAR * term.bytes / largest), f"{term.bytes / GIB:.2f}")
@@ -53,6 +53,9 @@ def term_table(predicted: CellPrediction) -> TextTable:
         title=f"{predicted.cell.label}, bytes by term: predicted",
         columns=("phase", "term", "", "GiB"),
         rows=tuple(rows),
+        footnotes=(
+            f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, and outside the allocator",
+        ),
     )
 
 

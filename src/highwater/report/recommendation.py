@@ -9,7 +9,7 @@ from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.cluster import MOST_GPUS
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
-from highwater.units import GIB, format_bytes, format_seconds, format_tokens
+from highwater.units import GIB, counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
 """Of the rungs that train longer than what was shown before them."""
@@ -179,7 +179,7 @@ def _packed(candidate: Candidate, found: Recommendation) -> str:
     count, degree = candidate.cell.settings.sequences_per_micro_batch, candidate.cell.layout.context_degree
     over = f" over {degree} GPUs" if degree > 1 else ""
     lowered = ", below the default, so fewer tokens in each of more micro-batches" if candidate.is_lowered else ""
-    return f"{count} sequence{'s' if count > 1 else ''} of {format_tokens(found.length_tokens)}{over}{lowered}"
+    return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
 
 
 def _step(step: StepTime | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from highwater.errors import HighwaterError
 from highwater.spec.codec import Noun
 from highwater.spec.model import Model, load_model
+from highwater.spec.published import published_grid
 from highwater.spec.request import setting_flags
 from highwater.spec.settings import Settings
 from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
@@ -82,7 +83,8 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
 def find_words(question: Question) -> tuple[str, ...]:
     """``highwater find`` with the very question, for a study that was asked from Python."""
     grid, cells = question.grid, question.cells
-    published = grid.step_tokens == 4096 and grid.beyond_step_tokens == max(1, grid.native_length_tokens // 4)
+    published = published_grid(grid.native_length_tokens)
+    is_published = (grid.step_tokens, grid.beyond_step_tokens) == (published.step_tokens, published.beyond_step_tokens)
     rungs = list(dict.fromkeys(cell.settings for cell in cells))
     return (
         *("highwater", "find", _model_word(question.model), "--device", question.device),
@@ -91,7 +93,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *_memory(question.memory_budget_bytes),
         *_rung_flags(rungs),
         *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
-        *(() if published else ("--resolution", str(grid.step_tokens))),
+        *(() if is_published else ("--resolution", str(grid.step_tokens))),
         *("--method", question.method),
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),

@@ -2,7 +2,7 @@
 
 from highwater.report import study_parts
 from highwater.report.page import page_template
-from highwater.report.study_pictures import bracket_picture, memory_picture
+from highwater.report.study_pictures import SHAPES, bracket_picture, memory_picture
 from highwater.report.study_report import StudyReport
 
 
@@ -12,6 +12,7 @@ def study_page(report: StudyReport) -> str:
         report=report,
         parts=study_parts,
         headings=study_parts.HEADINGS,
+        shapes=[(shape, study_parts.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
         notes=study_parts.notes(report),
         environment=list(study_parts.environment_tables(report)),
         brackets=[(cell, bracket_picture(cell, report)) for cell in report.cells],

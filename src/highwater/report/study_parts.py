@@ -6,6 +6,7 @@ from dataclasses import replace
 from highwater.report.prediction import learned
 from highwater.report.study_report import FailedTrial, Judgement, StudyReport, TrialReport
 from highwater.report.table import TextTable, answer_table, place, provenance
+from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
 from highwater.spec.study import Question, counted_ranks
 from highwater.spec.trial import Outcome
@@ -149,10 +150,10 @@ def _environment(found: Environment) -> Iterator[tuple[str, str]]:
     yield "CPU cores", str(found.cpu_cores)
     yield from found.versions.items()
     for name, value in found.variables.items():
-        given = " (trials are given their rung's instead)" if name.endswith("ALLOC_CONF") else ""
+        given = " (trials are given their rung's instead)" if name in ALLOCATOR_VARIABLES else ""
         yield f"{name} in the shell", f"{value}{given}"
-    if not any(name.endswith("ALLOC_CONF") for name in found.variables):
-        yield "PYTORCH_ALLOC_CONF in the shell", "not set (trials are given their rung's)"
+    if not any(name in ALLOCATOR_VARIABLES for name in found.variables):
+        yield f"{ALLOCATOR_VARIABLES[0]} in the shell", "not set (trials are given their rung's)"
 
 
 def no_environment(report: StudyReport) -> str | None:

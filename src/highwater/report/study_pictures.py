@@ -9,7 +9,7 @@ from typing import NamedTuple
 from highwater.report.study_parts import outcome
 from highwater.report.study_report import CellReport, StudyReport, TrialReport
 from highwater.spec.trial import Outcome
-from highwater.units import GIB, format_tokens
+from highwater.units import GIB, counted, format_tokens
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
 _WIDTH = 340
@@ -17,7 +17,7 @@ _WIDTH = 340
 _STEP = 30
 """Between two trials, at least, in a picture that is wider than that."""
 _ROW, _BAR_WIDTH, _MOST_ROWS, _CHARACTER = 40, 330, 24, 6.6
-_SHAPES: dict[Outcome | None, str] = {
+SHAPES: dict[Outcome | None, str] = {
     Outcome.FIT: "fit",
     Outcome.MEMORY_ONLY_FIT: "memory-only",
     Outcome.OUT_OF_MEMORY: "ran-out",
@@ -26,6 +26,7 @@ _SHAPES: dict[Outcome | None, str] = {
     Outcome.CRASHED: "crashed",
     None: "unknown",
 }
+"""By which the template tells outcomes apart."""
 
 
 class Mark(NamedTuple):
@@ -145,12 +146,12 @@ def _closing(cell: CellReport, trials: int) -> str:
     fits = "no length fit" if last.fits_tokens is None else f"{format_tokens(last.fits_tokens)} tokens fit"
     beyond = last.does_not_fit_tokens
     fails = "none above it failed" if beyond is None else f"{format_tokens(beyond)} did not"
-    return f"{cell.label}: the bracket after {trials} trial{'s' if trials > 1 else ''}: {fits}, {fails}. The table below has each."
+    return f"{cell.label}: the bracket after {counted(trials, 'trial')}: {fits}, {fails}. The table below has each."
 
 
 def _shape(trial: TrialReport) -> str:
     is_short_of = trial.outcome is not None and trial.outcome.is_fit and not trial.counts_as_fit
-    return "ran-out" if is_short_of else _SHAPES[trial.outcome]
+    return "ran-out" if is_short_of else SHAPES[trial.outcome]
 
 
 def _round_lengths(top: float) -> list[int]:

@@ -11,12 +11,11 @@ import msgspec
 from highwater.report.secrets import study_without_secrets, without_secrets
 from highwater.report.study_commands import Command, commands
 from highwater.report.study_predicted import PredictedCell, PredictedTrial, Predictions
+from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Noun
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult
 from highwater.version import __version__
-
-SCHEMA_VERSION = 1
 
 Judgement = Literal["inside", "below", "above", "ran out as predicted", "unknown"]
 """A measured figure beside its predicted interval; of a trial that ran out only more than its limit is known."""
@@ -122,7 +121,7 @@ class Beginning(Noun, frozen=True, kw_only=True):
 class StudyReport(Noun, frozen=True, kw_only=True):
     """Everything that is known of a study."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     highwater_version: str = __version__
     """That made the report."""
     label: Literal["measured", "simulated"]
@@ -143,16 +142,18 @@ class StudyReport(Noun, frozen=True, kw_only=True):
     """As it was read, less what looks like a secret."""
 
 
-def study_report(
+def assembled(
     study: Study,
     *,
     predictions: Predictions,
     beginning: Beginning | None = None,
-    log_of: Callable[[TrialResult], LogEnd] = lambda _: LogEnd(reason="logs were not looked for"),
+    log_of: Callable[[TrialResult], LogEnd],
 ) -> StudyReport:
     """The report of a study as it was read, finished or not. ``log_of`` finds the end of a trial's log."""
     logs = {number: log_of(trial.result) for number, trial in enumerate(study.trials, 1) if _failed(trial) and trial.result}
     study = study_without_secrets(study)
+    if beginning is not None:
+        beginning = msgspec.structs.replace(beginning, prediction=without_secrets(beginning.prediction))
     trials = tuple(
         _trial(study, number, trial, predicted)
         for number, (trial, predicted) in enumerate(zip(study.trials, predictions.trials, strict=True), 1)
@@ -161,7 +162,7 @@ def study_report(
     return StudyReport(
         label="simulated" if study.question.simulated else "measured",
         is_complete=study.complete,
-        versions=_versions(rank for result in results for rank in result.ranks),
+        versions=study.versions,
         device_names=tuple(dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)),
         cells=tuple(
             _cell(study, cell, predicted, beginning)
@@ -217,7 +218,7 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
         limit_bytes=min((limit for limit in limits if limit is not None), default=started.limit_bytes),
         headroom_bytes=result.headroom_bytes,
         allocator_retries=_most(memory.allocator_retries for memory in memories),
-        allocator=told.get("PYTORCH_ALLOC_CONF", told.get("PYTORCH_CUDA_ALLOC_CONF")),
+        allocator=next((told[name] for name in ALLOCATOR_VARIABLES if name in told), None),
         attention_kernel=first.attention_kernel,
         step_time_s=result.step_time_s,
         tokens_per_s=result.tokens_per_s,
@@ -247,7 +248,7 @@ def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: 
     return CellReport(
         label=label,
         cell=cell,
-        answer=next((answer for answer in study.answers if answer.cell == cell), None),
+        answer=study.answer_of(cell),
         bracket=tuple(_bracket(study, cell)),
         predicted=predicted,
         begun_at_tokens=None if beginning is None else beginning.likely_tokens.get(label),
@@ -293,14 +294,6 @@ def _failures(study: Study, trials: Iterable[TrialReport], logs: Mapping[int, Lo
             log_path=result.log_path,
             log=LogEnd(lines=tuple(map(without_secrets, log.lines)), reason=log.reason),
         )
-
-
-def _versions(ranks: Iterable[RankReport]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = {}
-    for rank in ranks:
-        for name, version in rank.versions.items():
-            found.setdefault(name, {})[version] = None
-    return {name: tuple(versions) for name, versions in found.items()}
 
 
 def _most(counts: Iterable[int | None]) -> int | None:

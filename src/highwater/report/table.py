@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from highwater.report.text import plain
-from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
+from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
 from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -296,17 +296,12 @@ def _budgets(study: Study) -> list[str]:
         for rank in trial.result.ranks if trial.result else ():
             if rank.budget is not None:
                 budgets.setdefault(trial.spec.layout.gpus, rank.budget)
-    return [f"{gpus} GPU{'s' if gpus > 1 else ''}: {_division(budget)}" for gpus, budget in sorted(budgets.items())]
+    return [f"{counted_ranks(gpus, 'cuda')}: {_division(budget)}" for gpus, budget in sorted(budgets.items())]
 
 
 def _mixed_versions(study: Study) -> list[str]:
     """What the trials of a resumed study did not all run under, in the order in which they ran."""
-    versions: dict[str, dict[str, None]] = {}
-    for trial in study.trials:
-        for rank in trial.result.ranks if trial.result else ():
-            for name, version in rank.versions.items():
-                versions.setdefault(name, {})[version] = None
-    mixed = [f"{name} {' and '.join(found)}" for name, found in versions.items() if len(found) > 1]
+    mixed = [f"{name} {' and '.join(found)}" for name, found in study.versions.items() if len(found) > 1]
     return [f"the trials ran under several versions: {plain('; '.join(mixed))}"] if mixed else []
 
 

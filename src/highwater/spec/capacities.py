@@ -4,13 +4,13 @@ from typing import Literal
 
 from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_name
 from highwater.spec.ladder import simplicity
 from highwater.spec.study import Cell, Limit, Question, Study
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
-OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
+_OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
 """Ends of a search that say what does not fit."""
 Source = Literal["measured", "simulated", "predicted", "published"]
 """Trials of this project, a memory law instead of trials, a prediction of this project, or somebody else's table."""
@@ -74,14 +74,14 @@ def study_capacities(study: Study) -> tuple[Capacity, ...]:
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
     """A cell's answer, or what its trials say so far; a memory-only proof is a capacity of its own."""
-    answer = next((answer for answer in study.answers if answer.cell == cell), None)
+    answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
         fits = study.longest_fit_tokens(cell)
         fails = _shortest_failure(study, cell, max(fits or 0, memory_only or 0))
     else:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
-        fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens if answer.limit in OF_MEMORY else None
+        fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
     found = (_of_study(study, cell, fits or 0, fails),)
     if memory_only is None:
         return found
@@ -90,8 +90,7 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
     """The catalog's name of a GPU, where it has one; with its memory, where that is not the whole card's."""
-    kind = kind_of(device_name)
-    name = device_name if kind is None else kind.name
+    name = kind_name(device_name)
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
 

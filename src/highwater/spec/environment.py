@@ -1,10 +1,10 @@
 """Environment: what a search ran on and with, by an allow-list: what has no name here is not recorded."""
 
+from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Noun
 
 RECORDED_VARIABLES = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR_VARIABLES,
     "CUDA_VISIBLE_DEVICES",
     "NCCL_BUFFSIZE",
     "CUBLAS_WORKSPACE_CONFIG",

@@ -89,6 +89,12 @@ def kind_of(driver_name: str) -> GpuKind | None:
     return max(matches, key=lambda kind: len(kind.match), default=None)
 
 
+def kind_name(driver_name: str) -> str:
+    """The catalog's name of a GPU, or else the driver's."""
+    kind = kind_of(driver_name)
+    return driver_name if kind is None else kind.name
+
+
 def kernels(compute_capability: tuple[int, int]) -> tuple[Kernel, ...]:
     """The fused attentions to try on such a GPU, the fastest first."""
     return ("cudnn", "flash") if compute_capability >= _HOPPER else ("flash",)

@@ -8,6 +8,7 @@ from highwater.spec.events import Trainer
 from highwater.spec.ladder import simplicity
 from highwater.spec.rope import Yarn
 from highwater.spec.study import Cell
+from highwater.units import counted
 
 RemedyKind = Literal["more GPUs", "a larger GPU", "technique"]
 
@@ -62,8 +63,7 @@ class Candidate(Noun, frozen=True, kw_only=True):
         """``Env, 4 GPUs, SP=2``, and how many sequences where they are fewer than by default."""
         if not self.is_lowered:
             return self.cell.label
-        count = self.cell.settings.sequences_per_micro_batch
-        return f"{self.cell.label}, {count} sequence{'s' if count > 1 else ''} a micro-batch"
+        return f"{self.cell.label}, {counted(self.cell.settings.sequences_per_micro_batch, 'sequence')} a micro-batch"
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -245,9 +245,23 @@ class Study(Noun, frozen=True, kw_only=True):
     """Where it was asked and resumed, by an allow-list; empty for dry runs, and for journals from before it was recorded."""
 
     @property
+    def versions(self) -> dict[str, tuple[str, ...]]:
+        """What its trials said that they ran with: each version that there was, in their order."""
+        found: dict[str, dict[str, None]] = {}
+        for trial in self.trials:
+            for rank in trial.result.ranks if trial.result else ():
+                for name, version in rank.versions.items():
+                    found.setdefault(name, {})[version] = None
+        return {name: tuple(versions) for name, versions in found.items()}
+
+    @property
     def finished_trials(self) -> int:
         """Trials with a result."""
         return sum(trial.result is not None for trial in self.trials)
+
+    def answer_of(self, cell: Cell) -> CellAnswer | None:
+        """The cell's answer; None where there is none yet."""
+        return next((answer for answer in self.answers if answer.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""

@@ -10,6 +10,7 @@ from highwater.errors import UsageError
 from highwater.spec.codec import Noun, digest, to_builtins
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
+from highwater.units import counted
 
 Device = Literal["cuda", "cpu"]
 
@@ -81,12 +82,12 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
         """Raise UsageError for counts that cannot be."""
         if self.length_tokens < 2:
             raise UsageError(
-                f"a length of {self.length_tokens} token{'s' if self.length_tokens != 1 else ''}",
+                f"a length of {counted(self.length_tokens, 'token')}",
                 hint="use `--length 2` or more: one to read, one to predict",
             )
         if self.steps < 2 or self.micro_batches < 2:
             raise UsageError(
-                f"{self.steps} step{'s' if self.steps != 1 else ''} of {self.micro_batches} "
+                f"{counted(self.steps, 'step')} of {self.micro_batches} "
                 f"micro-batch{'es' if self.micro_batches != 1 else ''} never hold the peak",
                 hint="use at least 2 steps of 2 micro-batches",
             )

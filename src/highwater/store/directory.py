@@ -72,6 +72,21 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
         raise UsageError(f"{path} {why}", hint=f"name a new file: `{flag} {shlex.quote(free_name(name))}`") from error
 
 
+def write_new_file(path: Path, content: bytes, *, flag: str) -> None:
+    """Write a file that is not there yet; raises MachineError where that fails, and leaves none then."""
+    try:
+        with path.open("xb") as file:
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        hint = f"make room there, or leave `{flag}` out"
+        raise MachineError(f"{path} cannot be written: {error.strerror}", hint=hint) from error
+
+
 def free_name(name: str) -> str:
     """``guide.md``, ``guide-2.md``, ...: the first that is not in the working directory yet."""
     stem, suffix = Path(name).stem, Path(name).suffix

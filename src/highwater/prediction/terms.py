@@ -1,0 +1,95 @@
+"""Terms: what a prediction names of a GPU's memory: a part by its name, a moment of a step, and the footprint of one GPU."""
+
+import msgspec
+
+from highwater.spec.codec import Noun
+
+
+class Term(Noun, frozen=True, kw_only=True):
+    """One part of the memory, by its name."""
+
+    name: str
+    bytes: int
+
+
+class Phase(Noun, frozen=True, kw_only=True):
+    """One moment of a step, and what is alive in it."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Their sum."""
+        return sum(term.bytes for term in self.terms)
+
+
+class Footprint(Noun, frozen=True, kw_only=True):
+    """Predicted memory of one GPU, and of the host over all of them."""
+
+    phases: tuple[Phase, ...]
+    outside: tuple[Term, ...]
+    """Device memory that the allocator does not hold."""
+    host: tuple[Term, ...]
+    filled_share: float
+    """Share of the allocator's memory that live tensors can fill."""
+    cached_bytes: int = 0
+    """What the allocator keeps besides for other streams, and gives back where it has to: reserved, but not needed."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of the live tensors."""
+        return self.peak.bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator takes for them, and keeps."""
+        return round(self.allocated_bytes / self.filled_share) + self.cached_bytes
+
+    @property
+    def besides(self) -> tuple[Term, ...]:
+        """What is reserved besides the live tensors of the peak."""
+        unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
+        return present(
+            Term(name="what the allocator cannot fill", bytes=unfilled_bytes),
+            Term(name="kept for other streams", bytes=self.cached_bytes),
+        )
+
+    @property
+    def used(self) -> tuple[Term, ...]:
+        """All that the driver reports at the peak: their sum is ``device_used_bytes``."""
+        return (*self.peak.terms, *self.besides, *self.outside)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory that the allocator does not hold."""
+        return sum(term.bytes for term in self.outside)
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What the driver reports."""
+        return self.reserved_bytes + self.outside_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a GPU has to have: less than that runs out."""
+        return self.device_used_bytes - self.cached_bytes
+
+    def within(self, room_bytes: int) -> "Footprint":
+        """The same on a GPU with so much: nothing stays cached that there is no room for."""
+        return msgspec.structs.replace(self, cached_bytes=max(0, min(self.cached_bytes, room_bytes - self.needed_bytes)))
+
+    @property
+    def host_bytes(self) -> int:
+        """What the machine's memory has to have."""
+        return sum(term.bytes for term in self.host)
+
+
+def present(*terms: Term) -> tuple[Term, ...]:
+    """Those that are not nothing."""
+    return tuple(term for term in terms if term.bytes)

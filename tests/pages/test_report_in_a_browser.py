@@ -1,0 +1,52 @@
+"""A report's page as people read it: at every width, in the dark and on paper, whoever wrote the study."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import SHOTS, STUDY, WIDTHS, Opened, serious
+
+from highwater import open_study, study_report, write_report
+
+pytestmark = pytest.mark.pages
+OFFLOADED = STUDY.with_name("edge-4b-1-chunked-offload.jsonl")
+"""Not finished, with memory-only trials."""
+
+
+@pytest.fixture(scope="module", params=[STUDY, OFFLOADED], ids=lambda path: path.stem)
+def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reports") / f"report-{request.param.stem}.html"
+    return write_report(path, study_report(request.param))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("screen", list(WIDTHS))
+def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
+    reported: Path, opened: Opened, screen: str, scheme: str
+) -> None:
+    page = opened(reported, width=WIDTHS[screen], scheme=scheme)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{reported.stem}-{screen}-{scheme}.png", full_page=True)
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+
+
+def test_a_report_on_paper_has_every_table_and_no_navigation(reported: Path, opened: Opened) -> None:
+    page = opened(reported, width=720)
+    page.emulate_media(media="print")
+    tables = page.locator("table")
+    assert tables.count() >= 6
+    assert all(tables.nth(index).is_visible() for index in range(tables.count()))
+    assert not page.locator("nav").is_visible()
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.pdf(path=SHOTS / f"{reported.stem}.pdf")
+
+
+def test_text_from_outside_does_nothing_in_a_report(opened: Opened, tmp_path: Path) -> None:
+    hostile = '"></title><script>alert(1)</script><img src=x onerror=alert(2)>'
+    study = open_study(STUDY)
+    model = msgspec.structs.replace(study.question.model, name=hostile)
+    study = msgspec.structs.replace(study, question=msgspec.structs.replace(study.question, model=model, device_name=hostile))
+    page = opened(write_report(tmp_path / "hostile.html", study_report(study)))
+    assert hostile in page.locator("h1").inner_text()
+    assert page.locator("script, img").count() == 0
