@@ -234,6 +234,18 @@ def test_a_length_that_positions_cannot_reach_is_refused():
     assert recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k", rope="yarn").yarn is not None
 
 
+def test_yarn_may_be_asked_of_the_trainer_trinity_too_and_takes_no_memory():
+    asked = {"model": "Llama-3.1-8B", "gpus": "8xH200-141GB", "trainer": "trinity"}
+    with pytest.raises(UsageError) as refused:
+        recommend(length="200k", **asked)
+    assert "--rope yarn" in refused.value.hint
+    scaled = recommend(length="200k", rope="yarn", **asked)
+    assert scaled.yarn.rope_parameters["factor"] == 204_800 / 8192
+    assert all(shlex.split(each.found_in).count("--rope") == 1 for each in scaled.candidates)
+    short, as_it_is = (recommend(length="100k", **asked, **more) for more in ({"rope": "yarn"}, {}))
+    assert [each.headroom_bytes for each in short.candidates] == [each.headroom_bytes for each in as_it_is.candidates]
+
+
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [

@@ -41,7 +41,8 @@ def asking_of_prediction(prediction: Prediction, model: str | None = None) -> As
     """The same of a prediction by formula, of ``model`` as somebody named it; a trace is not asked again."""
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
-    settings = _settings(tuple(each.cell for each in prediction.cells)) if prediction.trainer == "highwater" else ()
+    cells = tuple(each.cell for each in prediction.cells)
+    settings = _settings(cells) if prediction.trainer == "highwater" else _rope(cells)
     if words is None or kind is None or settings is None or prediction.method == "trace":
         return None
     margin = (("margin", prediction.margin_bytes),) if prediction.margin_bytes else ()
@@ -68,6 +69,11 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
             if config_digest in (None, load_model(name).config_digest):
                 return name
     return None
+
+
+def _rope(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
+    """What can be asked of another trainer's settings."""
+    return (("rope", "yarn"),) if any(cell.settings.rope == "yarn" for cell in cells) else ()
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
