@@ -12,7 +12,7 @@ class Asking(Noun, frozen=True, kw_only=True):
     model: str
     """Catalog name, or directory."""
     kind: str | None
-    """Of GPUs, in the catalog; None: this machine's."""
+    """Of GPUs, in the catalog; None: this machine's, or any of so much memory."""
     gpu_memory_bytes: int | None = None
     """Memory of one, where it is not the catalog's."""
     reserved_bytes: int = 0
