@@ -10,7 +10,7 @@ from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.spec.recommendation import Candidate, StepTime
-from highwater.spec.study import CellAnswer, RecordedTrial, Study
+from highwater.spec.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
@@ -18,7 +18,7 @@ _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
 
 
-def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin_bytes: int) -> str | None:
+def obstacle(study: Study, *, model: Model, device_name: str, room: Room) -> str | None:
     """Why a study says nothing of a model on such GPUs, in words; None when it does."""
     question = study.question
     if question.simulated:
@@ -36,9 +36,41 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
         return "its trials read data of their own"
     if room.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
         return "its trials had float32 states with AdamW, and others are asked about"
-    if question.margin_bytes != margin_bytes:
-        return f"its lengths leave {format_bytes(question.margin_bytes)}, and {format_bytes(margin_bytes)} are asked for"
     return None
+
+
+def with_margin(study: Study, margin_bytes: int) -> Study:
+    """The study as if this margin had been asked for: each trial counts as a fit by the headroom that it left itself."""
+    if study.question.margin_bytes == margin_bytes:
+        return study
+    question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
+    by_trials = msgspec.structs.replace(study, question=question, answers=())
+    answers = (_answer_again(by_trials, answer) for answer in study.answers)
+    return msgspec.structs.replace(by_trials, answers=tuple(answer for answer in answers if answer is not None))
+
+
+def _answer_again(study: Study, answer: CellAnswer) -> CellAnswer | None:
+    """By the trials alone; None where they bracket nothing: nobody tried what is shorter than those that left too little."""
+    full, *proofs = cell_capacities(study, answer.cell)
+    reach, fails = max(each.capacity_tokens for each in (full, *proofs)), full.does_not_fit_tokens
+    if answer.capacity_tokens is None or (not reach and fails != study.question.grid.start_tokens):
+        return None
+    if fails is None:
+        limit = "ceiling" if answer.limit in OF_MEMORY else answer.limit
+    else:
+        limit = "host_memory" if answer.limit == "host_memory" and fails == answer.does_not_fit_tokens else "memory"
+    beyond = reach > full.capacity_tokens
+    return msgspec.structs.replace(
+        answer,
+        capacity_tokens=full.capacity_tokens,
+        does_not_fit_tokens=fails,
+        limit=limit,
+        peak_reserved_bytes=None,
+        headroom_bytes=None,
+        tokens_per_s=None,
+        mfu=None,
+        memory_only=MemoryOnlyFit(length_tokens=reach, peak_reserved_bytes=None, headroom_bytes=None) if beyond else None,
+    )
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
@@ -58,7 +90,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         found_in=study.path or "a study",
         is_memory_only=is_memory_only,
         headroom_bytes=_headroom_bytes(study, answer, length_tokens) if fits else None,
-        lacks_bytes=None,
+        lacks_bytes=None if fits else _lacked_bytes(study, answer, length_tokens),
         lacks_of=None if fits else "host" if answer.limit == "host_memory" else "device",
         capacity_tokens=max(answer.reach_tokens or 0, length_tokens if fits else 0),
         capacity_source="measured",
@@ -109,6 +141,19 @@ def _headroom_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int
     if length_tokens > (answer.capacity_tokens or 0):
         return None if answer.memory_only is None else answer.memory_only.headroom_bytes
     return answer.headroom_bytes
+
+
+def _lacked_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int | None:
+    """Of the margin, at least: by the longest trial up to this length, where none of those ran out of memory."""
+    told = [
+        (trial.spec.length_tokens, trial.result)
+        for trial in study.trials_of(answer.cell)
+        if trial.result is not None and trial.result.outcome.tells and trial.spec.length_tokens <= length_tokens
+    ]
+    if not told or any(result.outcome.is_memory for _, result in told):
+        return None
+    left_bytes = max(told, key=lambda each: each[0])[1].headroom_bytes
+    return None if left_bytes is None or left_bytes >= study.question.margin_bytes else study.question.margin_bytes - left_bytes
 
 
 def _trials(study: Study, answer: CellAnswer, length_tokens: int) -> list[RecordedTrial]:
