@@ -66,7 +66,8 @@ def guide(
 
     A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict --json`` (``.json``).
     ``predict`` names models whose capacities are predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on
-    this machine's. ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. Raises HighwaterError for a source that cannot be read, and for what cannot be predicted.
+    this machine's. ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. Raises
+    HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
     if (gpus or gpu_memory is not None) and not predict:
         raise UsageError("GPUs are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
@@ -186,9 +187,7 @@ def _assumed(room: Room) -> dict[str, str]:
     return found
 
 
-def _predictions(
-    models: Sequence[str], gpus: Sequence[str], trainer: Trainer, gpu_memory: str | int | None
-) -> Iterator[_Found]:
+def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer, gpu_memory: str | int | None) -> Iterator[_Found]:
     for where in gpus or (None,):
         for model in models:
             flags = ["--gpus", where] if where else []

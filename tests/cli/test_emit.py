@@ -87,6 +87,14 @@ def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
     assert "next: highwater recommend Qwen3-32B" in done.stderr
 
 
+def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) -> None:
+    words = ("Qwen3-32B", "--gpus", "1xL40S", "--length", "32k", "--allocator", "native")
+    done = highwater("emit", "--for", "trinity", *words, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == json.loads(highwater("recommend", *words, "--trainer", "trinity", "--json").stdout)
+    assert json.loads(done.stdout)["chosen"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
