@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from highwater import api
-from highwater.errors import UsageError
+from highwater.errors import StudyError, UsageError
 from highwater.prediction.askable import asking_of_prediction, asking_of_study, asking_of_table
 from highwater.prediction.capacity import Prediction, Room, predicted_capacities
 from highwater.report.guide import Guide, guide_tables
@@ -19,14 +19,19 @@ from highwater.spec.codec import from_json
 from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
-from highwater.spec.study import Study
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_bytes
 
 _EXAMPLE = "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB"
+_READ = (
+    "what is read: a study that `highwater find` wrote, a .csv of known capacities, the .json of `highwater predict --json`; "
+    f"without a file `{_EXAMPLE}`"
+)
 
 PAGE = ".html"
 """What a guide's name ends with to be a page."""
+_ENDS = (PAGE, ".md")
+"""What it ends with at all."""
 _PREDICTION = "prediction.json"
 
 
@@ -55,14 +60,16 @@ def guide(
     predict: Sequence[str] = (),
     gpus: Sequence[str] = (),
     trainer: Trainer = "highwater",
+    gpu_memory: str | int | None = None,
 ) -> Guide:
     """For each length the simplest settings that fit, on every kind and number of GPUs that the sources know.
 
     A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict --json`` (``.json``).
     ``predict`` names models whose capacities are predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on
-    this machine's. Raises HighwaterError for a source that cannot be read, and for what cannot be predicted.
+    this machine's. ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. Raises
+    HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
-    if gpus and not predict:
+    if (gpus or gpu_memory is not None) and not predict:
         raise UsageError("GPUs are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
     if not sources and not predict:
         raise UsageError("a guide of nothing: no study, no table and no model is named", hint=f"for example `{_EXAMPLE}`")
@@ -70,7 +77,7 @@ def guide(
     notes: dict[str, None] = {}
     models: dict[str, _Known] = {}
     askings: dict[tuple[str, str, str], Asking] = {}
-    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
+    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer, gpu_memory)):
         _check_models(found.capacities, found.words, models)
         capacities += found.capacities
         notes |= dict.fromkeys(found.notes)
@@ -79,9 +86,9 @@ def guide(
 
 
 def write_guide(path: str | Path, made: Guide) -> Path:
-    """Write a guide into a new file: ``.html`` as a page that needs nothing else, any other name as Markdown.
+    """Write a guide into a new file: ``.html`` as a page that needs nothing else, ``.md`` as Markdown.
 
-    Raises HighwaterError for a file that is there already or cannot be written.
+    Raises HighwaterError for another name, and for a file that is there already or cannot be written.
     """
     path = Path(path)
     check_guide_file(path)
@@ -98,6 +105,9 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 def check_guide_file(path: Path) -> None:
     """Raise UsageError for a file that no guide is written to: nothing that a user has is overwritten."""
+    if path.suffix not in _ENDS:
+        hint = f"end it in {' or '.join(_ENDS)}: `-o {shlex.quote(free_name(f'{path.stem}{PAGE}'))}`"
+        raise UsageError(f"{path}: a guide is not written as {path.suffix or 'a file without a suffix'}", hint=hint)
     check_new_file(path, flag="-o", name="guide.html" if path.suffix == PAGE else "guide.md")
 
 
@@ -123,7 +133,10 @@ def _read(path: Path) -> _Found:
         return _Found(capacities, (), words, _asked(capacities, asking_of_table))
     if path.suffix == ".json":
         return _read_prediction(path)
-    study: Study = api.open_study(path)
+    try:
+        study = api.open_study(path)
+    except StudyError as error:
+        raise StudyError(error.problem, hint=_READ) from error
     if study.question.device == "cpu":
         hint = f"leave it out; for example `{_EXAMPLE}`"
         raise UsageError(f"{path} is a search on the CPU, and a guide is about GPUs", hint=hint)
@@ -171,12 +184,13 @@ def _assumed(room: Room) -> dict[str, str]:
     return found
 
 
-def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer) -> Iterator[_Found]:
+def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer, gpu_memory: str | int | None) -> Iterator[_Found]:
     for where in gpus or (None,):
         for model in models:
             flags = ["--gpus", where] if where else []
+            flags += ["--gpu-memory", str(gpu_memory)] if gpu_memory is not None else []
             flags += ["--trainer", trainer] if trainer != "highwater" else []
-            prediction = api.predict(model, gpus=where, trainer=trainer)
+            prediction = api.predict(model, gpus=where, trainer=trainer, gpu_memory=gpu_memory)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
             capacities, asking = predicted_capacities(prediction, command), asking_of_prediction(prediction, model)

@@ -20,7 +20,7 @@ from highwater.prediction.asked import room_in
 from highwater.prediction.candidates import Asked, predicted_candidates
 from highwater.prediction.capacity import ACCURACY, NOT_MODELLED
 from highwater.prediction.formula import refuse_unknown_family
-from highwater.prediction.recorded import as_measured, obstacle
+from highwater.prediction.recorded import as_measured, obstacle, with_margin
 from highwater.prediction.remedies import remedies
 from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
@@ -130,13 +130,13 @@ def _with_trials(
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """The candidates, each by the first study that tells of it; and a note for each study that tells of none."""
     candidates, notes = list(predicted), list[str]()
-    for study in studies:
+    for recorded in studies:
+        study = with_margin(recorded, question.margin_bytes)
         why = obstacle(
             study,
             model=question.model,
             device_name=asked.where.device_name,
             room=asked.room,
-            margin_bytes=question.margin_bytes,
         )
         host_bytes = asked.room.host_bytes
         found = [

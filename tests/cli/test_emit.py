@@ -22,6 +22,23 @@ def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> Non
     assert highwater(*following).returncode == 0
 
 
+def test_the_hint_past_a_models_own_scaling_works_for_the_trainer(highwater: Run) -> None:
+    words = ("emit", "--for", "trinity", "Llama-3.1-8B", "--gpus", "8xH200-141GB", "--length", "200k")
+    hint = refusal(highwater(*words), 2)[1]
+    done = highwater(*words, *hint.split("`")[1].split())
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["model"]["rope_scaling"]["rope_type"] == "yarn"
+
+
+def test_offload_that_is_asked_for_is_predicted_as_it_is_emitted(highwater: Run) -> None:
+    words = ("Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "64k", "--offload")
+    emitted = highwater("emit", "--for", "verl", *words)
+    assert "note: " not in emitted.stderr
+    assert "actor_rollout_ref.actor.strategy=fsdp2" in emitted.stdout
+    found = json.loads(highwater("recommend", *words, "--trainer", "trinity", "--json").stdout)
+    assert found["chosen"]["cell"]["settings"]["strategy"] == "fsdp2"
+
+
 def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
     done = highwater("emit", "--for", "verl", str(tiny), *ASKED[1:-4], "--length", "4k")
     assert done.returncode == 0, done.stderr
@@ -68,6 +85,14 @@ def test_where_nothing_fits_there_is_no_configuration(highwater: Run) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "nothing fits: there is nothing to configure" in done.stderr
     assert "next: highwater recommend Qwen3-32B" in done.stderr
+
+
+def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) -> None:
+    words = ("Qwen3-32B", "--gpus", "1xL40S", "--length", "32k", "--allocator", "native")
+    done = highwater("emit", "--for", "trinity", *words, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == json.loads(highwater("recommend", *words, "--trainer", "trinity", "--json").stdout)
+    assert json.loads(done.stdout)["chosen"] is None
 
 
 @pytest.mark.parametrize(

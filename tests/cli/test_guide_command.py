@@ -172,7 +172,7 @@ def test_a_guide_of_nothing_is_refused_with_one_that_works(highwater: Run, words
 
 def test_what_cannot_be_read_is_refused(highwater: Run, tmp_path: Path) -> None:
     assert refusal(highwater("guide", "none.jsonl"), 2)[0] == "none.jsonl cannot be read: No such file or directory"
-    assert refusal(highwater("guide", "none.csv"), 2)[0].startswith("none.csv is not a capacity table: ")
+    assert refusal(highwater("guide", "none.csv"), 2)[0] == "the table none.csv cannot be read: No such file or directory"
     problem, hint = refusal(highwater("guide", "none.json"), 2)
     assert problem == "the prediction none.json cannot be read: No such file or directory"
     predicted, path = hint.split("`")[1].removeprefix("highwater ").split(" > ")
@@ -184,6 +184,51 @@ def test_what_cannot_be_read_is_refused(highwater: Run, tmp_path: Path) -> None:
     assert "--json > prediction-2.json` writes one" in hint, "neither p.json nor prediction.json is written over"
     assert refusal(highwater("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-70GB"), 2)[0].startswith("the catalog has no GPU")
     assert refusal(highwater("guide", "--predict", "Qwen3-8B"), 2)[0] == "no GPU is here, and none is named"
+
+
+def test_a_file_that_is_no_source_is_refused_with_what_is_read(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# mine\n")
+    problem, hint = refusal(highwater("guide", "README.md"), 2)
+    assert problem == "README.md is not a study"
+    assert ".csv" in hint
+    assert ".json of `highwater predict --json`" in hint
+    assert highwater(*hint.split("`")[-2].split()[1:]).returncode == 0
+
+
+def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(highwater: Run, tmp_path: Path) -> None:
+    good = "H20-96GB,vanilla,1,1,Qwen3-8B,4096\n"
+    for column, line in (
+        ("gpus 'one'", "H20-96GB,vanilla,one,1,Qwen3-8B,1"),
+        ("sp '1.5'", "H20-96GB,vanilla,1,1.5,Qwen3-8B,1"),
+        ("max_model_len '4k'", "H20-96GB,vanilla,1,1,Qwen3-8B,4k"),
+    ):
+        (tmp_path / "t.csv").write_text(f"gpu,settings,gpus,sp,model,max_model_len\n{good}{line}\n")
+        problem = refusal(highwater("guide", "t.csv"), 2)[0]
+        assert problem == f"t.csv is not a capacity table: line 3: {column} is no whole number"
+
+
+@pytest.mark.parametrize("words", [("--gpus", "4"), ("--gpus", "2xFoo"), ()])
+def test_gpus_of_no_catalog_are_named_by_their_memory(highwater: Run, words: tuple[str, ...]) -> None:
+    hint = refusal(highwater("guide", "--predict", "Qwen3-8B", *words), 2)[1]
+    mended = hint.split("`")[-2].split()
+    assert mended[::2] == ["--gpus", "--gpu-memory"]
+    rows = json.loads(highwater("guide", "--predict", "Qwen3-8B", *mended, "--json").stdout)
+    assert {(row["gpu"], row["gpus"]) for row in rows} == {("a GPU of 80.00 GiB", int(mended[1]))}
+
+
+def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater: Run) -> None:
+    words = ("guide", "--predict", "Qwen3-0.6B", "--gpus", "1xA100-80GB", "2xH20-96GB", "--gpu-memory", "60GiB", "--json")
+    rows = json.loads(highwater(*words).stdout)
+    assert {row["gpu"] for row in rows} == {"A100-80GB with 60.00 GiB", "H20-96GB with 60.00 GiB"}
+
+
+def test_a_guide_that_is_neither_a_page_nor_markdown_is_refused(highwater: Run, tmp_path: Path) -> None:
+    for name in ("x.txt", "x.pdf", "x"):
+        problem, hint = refusal(highwater("guide", TABLE, "-o", name), 2)
+        assert problem.startswith(f"{name}: a guide is not written as ")
+        assert not (tmp_path / name).exists()
+    assert highwater("guide", TABLE, *hint.split("`")[1].split()).returncode == 0
+    assert (tmp_path / "x.html").exists()
 
 
 def test_a_search_on_the_cpu_is_refused(highwater: Run) -> None:

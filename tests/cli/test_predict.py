@@ -159,7 +159,7 @@ def test_predictions_are_scored_against_a_table(highwater: Run, tmp_path: Path) 
         (("Qwen3-8B", *A100S, "--length", "many"), "'many' is not a length in tokens"),
         (("Qwen3-8B", *A100S, "--gpu-memory", "80GB"), "decimal or unclear unit"),
         (("Qwen3-8B", *A100S, "--reserved", "90GiB"), "90.00 GiB are reserved"),
-        (("--against", "none.csv"), "is not a capacity table"),
+        (("--against", "none.csv"), "the table none.csv cannot be read: No such file or directory"),
         (("--against", "none.csv", "Qwen3-8B"), "names its models"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_log_directory_that_is_full_is_the_machines_fault(tmp_path: Path) -> N
         (("find",), "no model is named", "name a directory or a catalog model: `highwater find Qwen3-0.6B`"),
         (
             *(("show", "none.jsonl"), "none.jsonl cannot be read: No such file or directory"),
-            "`highwater show` shows the newest study that can be read",
+            "name another file; `highwater find Qwen3-0.6B` makes one",
         ),
         (("show",), "there is no study under logs", "`highwater find Qwen3-0.6B` makes one"),
         (("compare-search", "none.csv"), None, None),
@@ -218,6 +218,39 @@ def test_a_slip_of_the_fingers_is_answered_like_every_other_error(
 ) -> None:
     told = refusal(highwater(*words), 2)
     assert said is None or told == (said, hint)
+
+
+def test_the_newest_study_is_hinted_at_only_where_there_is_one(highwater: Run) -> None:
+    assert "highwater show" not in refusal(highwater("report", "none.jsonl"), 2)[1]
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/Qwen3-0.6B/study-1.jsonl").returncode == 0
+    hint = refusal(highwater("report", "none.jsonl"), 2)[1]
+    assert hint == "`highwater show` shows the newest study that can be read"
+    assert highwater("show").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["predict", "recommend"])
+def test_a_value_that_cannot_be_is_hinted_at_as_a_flag(highwater: Run, command: str) -> None:
+    words = (command, "Qwen3-8B", "--gpus", "2xH20-96GB", "--length", "8k")
+    for slip, mended in (("--ulysses 0", "--ulysses 1"), ("--loss ful", "--loss full")):
+        hint = refusal(highwater(*words, *slip.split()), 2)[1]
+        assert f"`{mended}`" in hint
+        assert highwater(*words, *hint.split("`")[1].split()).returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "hinted"),
+    [
+        ("--gpus 4x --gpu-memory 60GiB", "--gpus 4 --gpu-memory 60GiB"),
+        ("--gpus 2xFoo --gpu-memory 60.5GiB", "--gpus 2 --gpu-memory 60.5GiB"),
+        ("--gpus 99x", "--gpus 16 --gpu-memory 80GiB"),
+        ("--gpus Foo --gpu-memory 85899345921", "--gpus 1 --gpu-memory 80.0000000009313GiB"),
+    ],
+)
+def test_gpus_of_no_catalog_are_hinted_at_with_the_numbers_that_were_typed(highwater: Run, words: str, hinted: str) -> None:
+    asked = ("predict", "Qwen3-0.6B")
+    hint = refusal(highwater(*asked, *words.split()), 2)[1]
+    assert hint == f"name its memory, `{hinted}`"
+    assert highwater(*asked, *hinted.split()).returncode == 0
 
 
 def test_the_example_in_the_hint_of_a_grammar_error_works(highwater: Run) -> None:

@@ -126,6 +126,19 @@ def test_every_answer_of_a_study_is_what_recommend_says_with_that_study() -> Non
     assert {place["gpu"] for place in page.places} == {"H200-141GB with 79.15 GiB", "H200-141GB"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({"predict": ["Qwen3-0.6B"], "gpus": ["2"], "gpu_memory": "80GiB"}, f"--gpus 2 --gpu-memory {80 * GIB}"),
+        ({"predict": ["Qwen3-0.6B"], "gpus": ["2xA100-80GB"], "gpu_memory": "60GiB"}, "--gpus 2xA100-80GB --gpu-memory"),
+    ],
+)
+def test_gpus_that_are_named_by_their_memory_are_asked_about_by_it(asked: dict[str, Any], flags: str) -> None:
+    (place,) = places(guide(**asked))
+    assert place.answers
+    assert all(flags in answer.command for answer in place.answers)
+
+
 def test_a_study_and_a_prediction_of_the_same_gpus_are_answered_together() -> None:
     full = STUDY.with_name("qwen3-0.6b-card-full.jsonl")
     page = embedded(guide(full, predict=["Qwen3-0.6B"], gpus=["1xH200-141GB"]))

@@ -79,5 +79,5 @@ def test_a_file_that_is_no_capacity_table_is_refused(tmp_path, text):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is not a capacity table"):
+    with pytest.raises(UsageError, match=r"none\.csv cannot be read"):
         read_capacity_table(tmp_path / "none.csv")

@@ -130,6 +130,21 @@ def test_offload_is_fsdp2s_policy(emit):
         assert (strategy, policy) == (("fsdp2", True) if candidate.cell.settings.offload else ("fsdp", False))
 
 
+@pytest.mark.parametrize("emit", [trinity, verl])
+@pytest.mark.parametrize("asking", [{}, {"offload": True}, {"offload": True, "allocator": "native"}])
+def test_what_is_emitted_is_what_was_predicted(emit, asking):
+    """Asked for or offered by the ladder, offload is FSDP2's, which leaves no states on the GPU."""
+    found, _ = asked(**{"allocator": None, **asking})
+    for candidate in found.candidates:
+        strategy = next(v for n, v in emit(found, candidate).values.items() if n.endswith("strategy"))
+        assert strategy == candidate.cell.settings.strategy
+    offered, _ = asked(allocator=None)
+    if "allocator" not in asking:
+        last = offered.candidates[-1]
+        assert last in found.candidates
+    assert not any("FSDP1" in note or "--strategy" in note for note in found.notes)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(rungs()), st.one_of(st.none(), st.text(st.characters(exclude_categories=["C"]), min_size=1)))
 def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):

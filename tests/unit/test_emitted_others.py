@@ -201,6 +201,23 @@ def test_what_a_trainer_cannot_express_is_said(target: str, changes: dict, said:
     assert [line.partition(" cannot express ")[2] for line in lines] == list(emitted.cannot)
 
 
+def test_what_trl_starts_with_is_said_where_nobody_named_the_model() -> None:
+    found, chosen = asked("trl")
+    said = "# before it starts: export MODEL_PATH=the model's directory\n"
+    assert "$MODEL_PATH" in trl(found, chosen).command
+    assert said in trl(found, chosen).text
+    assert "MODEL_PATH" not in trl(found, chosen, model_path="/models/mine").text
+
+
+def test_an_entropy_is_named_where_there_is_one() -> None:
+    of_sft, of_grpo = (
+        next(each for each in accelerate(*asked("accelerate", **changes)).cannot if "the objective" in each)
+        for changes in ({}, {"objective": "grpo", "entropy": "full", "length": "16k"})
+    )
+    assert "entropy" not in of_sft
+    assert "loss and full entropy: they are the script's" in of_grpo
+
+
 def test_nothing_is_said_to_be_missing_where_nothing_is() -> None:
     found, _ = asked("torchtitan", "16k")
     assert torchtitan(found, rung(found, degree=1, offload=True)).cannot == ()

@@ -19,7 +19,10 @@ from highwater.spec.published import table_capacities
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,magic,1,1,Qwen3-0.6B,4096\n", "settings 'magic' are none of"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,-1\n", "line 2 has a capacity of -1"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,16777217\n", "line 2 has a capacity of 16777217"),
-        ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,one,1,Qwen3-0.6B,4096\n", "invalid literal"),
+        (
+            "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,one,1,Qwen3-0.6B,4096\n",
+            "line 2: gpus 'one' is no whole number",
+        ),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,3,Qwen3-0.6B,4096\n", "3 does not divide 2 GPUs"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen9-9B,4096\n", "no model 'Qwen9-9B'"),
     ],

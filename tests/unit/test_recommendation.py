@@ -1,19 +1,21 @@
 """A recommendation: every rung at one length, the first that fits, why simpler ones do not, and what would do where none does."""
 
 import shlex
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import highwater
 from highwater.cli.parser import parse
 from highwater.errors import UsageError
 from highwater.recommendation import recommend
 from highwater.report.recommendation import next_rungs, recommendation_tables, rung_list
-from highwater.report.table import plain_table
+from highwater.report.table import plain_table, rich_table
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.ladder import simplicity
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -234,6 +236,18 @@ def test_a_length_that_positions_cannot_reach_is_refused():
     assert recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k", rope="yarn").yarn is not None
 
 
+def test_yarn_may_be_asked_of_the_trainer_trinity_too_and_takes_no_memory():
+    asked = {"model": "Llama-3.1-8B", "gpus": "8xH200-141GB", "trainer": "trinity"}
+    with pytest.raises(UsageError) as refused:
+        recommend(length="200k", **asked)
+    assert "--rope yarn" in refused.value.hint
+    scaled = recommend(length="200k", rope="yarn", **asked)
+    assert scaled.yarn.rope_parameters["factor"] == 204_800 / 8192
+    assert all(shlex.split(each.found_in).count("--rope") == 1 for each in scaled.candidates)
+    short, as_it_is = (recommend(length="100k", **asked, **more) for more in ({"rope": "yarn"}, {}))
+    assert [each.headroom_bytes for each in short.candidates] == [each.headroom_bytes for each in as_it_is.candidates]
+
+
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [
@@ -246,6 +260,28 @@ def test_what_a_recommendation_is_not_about_is_refused(asked, hint):
     with pytest.raises(UsageError) as refused:
         recommend(length="8k", **H20S, **asked)
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_on_a_narrow_terminal_no_name_and_no_figure_is_broken(width):
+    table = rung_list(recommend(length="64k", **H20S))
+    terminal = StringIO()
+    Console(file=terminal, width=width, color_system=None).print(rich_table(table, width=width))
+    drawn = terminal.getvalue()
+    assert max(map(len, drawn.splitlines())) <= width
+    words = drawn.split()
+    for row in table.rows:
+        for text in (row[0], row[5], *row[6].split(), row[7]):
+            assert text in words
+    assert "in every row: by predicted, step -" in drawn
+
+
+def test_a_wide_terminal_has_every_column():
+    table = rung_list(recommend(length="64k", **H20S))
+    terminal = StringIO()
+    Console(file=terminal, width=400, color_system=None).print(rich_table(table, width=400))
+    (heading,) = [line for line in terminal.getvalue().splitlines() if "token budget" in line]
+    assert all(column in heading for column in table.columns)
 
 
 @pytest.mark.parametrize("length", ["64k", "1m"])

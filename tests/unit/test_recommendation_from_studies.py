@@ -7,15 +7,17 @@ import pytest
 
 import highwater
 from highwater.prediction.capacity import Room
-from highwater.prediction.recorded import as_measured, obstacle
+from highwater.prediction.recorded import as_measured, obstacle, with_margin
 from highwater.recommendation import recommend
 from highwater.report.recommendation import recommendation_tables, rung_list
 from highwater.report.table import plain_table
+from highwater.spec.capacities import cell_capacities, study_capacities
 from highwater.spec.flops import step_flops
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.study import MemoryOnlyFit, Study
 from highwater.spec.trial import Outcome
+from highwater.units import GIB, MIB
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
 HERE = {"model": "Qwen3-0.6B", "gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
@@ -144,7 +146,6 @@ def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconcl
         ({"gpu_memory": None}, "its trials had 79.15 GiB of each GPU, and 139.80 GiB are asked about"),
         ({"reserved": "20GiB"}, "its trials had 79.15 GiB of each GPU, and 59.15 GiB are asked about"),
         ({"state_bytes_per_param": 8}, "its trials had float32 states with AdamW"),
-        ({"margin": "1GiB"}, "its lengths leave 0.0 MiB, and 1.00 GiB are asked for"),
         ({"gpus": "2xH200-141GB"}, "no rung that is asked about has an answer for this length on 2 GPUs"),
         ({"objective": "grpo"}, "no rung that is asked about"),
     ],
@@ -153,6 +154,56 @@ def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
     found = recommend(length="8k", studies=[STUDY], **(HERE | asked))
     assert {each.source for each in found.candidates} == {"predicted"}
     assert found.notes[-1].startswith(f"{STUDY} is not used: {why}")
+
+
+def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_left():
+    found = recommend(length=196_608, studies=[STUDY], margin="1200MiB", **HERE)
+    vanilla, env = (by_label(found)[label] for label in ("vanilla, 1 GPU", "Env, 1 GPU"))
+    assert (vanilla.fits, vanilla.source, vanilla.capacity_tokens) == (False, "measured", 188_416)
+    assert vanilla.lacks_bytes == 1200 * MIB - 1_244_371_353
+    assert (env.fits, env.source, env.capacity_tokens, env.headroom_bytes) == (True, "measured", 196_608, 1_328_257_433)
+    assert found.chosen == env
+    assert any("lacks at least 13.3 MiB of a GPU" in row for table in recommendation_tables(found) for row in table.rows)
+    beyond = by_label(recommend(length=204_800, studies=[STUDY], margin="1200MiB", **HERE))["vanilla, 1 GPU"]
+    assert (beyond.fits, beyond.source, beyond.lacks_bytes) == (False, "measured", None), "it ran out of memory"
+    between = by_label(recommend(length=192_512, studies=[STUDY], margin="1200MiB", **HERE))["vanilla, 1 GPU"]
+    assert between.source == "predicted", "nobody tried it"
+    none = recommend(length=150_000, studies=[STUDY], margin="60GiB", **HERE)
+    assert {each.source for each in none.candidates} == {"predicted"}, "no trial left so much: shorter ones were not tried"
+
+
+@pytest.mark.parametrize("path", sorted(STUDY.parent.glob("*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("margin", [0, GIB // 2, 4 * GIB])
+def test_with_any_margin_a_study_says_of_its_own_lengths_what_its_trials_said(path, margin):
+    study = with_margin(highwater.open_study(path), margin)
+    told = [trial for trial in study.trials if trial.result is not None and trial.result.outcome.tells]
+    for cell in study.question.cells:
+        own = [t for t in told if (t.spec.layout, t.spec.settings) == (cell.layout, cell.settings)]
+        for each in cell_capacities(study, cell):
+            for length in {trial.spec.length_tokens for trial in own}:
+                fit = all(study.question.counts_as_fit(trial.result) for trial in own if trial.spec.length_tokens == length)
+                assert each.fits(length) in (fit, None)
+            assert each.capacity_tokens == 0 or each.fits(each.capacity_tokens)
+
+
+def test_a_smaller_margin_takes_what_the_larger_one_refused():
+    strict = with_margin(highwater.open_study(STUDY), 1200 * MIB)
+    assert [each.capacity_tokens for each in study_capacities(strict)] == [188_416, 196_608]
+    again = with_margin(strict, 0)
+    assert [(each.capacity_tokens, each.does_not_fit_tokens) for each in study_capacities(again)] == [(196_608, 204_800)] * 2
+
+
+def changed_end(limit: str) -> Study:
+    """The study with another end of every search, and its trials."""
+    study = highwater.open_study(STUDY)
+    return msgspec.structs.replace(study, answers=tuple(msgspec.structs.replace(each, limit=limit) for each in study.answers))
+
+
+def test_the_footnote_of_predictions_says_which_rows_it_is_about():
+    mixed, alone = (recommendation_tables(recommend(length=150_000, **more, **HERE)) for more in ({"studies": [STUDY]}, {}))
+    assert any(note.startswith("where it says predicted: by formula, nothing was run") for note in mixed[-1].footnotes)
+    assert any(note.startswith("not in what is predicted: ") for note in mixed[-1].footnotes)
+    assert any(note.startswith("predicted by formula, nothing was run") for note in alone[-1].footnotes)
 
 
 def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
@@ -164,7 +215,7 @@ def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_noth
     changes = (({"simulated": True}, "simulated"), ({"device": "cpu"}, "on the CPU"), ({"data": "texts.py:read"}, "of their own"))
     for change, why in changes:
         other = msgspec.structs.replace(study, question=msgspec.structs.replace(study.question, **change))
-        assert why in obstacle(other, model=study.question.model, device_name="H200-141GB", room=room, margin_bytes=0)
+        assert why in obstacle(other, model=study.question.model, device_name="H200-141GB", room=room)
 
 
 def test_a_step_is_timed_by_a_trial_and_unknown_without_one():

@@ -64,7 +64,8 @@ def answer_table(table: TextTable) -> None:
     from rich.console import Console
 
     with _answering():
-        Console(file=sys.stdout).print(rich_table(table))
+        console = Console(file=sys.stdout)
+        console.print(rich_table(table, width=console.width))
 
 
 def answer_json(document: object) -> None:

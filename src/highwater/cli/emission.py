@@ -11,13 +11,16 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 
 
 def emit(arguments: argparse.Namespace) -> int:
-    """Print the configuration; where nothing fits there is none."""
+    """Print the configuration; where nothing fits there is none, and the document is what `recommend --json` prints."""
     arguments.trainer = PREDICTED_FOR[arguments.for_]
     found = found_for(arguments)
     console.notes(found.notes)
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
     if found.chosen is None:
         console.talk("nothing fits: there is nothing to configure")
+        if arguments.json:
+            console.answer_json(found)
+            return EXIT_ANSWERED_NO
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
     emitted = configured(arguments.for_, found, found.chosen, model=arguments.model)

@@ -178,9 +178,10 @@ def _guide_flags(parser: Parser) -> None:
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
     parser.add_argument("--gpus", metavar="[N x]KIND", help="where: 4xA100-80GB 8xH100-80GB; default: this machine's", **several)
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one of these GPUs, for a kind of no catalog")
     parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown; default: print it"
+        "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown (.md); default: print it"
     )
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 

@@ -13,6 +13,7 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.prediction.capacity import Prediction
 from highwater.prediction.score import Score
 from highwater.report.prediction import prediction_table, score_table, term_table
+from highwater.spec.request import request_from
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens
 
@@ -28,6 +29,7 @@ def predict(arguments: argparse.Namespace) -> int:
     if model is None:
         example = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
         raise UsageError("no model is named", hint=f"name a directory or a catalog model: `{example}`")
+    request_from({"model": model, **settings})  # raises for a value that cannot be, in the words of flags
     prediction = api.predict(
         str(model),
         gpus=arguments.cluster,

@@ -11,7 +11,7 @@ from highwater.recommendation import recommend as recommended
 from highwater.report.recommendation import recommendation_tables, rung_list
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.recommendation import Recommendation
-from highwater.spec.request import trial_flags
+from highwater.spec.request import request_from, trial_flags
 
 _EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -42,6 +42,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
         raise UsageError("no model is named", hint=f"name a directory or a catalog model: `{_EXAMPLE}`")
     if arguments.length is None:
         raise UsageError("no length is named", hint=f"add one, for example `--length 64k`: `{_EXAMPLE}`")
+    request_from({"model": model, **settings})  # raises for a value that cannot be, in the words of flags
     return recommended(
         str(model),
         length=arguments.length,

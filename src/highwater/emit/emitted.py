@@ -49,11 +49,6 @@ class Emitted(Noun, frozen=True, kw_only=True):
     """The file, to be written as it is."""
 
 
-def strategy(candidate: Candidate) -> str:
-    """FSDP1, but for offload: there FSDP1 would bring everything back before the update."""
-    return "fsdp2" if candidate.cell.settings.offload else "fsdp"
-
-
 def environment(candidate: Candidate) -> dict[str, str]:
     """What a rung sets before any process starts."""
     return allocator_environment("expandable") if candidate.cell.settings.allocator == "expandable" else {}

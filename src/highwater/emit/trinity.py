@@ -15,7 +15,6 @@ from highwater.emit.emitted import (
     heading,
     model_lies,
     nested,
-    strategy,
     yaml_path,
     yarn_lines,
 )
@@ -62,7 +61,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         values |= {"explorer.rollout_model.engine_num": found.rollout_gpus, "explorer.rollout_model.tensor_parallel_size": 1}
     return values | {
         "trainer.trainer_type": "verl",
-        "trainer.trainer_strategy": strategy(chosen),
+        "trainer.trainer_strategy": chosen.cell.settings.strategy,
         "trainer.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
         "trainer.use_dynamic_bsz": True,
         "trainer.use_remove_padding": True,

@@ -51,6 +51,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     command = " ".join(("trl", COMMANDS[settings.objective], "--config trl.yaml", *([] if model_path else [_ELSEWHERE])))
     said = heading(found, chosen, target="trl", name="TRL", version=VERSION)
     said.append(f"beside it {FILE}: the same words after `highwater emit --for accelerate`")
+    said += [] if model_path else ["before it starts: export MODEL_PATH=the model's directory"]
     said.append("flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: kernels-community/flash-attn2")
     said += model_lies(model_path, before="it starts")
     said += _about_rollout(found) if settings.objective == "grpo" else []

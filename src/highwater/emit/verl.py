@@ -7,7 +7,7 @@ they would end vLLM's sleep mode, whose memory pool refuses them (https://github
 import re
 import shlex
 
-from highwater.emit.emitted import Emitted, Value, comment, heading, literal, model_lies, strategy, yarn_lines
+from highwater.emit.emitted import Emitted, Value, comment, heading, literal, model_lies, yarn_lines
 from highwater.errors import UsageError
 from highwater.spec.allocator import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -57,7 +57,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         _PATH: model_path,
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-        f"{_ACTOR}.strategy": strategy(chosen),
+        f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
         f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
         f"{_ACTOR}.use_dynamic_bsz": True,
         f"{_ACTOR}.ppo_max_token_len_per_gpu": budget,

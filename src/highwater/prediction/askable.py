@@ -7,6 +7,7 @@ from highwater.errors import ModelError
 from highwater.prediction.capacity import Prediction
 from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity
+from highwater.spec.cluster import nameless
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -41,14 +42,16 @@ def asking_of_prediction(prediction: Prediction, model: str | None = None) -> As
     """The same of a prediction by formula, of ``model`` as somebody named it; a trace is not asked again."""
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
-    settings = _settings(tuple(each.cell for each in prediction.cells)) if prediction.trainer == "highwater" else ()
-    if words is None or kind is None or settings is None or prediction.method == "trace":
+    cells = tuple(each.cell for each in prediction.cells)
+    settings = _settings(cells) if prediction.trainer == "highwater" else _rope(cells)
+    is_nameless = prediction.device_name == nameless(prediction.device_bytes)
+    if words is None or (kind is None and not is_nameless) or settings is None or prediction.method == "trace":
         return None
     margin = (("margin", prediction.margin_bytes),) if prediction.margin_bytes else ()
     return Asking(
         model=words,
-        kind=kind.name,
-        gpu_memory_bytes=None if kind.usable_bytes == prediction.device_bytes else prediction.device_bytes,
+        kind=None if kind is None else kind.name,
+        gpu_memory_bytes=None if kind and kind.usable_bytes == prediction.device_bytes else prediction.device_bytes,
         reserved_bytes=prediction.device_bytes - prediction.room.device_bytes,
         trainer=prediction.trainer,
         settings=(*settings, *margin),
@@ -68,6 +71,11 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
             if config_digest in (None, load_model(name).config_digest):
                 return name
     return None
+
+
+def _rope(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
+    """What can be asked of another trainer's settings."""
+    return (("rope", "yarn"),) if any(cell.settings.rope == "yarn" for cell in cells) else ()
 
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:

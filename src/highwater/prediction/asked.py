@@ -21,11 +21,11 @@ from highwater.units import format_bytes, parse_bytes
 
 _TRINITY_SETTINGS = frozenset(
     (
-        *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
+        *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget", "rope"),
         *("margin", "start_length", "resolution", "max_length"),
     )
 )
-"""What that trainer's formula depends on, and what names a grid."""
+"""What that trainer's formula depends on, what names a grid, and how positions are scaled, which takes no memory."""
 
 
 def predicted_question(
@@ -59,7 +59,10 @@ def _requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, An
     ladders = [{**common, **settings}]
     if "offload" not in settings and settings.get("allocator") != "native":
         ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})
-    return [request_from(asked, keywords=True) for asked in ladders]
+    requests = [request_from(asked, keywords=True) for asked in ladders]
+    if trainer == "trinity":  # its configuration offloads by FSDP2 alone
+        requests = [msgspec.structs.replace(each, strategy="fsdp2") if each.offload else each for each in requests]
+    return requests
 
 
 def calibration_of(

@@ -132,6 +132,7 @@ def _command(asked: Asked, question: Question, cell: Cell) -> str:
     else:
         words += ["--trainer", asked.trainer, "--allocator", settings.allocator, *(["--offload"] if settings.offload else [])]
         words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
+        words += [] if settings.rope == "auto" else ["--rope", settings.rope]
     limits = (
         ("--margin", question.margin_bytes),
         ("--reserved", where.device_bytes - room.device_bytes),

@@ -20,7 +20,7 @@ _SAME_MEMORY = 0.02
 """Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
 
 
-def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin_bytes: int) -> str | None:
+def obstacle(study: Study, *, model: Model, device_name: str, room: Room) -> str | None:
     """Why a study says nothing of a model on such GPUs, in words; None when it does."""
     question = study.question
     if question.simulated:
@@ -38,9 +38,15 @@ def obstacle(study: Study, *, model: Model, device_name: str, room: Room, margin
         return "its trials read data of their own"
     if room.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
         return "its trials had float32 states with AdamW, and others are asked about"
-    if question.margin_bytes != margin_bytes:
-        return f"its lengths leave {format_bytes(question.margin_bytes)}, and {format_bytes(margin_bytes)} are asked for"
     return None
+
+
+def with_margin(study: Study, margin_bytes: int) -> Study:
+    """The study as if this margin had been asked for: each trial counts as a fit by the headroom that it left itself."""
+    if study.question.margin_bytes == margin_bytes:
+        return study
+    question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
+    return msgspec.structs.replace(study, question=question, answers=())
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
@@ -59,7 +65,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         found_in=study.path or "a study",
         is_memory_only=fits and not _is_trained(study, capacities, length_tokens),
         headroom_bytes=_headroom_bytes(study, candidate.cell, length_tokens) if fits else None,
-        lacks_bytes=None,
+        lacks_bytes=None if fits else _lacked_bytes(study, candidate.cell, length_tokens),
         lacks_of=None if fits else _lacks_of(study, candidate.cell),
         capacity_tokens=max(length_tokens if fits else 0, *(each.capacity_tokens for each in capacities)),
         capacity_source="measured",
@@ -123,6 +129,19 @@ def _headroom_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
     if length_tokens > (answer.capacity_tokens or 0):
         return None if answer.memory_only is None else answer.memory_only.headroom_bytes
     return answer.headroom_bytes
+
+
+def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
+    """Of the margin, at least: by the longest trial up to this length, where none of those ran out of memory."""
+    told = [
+        (trial.spec.length_tokens, trial.result)
+        for trial in study.trials_of(cell)
+        if trial.result is not None and trial.result.outcome.tells and trial.spec.length_tokens <= length_tokens
+    ]
+    if not told or any(result.outcome.is_memory for _, result in told):
+        return None
+    left_bytes = max(told, key=lambda each: each[0])[1].headroom_bytes
+    return None if left_bytes is None or left_bytes >= study.question.margin_bytes else study.question.margin_bytes - left_bytes
 
 
 def _speed(trial: RecordedTrial) -> float:

@@ -84,7 +84,8 @@ def reason(candidate: Candidate) -> str:
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
     if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
-        return f"lacks {format_bytes(candidate.lacks_bytes)} {_LACKING[candidate.lacks_of]}"
+        least = "at least " if candidate.source == "measured" else ""
+        return f"lacks {least}{format_bytes(candidate.lacks_bytes)} {_LACKING[candidate.lacks_of]}"
     return "host memory runs out" if candidate.lacks_of == "host" else "out of memory"
 
 
@@ -240,13 +241,15 @@ def _footnotes(found: Recommendation) -> Iterator[str]:
 
 
 def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
+    is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
+    where = "predicted " if is_all else "where it says predicted: "
     if found.trainer == "highwater":
         yield (
-            "predicted by formula, nothing was run: a rung fits where the upper end of its interval does, of which this says more: "
+            f"{where}by formula, nothing was run: a rung fits where the upper end of its interval does, of which this says more: "
             f"`{plain(first.found_in)}`"
         )
     else:
         yield f"predicted, nothing was run: {found.accuracy}"
     if found.unlike:
         yield f"not among the recorded trials, so nobody knows how good the predictions are there: {plain(', '.join(found.unlike))}"
-    yield f"not in it: {', '.join(found.not_modelled)}"
+    yield f"not in {'it' if is_all else 'what is predicted'}: {', '.join(found.not_modelled)}"

@@ -1,8 +1,9 @@
 """Tables of a study: data to rows, and rows to plain text or to a terminal. Every table says whether it was measured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +19,8 @@ _LIMITS: dict[Limit, str] = {
     "time": "timed out",
     "inconclusive": "inconclusive",
 }
+_WHOLE = 24
+"""Characters of a column's longest text up to which none of it is broken: a rung's name, a figure with its unit."""
 OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, nothing was trained"}
 """Outcomes in more than their names."""
 
@@ -119,16 +122,53 @@ def plain_table(table: TextTable) -> str:
     return "\n".join((table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ())))
 
 
-def rich_table(table: TextTable) -> Table:
-    """The table for a terminal. Every text goes in as text: markup in it stays as it is."""
+def rich_table(table: TextTable, *, width: int | None = None) -> Table:
+    """The table for a terminal of ``width`` columns. Every text goes in as text: markup in it stays as it is.
+
+    Where it is too wide, what all rows share stands below, and headings and sentences are broken, but no name and no figure.
+    """
+    is_narrow = width is not None and _drawn_width(table) > width
+    table = _without_what_rows_share(table) if is_narrow else table
     drawn = Table(title=Text(table.title), caption=Text("\n".join(table.footnotes)), title_justify="left", caption_justify="left")
     drawn.show_header = bool(table.columns)
-    for index in range(len(table.rows[0]) if table.rows else len(table.columns)):
-        heading = Text(table.columns[index]) if table.columns else ""
-        drawn.add_column(heading, justify="left" if index < table.left_columns else "right", overflow="fold")
+    if is_narrow:
+        drawn.box, drawn.pad_edge, drawn.collapse_padding = SIMPLE_HEAD, False, True
+    for index, cells in enumerate(zip(*table.rows, strict=True) if table.rows else [()] * len(table.columns)):
+        heading = table.columns[index] if table.columns else ""
+        drawn.add_column(
+            Text("\n".join(heading.split()) if is_narrow else heading),
+            justify="left" if index < table.left_columns else "right",
+            overflow="fold",
+            no_wrap=is_narrow and max(map(len, cells), default=0) <= _WHOLE,
+        )
     for row in table.rows:
         drawn.add_row(*(Text(text) for text in row))
     return drawn
+
+
+def _without_what_rows_share(table: TextTable) -> TextTable:
+    """Columns after the first whose text is the same in every row become a footnote: ``in every row: by predicted``."""
+    if len(table.rows) <= 1 or not table.columns:
+        return table
+    cells = list(zip(*table.rows, strict=True))
+    shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
+    if not shared:
+        return table
+    kept = [index for index in range(len(cells)) if index not in shared]
+    said = ", ".join(f"{table.columns[index]} {cells[index][0]}" for index in shared)
+    return replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+        footnotes=(f"in every row: {said}", *table.footnotes),
+        left_columns=sum(index < table.left_columns for index in kept),
+    )
+
+
+def _drawn_width(table: TextTable) -> int:
+    """Columns of a terminal, with a line and two spaces around each of the table's."""
+    grid = (table.columns, *table.rows) if table.columns else table.rows
+    return sum(max(map(len, column)) + 3 for column in zip(*grid, strict=True)) + 1
 
 
 def capacity_text(

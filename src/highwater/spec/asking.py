@@ -11,8 +11,8 @@ class Asking(Noun, frozen=True, kw_only=True):
 
     model: str
     """Catalog name, or directory."""
-    kind: str
-    """Of GPUs, in the catalog."""
+    kind: str | None
+    """Of GPUs, in the catalog; None: this machine's, or any of so much memory."""
     gpu_memory_bytes: int | None = None
     """Memory of one, where it is not the catalog's."""
     reserved_bytes: int = 0
@@ -27,7 +27,7 @@ class Asking(Noun, frozen=True, kw_only=True):
         limits = {"gpu_memory": self.gpu_memory_bytes, "reserved": self.reserved_bytes or None}
         return {
             "model": self.model,
-            "gpus": f"{gpus}x{self.kind}",
+            "gpus": str(gpus) if self.kind is None else f"{gpus}x{self.kind}",
             "trainer": self.trainer,
             **{name: str(value) for name, value in limits.items() if value is not None},
             **dict(self.settings),

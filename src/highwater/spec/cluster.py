@@ -6,13 +6,15 @@ from difflib import get_close_matches
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, lacking
-from highwater.units import format_bytes
+from highwater.units import GIB, format_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 MOST_GPUS = 16
 """In one machine."""
 _DIGITS = 9
+_COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
+"""A count that no kind follows."""
 
 
 class Cluster(Noun, frozen=True, kw_only=True):
@@ -53,7 +55,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     """
     count, name = _parse(text)
     if name is not None:
-        kind = _kind(name, count)
+        kind = _kind(name, count, gpu_memory_bytes)
         if lacking(kind):
             raise MachineError(f"{kind.name} has no {' and no '.join(lacking(kind))}", hint=f"use {_EXAMPLE}")
         memory = gpu_memory_bytes or kind.usable_bytes
@@ -61,7 +63,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
             raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
         return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory, compute_capability=kind.compute_capability)
     if gpu_memory_bytes is not None:
-        return Cluster(gpus=count or 1, device_name=f"a GPU of {format_bytes(gpu_memory_bytes)}", device_bytes=gpu_memory_bytes)
+        return Cluster(gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes)
     if machine is None or not machine.gpus:
         raise UsageError("no GPU is here, and none is named", hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`")
     here = machine.gpus[0]
@@ -71,6 +73,11 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
         device_bytes=min(g.memory_total_bytes for g in machine.gpus),
         compute_capability=here.compute_capability,
     )
+
+
+def nameless(device_bytes: int) -> str:
+    """What GPUs are called of which nothing but the memory is known."""
+    return f"a GPU of {format_bytes(device_bytes)}"
 
 
 def _parse(text: str | None) -> tuple[int | None, str | None]:
@@ -90,7 +97,7 @@ def _counted(digits: str, text: str) -> int:
     return int(digits)
 
 
-def _kind(name: str, count: int | None) -> GpuKind:
+def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind:
     """By the catalog's name, or by what a driver calls it."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
@@ -99,6 +106,14 @@ def _kind(name: str, count: int | None) -> GpuKind:
     usable = {key: kind for key, kind in kinds.items() if kind.usable_bytes}
     near = get_close_matches(name.lower(), usable, n=1, cutoff=0.4)
     known = ", ".join(kind.name for kind in usable.values())
-    gpus = count or 1
-    meant = f"use `--gpus {gpus}x{usable[near[0]].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory 80GiB`"
+    counted = _COUNT_ALONE.fullmatch(name) if count is None else None
+    gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
+    memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
+    meant = f"use `--gpus {gpus}x{usable[near[0]].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
     raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=meant)
+
+
+def _size(count: int) -> str:
+    """As one types it: ``60.5GiB``, or the bytes themselves."""
+    gibibytes = f"{count / GIB:.15g}"
+    return f"{gibibytes}GiB" if gibibytes.replace(".", "").isdecimal() else str(count)

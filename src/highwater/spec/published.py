@@ -130,7 +130,10 @@ def _read_rows(path: Path) -> list[_Row]:
             if missing:
                 raise ValueError(f"it has no column {', '.join(missing)}")
             rows = [_row(row, reader.line_num) for row in reader]
-    except (OSError, ValueError, csv.Error) as error:
+    except OSError as error:
+        problem = f"the table {path} cannot be read: {error.strerror}"
+        raise UsageError(problem, hint=f"name a CSV with the columns {', '.join(_COLUMNS)}") from error
+    except (ValueError, csv.Error) as error:
         raise _no_table(path, str(error)) from error
     if not rows:
         raise _no_table(path, "it has no row")
@@ -143,13 +146,20 @@ def _row(row: Mapping[str, str | None], line: int) -> _Row:
     if not device_name or not model_name or gpus is None or sp is None:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
     if rung is None or rung not in PUBLISHED_SETTINGS:
-        raise ValueError(f"settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
-    known = int(tokens) if tokens and tokens.strip() else None
+        raise ValueError(f"line {line}: settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
+    known = _whole(tokens, "max_model_len", line) if tokens and tokens.strip() else None
     if known is not None and not 0 <= known <= _LONGEST_TOKENS:
         raise ValueError(f"line {line} has a capacity of {known}")
-    layout = Layout(gpus=int(gpus), ulysses_degree=int(sp))
+    layout = Layout(gpus=_whole(gpus, "gpus", line), ulysses_degree=_whole(sp, "sp", line))
     cell = Cell(layout=layout, settings=PUBLISHED_SETTINGS[rung])
     return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=known)
+
+
+def _whole(text: str, column: str, line: int) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"line {line}: {column} {text!r} is no whole number") from error
 
 
 def _no_table(path: Path, why: str) -> UsageError:

@@ -46,7 +46,7 @@ class Candidate(Noun, frozen=True, kw_only=True):
     headroom_bytes: int | None
     """What a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
     lacks_bytes: int | None = None
-    """What is missing of the memory that ends it; None where it fits, or where nobody knows."""
+    """What is missing of the memory that ends it, measured at least; None where it fits, or where nobody knows."""
     lacks_of: Literal["device", "host"] | None = None
     host_bytes: int | None = None
     """Host memory that it takes, predicted; None: nobody knows."""

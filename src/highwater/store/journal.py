@@ -11,6 +11,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from highwater.spec.codec import to_builtins, to_json
 from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, Study
 from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.store.directory import newest_studies
 from highwater.store.lines import (
     AnsweredLine,
     FinishedLine,
@@ -34,9 +36,10 @@ from highwater.store.lines import (
 )
 from highwater.version import __version__
 
+_LOG_DIRECTORY = "./logs"
+"""Where ``highwater show`` looks, unless it is told otherwise."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DIFFERENCES_SHOWN = 4
-_SHOW_ANOTHER = "`highwater show` shows the newest study that can be read"
 
 
 class Journal:
@@ -129,16 +132,24 @@ def read_study(path: Path) -> Study:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise StudyError(f"{path} cannot be read: {error.strerror}", hint=_SHOW_ANOTHER) from error
+        raise StudyError(f"{path} cannot be read: {error.strerror}", hint=_another()) from error
     full, torn = _split_torn(content)
     try:
         if not full:
             raise not_a_study(path)
         record = parse(full, path=path)
     except StudyError as error:  # its hint is for who would write another
-        raise StudyError(error.problem, hint=_SHOW_ANOTHER) from error
+        raise StudyError(error.problem, hint=_another()) from error
     notes = ("the last line is not complete: a search is writing it, or was killed while it did",) if torn else ()
     return _study(path, record, notes)
+
+
+def _another() -> str:
+    """What shows or makes another study: one that lies where ``highwater show`` looks, if there is one."""
+    with suppress(StudyError, OSError):
+        newest_studies(Path(_LOG_DIRECTORY))
+        return "`highwater show` shows the newest study that can be read"
+    return "name another file; `highwater find Qwen3-0.6B` makes one"
 
 
 def _open_locked(path: Path) -> int:
