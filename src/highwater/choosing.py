@@ -111,6 +111,7 @@ def _place(made: Guide, group: Sequence[_Own], asking: Asking | None, *, apart: 
         basis=f"{', '.join((trained(first), *named))}: {sources}",
         sequences=sequences,
         answers=answers,
+        opens_tokens=max((each.found.length_tokens for each in answers if each.found.length_tokens <= longest), default=None),
         explained=() if formula is None else _explained(formula, table.gpus, longest or beyond, sequences),
         explained_tokens=longest or beyond,
     )
