@@ -57,6 +57,12 @@ def test_how_far_each_model_gets_is_told_at_a_glance() -> None:
     made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
     published, measured = guide_parts.glance_tables(made)
     assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
+    for table in made.tables:
+        at_a_glance = (
+            next(row for row in published.rows if row[0] == str(table.gpus)) if table.source == "published" else measured.rows[0]
+        )
+        reached = "; ".join(f"{name} {figure.replace('*', '')}" for name, figure in zip(table.models, at_a_glance[1:], strict=True))
+        assert guide_parts.summary(table) == f"longest context known to fit, {table.source}: {reached}"
     assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
     assert measured.rows == (("1", "131,072*, 671,744* memory-only"),)
     assert "| 1    | 131,072\\*, 671,744\\* memory-only |" in guide_markdown(made).partition("## How to read it")[0]

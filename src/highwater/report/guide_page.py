@@ -10,15 +10,11 @@ from markupsafe import Markup
 
 from highwater.report import guide_parts, guide_text
 from highwater.report.chooser import Place, chooser_json
-from highwater.report.guide import Guide, farthest
+from highwater.report.guide import Guide
 from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.report.guide_parts import Section
 from highwater.report.page import page_template
 from highwater.spec.study import counted_ranks
-from highwater.units import format_tokens
-
-_BAR_WIDTH, _ROW_HEIGHT = 360, 22
-"""Of the picture of a section, in its own units; the width is that of the longest bar."""
 
 
 class Bar(NamedTuple):
@@ -26,15 +22,10 @@ class Bar(NamedTuple):
 
     label: str
     text: str
-    width: int
-    y: int
-
-
-class Chart(NamedTuple):
-    """A picture of a section."""
-
-    bars: tuple[Bar, ...]
-    height: int
+    percent: float
+    """What was trained in full, of the longest bar of its section."""
+    memory_only_percent: float
+    """What memory holds beyond."""
 
 
 def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
@@ -49,7 +40,7 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         sources=guide_parts.source_words(guide),
         words=list(guide_parts.words(guide)),
         sections=sections,
-        charts=[_chart(section) for section in sections],
+        bars=[_bars(section) for section in sections],
         heat_maps=[list(_heat_maps(section)) for section in sections],
         gpus_heading=guide_parts.gpus_heading,
         only_with_offload=guide_parts.only_with_offload,
@@ -65,22 +56,22 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         maps=_maps(places[:MOST_PLACES]),
         most_places=MOST_PLACES,
-        bar_width=_BAR_WIDTH,
-        row_height=_ROW_HEIGHT,
     )
 
 
-def _chart(section: Section) -> Chart:
-    reached = [(table, name, farthest(table, name)) for table in section.tables for name in table.models]
-    longest = max((found[0] for *_, found in reached if found is not None), default=1)
-    bars: list[Bar] = []
-    for row, (table, name, found) in enumerate(reached):
-        is_memory_only = found is not None and found[1].capacity is not None and found[1].capacity.is_memory_only
-        tokens = 0 if found is None else found[0]
-        text = f"{format_tokens(tokens)}{' memory-only' if is_memory_only else ''}" if tokens else "none"
-        label = f"{guide_parts.gpus_heading(table)}, {name}"
-        bars.append(Bar(label=label, text=text, width=round(_BAR_WIDTH * tokens / longest), y=row * _ROW_HEIGHT))
-    return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
+def _bars(section: Section) -> list[Bar]:
+    found = [(table, name, guide_parts.longest(table, name)) for table in section.tables for name in table.models]
+    reached = [[0 if each is None else each.capacity_tokens for each in pair] for *_, pair in found]
+    unit = max(1, *(tokens for pair in reached for tokens in pair)) / 100
+    return [
+        Bar(
+            label=f"{guide_parts.gpus_heading(table)}, {name}",
+            text=guide_parts.reached_text(table, name),
+            percent=round(full / unit, 1),
+            memory_only_percent=round(max(0, memory_only - full) / unit, 1),
+        )
+        for (table, name, _), (full, memory_only) in zip(found, reached, strict=True)
+    ]
 
 
 def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:

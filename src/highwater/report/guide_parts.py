@@ -105,7 +105,14 @@ def gpus_heading(table: GuideTable) -> str:
 
 def summary(table: GuideTable) -> str:
     """One line: how far each model gets, and what kind of figure that is."""
-    return f"longest context known to fit, {table.source}: {', '.join(_reached(table, name) for name in table.models)}"
+    reached = (f"{name} {reached_text(table, name)}" for name in table.models)
+    return f"longest context known to fit, {table.source}: {'; '.join(reached)}"
+
+
+def reached_text(table: GuideTable, model_name: str) -> str:
+    """How far a model gets by its capacities, as at a glance: ``262,144, 671,744 memory-only``; in words where it is no length."""
+    text = _best(table, model_name).replace("*", "")
+    return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
 
 def only_with_offload(table: GuideTable) -> str:
@@ -233,14 +240,6 @@ def _heading(table: GuideTable) -> str:
     return f"{table.device_name}: {table.source} ({table.training}; native length {format_tokens(table.native_length_tokens)})"
 
 
-def _reached(table: GuideTable, model_name: str) -> str:
-    found = farthest(table, model_name)
-    if found is None:
-        return f"{model_name} none"
-    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
-    return f"{model_name} {format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
-
-
 def _model_path(model_name: str) -> str:
     """An example of a path in a configuration: text from outside only where it is harmless there."""
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
@@ -258,10 +257,14 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 def _best(table: GuideTable, model_name: str) -> str:
     """The longest of any cell that was trained in full; what memory alone holds beside it, where that is longer."""
+    return _figure([each for each in longest(table, model_name) if each is not None])
+
+
+def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capacity | None]:
+    """The longest capacity of any cell that was trained in full, and the longest that memory alone holds."""
     own = [each for each in table.capacities if each.model_name == model_name]
-    full = max((each for each in own if not each.is_memory_only), key=_reach, default=None)
-    memory_only = max((each for each in own if each.is_memory_only), key=_reach, default=None)
-    return _figure([each for each in (full, memory_only) if each is not None])
+    full, memory_only = ([each for each in own if each.is_memory_only == is_so] for is_so in (False, True))
+    return max(full, key=_reach, default=None), max(memory_only, key=_reach, default=None)
 
 
 def _reach(capacity: Capacity) -> int:
