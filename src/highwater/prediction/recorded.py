@@ -50,6 +50,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
     if not known:
         return None
     fits = any(known)
+    headroom_bytes, headroom_length_tokens = _headroom(study, answer, length_tokens) if fits else (None, None)
     is_memory_only = fits and not _is_trained(study, answer, length_tokens)
     return msgspec.structs.replace(
         candidate,
@@ -57,7 +58,8 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         source="measured",
         found_in=study.path or "a study",
         is_memory_only=is_memory_only,
-        headroom_bytes=_headroom_bytes(study, answer, length_tokens) if fits else None,
+        headroom_bytes=headroom_bytes,
+        headroom_length_tokens=headroom_length_tokens,
         lacks_bytes=None,
         lacks_of=None if fits else "host" if answer.limit == "host_memory" else "device",
         capacity_tokens=max(answer.reach_tokens or 0, length_tokens if fits else 0),
@@ -96,8 +98,8 @@ def _is_trained(study: Study, answer: CellAnswer, length_tokens: int) -> bool:
     return trained or length_tokens <= (answer.capacity_tokens or 0)
 
 
-def _headroom_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int | None:
-    """That the shortest fit of this length or above left, which leaves no more; without one, that of the answer."""
+def _headroom(study: Study, answer: CellAnswer, length_tokens: int) -> tuple[int | None, int | None]:
+    """That the shortest fit of this length or above left, which leaves no more, and its length; without one, the answer's."""
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
         for trial in study.trials_of(answer.cell)
@@ -105,10 +107,10 @@ def _headroom_bytes(study: Study, answer: CellAnswer, length_tokens: int) -> int
     ]
     left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
     if left is not None:
-        return left[1]
-    if length_tokens > (answer.capacity_tokens or 0):
-        return None if answer.memory_only is None else answer.memory_only.headroom_bytes
-    return answer.headroom_bytes
+        return left[1], left[0]
+    if length_tokens <= (answer.capacity_tokens or 0):
+        return answer.headroom_bytes, answer.capacity_tokens
+    return (None, None) if answer.memory_only is None else (answer.memory_only.headroom_bytes, answer.memory_only.length_tokens)
 
 
 def _trials(study: Study, answer: CellAnswer, length_tokens: int) -> list[RecordedTrial]:
