@@ -55,22 +55,26 @@ def guide(
     predict: Sequence[str] = (),
     gpus: Sequence[str] = (),
     trainer: Trainer = "highwater",
+    sequences_per_micro_batch: int | None = None,
 ) -> Guide:
     """For each length the simplest settings that fit, on every kind and number of GPUs that the sources know.
 
     A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict --json`` (``.json``).
     ``predict`` names models whose capacities are predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on
-    this machine's. Raises HighwaterError for a source that cannot be read, and for what cannot be predicted.
+    this machine's; and of so many ``sequences_per_micro_batch``, None: as many as ``predict`` takes by default.
+    Raises HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
     if gpus and not predict:
         raise UsageError("GPUs are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
     if not sources and not predict:
         raise UsageError("a guide of nothing: no study, no table and no model is named", hint=f"for example `{_EXAMPLE}`")
+    if sequences_per_micro_batch is not None and not predict:
+        raise UsageError("sequences a micro-batch are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
     models: dict[str, _Known] = {}
     askings: dict[tuple[str, str, str], Asking] = {}
-    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer)):
+    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer, sequences_per_micro_batch)):
         _check_models(found.capacities, found.words, models)
         capacities += found.capacities
         notes |= dict.fromkeys(found.notes)
@@ -174,12 +178,14 @@ def _assumed(room: Room) -> dict[str, str]:
     return found
 
 
-def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer) -> Iterator[_Found]:
+def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer, sequences: int | None) -> Iterator[_Found]:
+    settings: dict[str, int] = {} if sequences is None else {"sequences_per_micro_batch": sequences}
     for where in gpus or (None,):
         for model in models:
             flags = ["--gpus", where] if where else []
             flags += ["--trainer", trainer] if trainer != "highwater" else []
-            prediction = api.predict(model, gpus=where, trainer=trainer)
+            flags += ["--sequences-per-micro-batch", str(sequences)] if sequences is not None else []
+            prediction = api.predict(model, gpus=where, trainer=trainer, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
             capacities, asking = predicted_capacities(prediction, command), asking_of_prediction(prediction, model)

@@ -27,6 +27,7 @@ def guide(arguments: argparse.Namespace) -> int:
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
         gpus=[word for word in arguments.gpus if not word.endswith(_FILES)],
         trainer=arguments.trainer,
+        sequences_per_micro_batch=arguments.sequences_per_micro_batch,
     )
     console.notes(made.notes)
     if output is not None:

@@ -55,7 +55,8 @@ class Place:
 def chooser_json(places: Sequence[Place]) -> str:
     """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands there once.
 
-    ``places`` hold a place's names, its answers and which of them it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
+    ``places`` hold a place's names, its answers and the length that it opens with; of an answer, ``fields`` and all texts are
+    indices into ``values``.
     """
     fields = [name for name in Recommendation.__struct_fields__ if name not in NOT_EMBEDDED]
     drafts = [_place(place, fields) for place in places]

@@ -25,6 +25,7 @@ SOURCES: dict[Source, str] = {
     "predicted": "predicted, nothing was run; where the prediction is an interval, its upper end fits",
     "published": "published by others, not measured here",
 }
+_VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 """Beyond: rows that say the same are joined, and not every factor is listed. No published table is as long."""
@@ -36,6 +37,11 @@ class Section(NamedTuple):
 
     heading: str
     tables: tuple[GuideTable, ...]
+
+    @property
+    def capacities(self) -> list[Capacity]:
+        """Of all its tables."""
+        return [each for table in self.tables for each in table.capacities]
 
 
 class LongContext(NamedTuple):
@@ -86,6 +92,8 @@ def words(guide: Guide) -> Iterator[str]:
         yield guide_text.UNKNOWN
     if any(choice.capacity is not None and choice.may_be_simpler for choice in guide.choices):
         yield guide_text.PERHAPS_SIMPLER
+    if any(map(only_tried, guide.tables)):
+        yield guide_text.ONLY_TRIED
     if any(choice.capacity is not None and choice.capacity.is_memory_only for choice in guide.choices):
         yield guide_text.MEMORY_ONLY
 
@@ -120,6 +128,23 @@ def only_with_offload(table: GuideTable) -> str:
     first = table.rows[0][1]
     names = [each.model_name for each in first if each.capacity is not None and each.capacity.cell.settings.offload]
     return f"Only with offload, here: {', '.join(names)}." if names else ""
+
+
+def only_tried(table: GuideTable) -> str:
+    """What was tried of the models that begin with something less simple than `vanilla`, in a sentence; empty where none does."""
+    tried: dict[str, list[str]] = {}
+    for name in table.models:
+        cells = sorted({each.cell for each in table.capacities if each.model_name == name}, key=simplicity)
+        if simplicity(cells[0]) > _VANILLA:
+            tried.setdefault(", ".join(dict.fromkeys(map(cell_label, cells))), []).append(name)
+    each = "; ".join(f"{', '.join(names)}: {labels}" for labels, names in tried.items())
+    return f"Tried here, and nothing simpler: {each}. Simpler settings may do." if each else ""
+
+
+def default_budget(section: Section) -> str:
+    """That a table of one sequence a micro-batch does not hold for the default token budget; empty for other tables."""
+    packed = {(each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens) for each in section.capacities}
+    return guide_text.ONE_SEQUENCE if packed == {(1, None)} else ""
 
 
 def choice_table(table: GuideTable) -> TextTable:
@@ -190,7 +215,7 @@ def joined(table: TextTable) -> TextTable:
 
 def rungs(section: Section) -> Iterator[Rung]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
-    capacities = [each for table in section.tables for each in table.capacities]
+    capacities = section.capacities
     models = tuple(dict.fromkeys(each.model_name for each in capacities))
     settings_found = {each.cell.settings for each in capacities}
     for settings in sorted(settings_found, key=_rung_order):
