@@ -19,7 +19,7 @@ from highwater.cli.recommendation import found_for
 from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
 from highwater.report.chooser import Place, chooser_json
-from highwater.report.guide import Guide, guide_rows, guide_tables
+from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
 from highwater.report.guide_maps import headroom_map, term_map
 from highwater.report.guide_page import guide_page
 from highwater.report.recommendation import recommendation_tables
@@ -293,6 +293,26 @@ def test_a_big_guide_is_small_and_made_at_once(big: tuple[Guide, tuple[Place, ..
     assert sum(len(place.answers) for place in found) >= 5 * 4 * 11
     assert text.count("<summary>Qwen3") >= 20, "maps of every place"
     assert time.monotonic() - began < SLOW_S
+
+
+def test_what_a_longer_trial_left_is_a_bound_and_without_a_colour_where_that_is_much_longer() -> None:
+    (place,) = places(guide(STUDY))
+    seen: dict[bool, int] = {True: 0, False: 0}
+    for row in headroom_map(place).rows:
+        for figure, answer in zip(row[1], place.answers, strict=True):
+            length = answer.found.length_tokens
+            (candidate,) = (
+                each
+                for each in answer.found.candidates
+                if (cell_label(each.cell), each.cell.settings.sequences_per_micro_batch) == (row[0][0], place.sequences)
+            )
+            if candidate.source == "measured" and candidate.fits:
+                is_far = (candidate.headroom_length_tokens or 0) > 1.05 * length
+                seen[is_far] += 1
+                assert (figure.text, figure.heat == 0) == ("≥ 1.2 m", is_far)
+            else:
+                assert "≥" not in figure.text
+    assert min(seen.values()) > 0
 
 
 def test_maps_say_what_is_left_and_what_takes_it(big: tuple[Guide, tuple[Place, ...]]) -> None:

@@ -12,6 +12,8 @@ from highwater.units import GIB, format_tokens
 
 MOST_PLACES = 40
 """Whose maps a page draws: two of some 200 figures each."""
+_NEAR = 1.05
+"""How many times its length another may be whose trial colours it."""
 _MEASURED = "m"
 """Marks a figure that was measured where the others are predicted."""
 
@@ -93,10 +95,12 @@ def _headroom(candidate: Candidate | None, found: Recommendation, *, is_mixed: b
     left = candidate.headroom_bytes if candidate.lacks_bytes is None else -candidate.lacks_bytes
     if left is None:
         return Figure(f"{'fits' if candidate.fits else '-'}{mark}", 0.5 if candidate.fits else 0.0, not candidate.fits)
-    if candidate.headroom_length_tokens not in (None, found.length_tokens):
+    measured_at = candidate.headroom_length_tokens or found.length_tokens
+    if measured_at > _NEAR * found.length_tokens:
         return Figure(f"≥ {left / GIB:.1f}{mark}", 0.0)
     heat = round(min(1.0, max(0.0, 1 - left / found.device_bytes)), 2) if candidate.fits and found.device_bytes else 0.0
-    return Figure(f"{left / GIB:.1f}{mark}".replace("-", "−"), heat, not candidate.fits)
+    least = "≥ " if measured_at > found.length_tokens else ""
+    return Figure(f"{least}{left / GIB:.1f}{mark}".replace("-", "−"), heat, not candidate.fits)
 
 
 def _terms(predicted: CellPrediction) -> dict[str, int]:

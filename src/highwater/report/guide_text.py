@@ -109,7 +109,8 @@ AS_JSON = "As `highwater recommend --json` has it, but for the list of candidate
 MAPS = (
     "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at least: the stronger the colour, "
     "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows what it lacks; `?`: nobody "
-    "knows; `≥`, without a colour: what a longer one left that was measured, so that this one leaves as much or more. And what "
+    "knows; `≥`: what a longer one left that was measured, so that this one leaves as much or more, without a colour where that "
+    "is more than 5 % longer. And what "
     "memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
 )
 NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays small."

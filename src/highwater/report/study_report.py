@@ -55,6 +55,7 @@ class TrialReport(Noun, frozen=True, kw_only=True):
     limit_bytes: int | None = None
     """Of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
+    """What a fit left; None: it did not fit, or nobody knows."""
     allocator_retries: int | None = None
     allocator: str | None = None
     """What the caching allocator said that it was set to."""
@@ -215,7 +216,7 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
         peak_reserved_bytes=result.peak_reserved_bytes,
         device_used_bytes=_most(memory.device_used_bytes for memory in memories),
         limit_bytes=min((limit for limit in limits if limit is not None), default=started.limit_bytes),
-        headroom_bytes=result.headroom_bytes,
+        headroom_bytes=result.headroom_bytes if result.outcome.is_fit else None,
         allocator_retries=_most(memory.allocator_retries for memory in memories),
         allocator=told.get("PYTORCH_ALLOC_CONF", told.get("PYTORCH_CUDA_ALLOC_CONF")),
         attention_kernel=first.attention_kernel,
