@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -179,7 +179,7 @@ def _assumed(room: Room) -> dict[str, str]:
 
 
 def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer, sequences: int | None) -> Iterator[_Found]:
-    settings: dict[str, int] = {} if sequences is None else {"sequences_per_micro_batch": sequences}
+    settings: dict[str, Any] = {} if sequences is None else {"sequences_per_micro_batch": sequences}
     for where in gpus or (None,):
         for model in models:
             flags = ["--gpus", where] if where else []
