@@ -111,7 +111,7 @@ def test_it_opens_with_what_the_tables_answer_and_so_it_does_for_every_model_and
             assert "nobody knows" not in entries
             assert not page.locator("#answer-said").inner_text().startswith("Nothing")
             seen.add(page.locator("#choose-length").input_value())
-    assert len(seen) > 2
+    assert len(seen) > 1
 
 
 def test_a_length_that_another_model_does_not_reach_becomes_the_longest_that_it_does(mixed: Path, opened: Opened) -> None:
@@ -119,14 +119,14 @@ def test_a_length_that_another_model_does_not_reach_becomes_the_longest_that_it_
     page.locator("#choose-model").select_option("Qwen3-0.6B")
     page.locator("#choose-gpu").select_option("A100-80GB")
     page.locator("#choose-gpus").select_option("4")
-    longest = page.locator("#choose-length").input_value()
+    assert page.locator("#choose-length").input_value() == "40960", "the native length, before any is chosen"
     page.locator("#choose-gpus").select_option("1")
     page.locator("#choose-length").select_option("28672")
     page.locator("#choose-model").select_option("Qwen3-14B")
     assert page.locator("#choose-length").input_value() == "28672", "a row of that table too: it says what does not fit"
     page.locator("#choose-model").select_option("Qwen3-0.6B")
     page.locator("#choose-gpus").select_option("4")
-    page.locator("#choose-length").select_option(longest)
+    page.locator("#choose-length").select_option("122880")
     page.locator("#choose-gpus").select_option("1")
     assert page.locator("#choose-length").input_value() == "28672"
 

@@ -227,18 +227,21 @@ def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement() -> None:
     assert {place["basis"].rpartition(": ")[2] for place in page.places} == {"simulated"}
 
 
-def test_the_chooser_opens_with_the_longest_length_that_the_tables_say_fits(tmp_path: Path) -> None:
+def test_the_chooser_opens_with_the_longest_length_up_to_the_native_one_that_the_tables_say_fits(tmp_path: Path) -> None:
     made = guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
     for place in embedded(made).places:
         (table,) = (t for t in made.tables if (t.device_name, t.gpus) == (place["gpu"], place["gpus"]))
         fitting = [c.capacity_tokens for c in table.capacities if c.model_name == place["model"]]
-        assert place["opens"] == max(tokens for tokens, _ in table.rows if tokens <= max(fitting))
-        assert place["opens"] in {answer["length"] for answer in place["answers"]}
+        assert place["longest"] == max(tokens for tokens, _ in table.rows if tokens <= max(fitting))
+        offered = [answer["length"] for answer in place["answers"]]
+        assert place["longest"] in offered
+        assert place["opens"] == max(tokens for tokens in offered if tokens <= min(40960, place["longest"]))
+        assert next(answer["entries"] for answer in place["answers"] if answer["length"] == place["opens"])
     path = tmp_path / "t.csv"
     path.write_text("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,vanilla,1,1,Qwen3-8B,0\n")
-    assert [place.opens_tokens for place in places(guide(path))] == [None]
+    assert [(place.longest_tokens, place.opens_tokens) for place in places(guide(path))] == [(None, None)]
     (refused,) = places(guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"]))
-    assert refused.opens_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
+    assert refused.longest_tokens == refused.opens_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
 
 
 def test_a_length_that_recommend_refuses_is_not_offered() -> None:

@@ -30,7 +30,7 @@
   };
 
   /* Each choice offers what the ones before it leave, first what the tables answer. What was chosen stays where it can: a length as
-     the next longer one that the tables say fits, else as the longest of those, with which the page opens. */
+     the next longer one that the tables say fits, else as the longest of those. Until one is chosen, a page's own. */
   const choose = () => {
     let left = places;
     for (const name of NAMES.slice(0, 4)) {
@@ -40,10 +40,11 @@
       left = left.filter((place) => place[name] === chosen[name]);
     }
     at("choice-basis").hidden = new Set(places.map((place) => place.basis)).size === 1;
-    const { answers, opens } = left[0];
-    const answer = answers.find(({ length }) => length === chosen.length)
-      || answers.find(({ length }) => chosen.length !== null && length >= chosen.length && length <= opens)
-      || answers.find(({ length }) => length === opens)
+    const { answers, opens, longest } = left[0];
+    const wanted = chosen.length === null ? opens : chosen.length;
+    const answer = answers.find(({ length }) => length === wanted)
+      || answers.find(({ length }) => length >= wanted && length <= longest)
+      || answers.find(({ length }) => length === longest)
       || answers[0];
     fill(at("choose-length"), answers.map(({ length }) => [length, grouped.format(length)]), answer.length);
     show(answer);

@@ -44,8 +44,10 @@ class Place:
     """A micro-batch, in the guide's tables."""
     answers: tuple[Answer, ...]
     """The shortest length first."""
+    longest_tokens: int | None
+    """The longest of these that the guide's tables say fits; None: they say so of none."""
     opens_tokens: int | None
-    """The longest length of these that the guide's tables say fits, which the chooser opens with; None: they say so of none."""
+    """The same up to the native length, which the chooser opens with."""
     explained: tuple[CellPrediction, ...] = ()
     """Every cell by formula; empty where no formula knows of the model."""
     explained_tokens: int = 0
@@ -80,6 +82,7 @@ def _place(place: Place, fields: Sequence[str]) -> dict[str, Any]:
         "gpu": plain_lines(place.device_name),
         "gpus": place.gpus,
         "basis": plain_lines(place.basis),
+        "longest": place.longest_tokens,
         "opens": place.opens_tokens,
         "answers": [_answer(answer, fields) for answer in place.answers],
     }
