@@ -93,6 +93,7 @@ def _place(made: Guide, group: Sequence[_Own], asking: Asking | None, *, apart: 
     formula = asking or made.askings.get((first.found_in, first.model_name, first.device_name))
     sequences = first.cell.settings.sequences_per_micro_batch
     longest, beyond = _ends(group)
+    fitting = [each.found.length_tokens for each in answers if each.found.length_tokens <= longest]
     return Place(
         model_name=first.model_name,
         device_name=table.device_name,
@@ -100,6 +101,8 @@ def _place(made: Guide, group: Sequence[_Own], asking: Asking | None, *, apart: 
         basis=f"{', '.join((trained(first), *named))}: {sources}",
         sequences=sequences,
         answers=answers,
+        longest_tokens=max(fitting, default=None),
+        opens_tokens=max((tokens for tokens in fitting if tokens <= table.native_length_tokens), default=None),
         explained=() if formula is None else _explained(formula, table.gpus, longest or beyond, sequences),
         explained_tokens=longest or beyond,
     )

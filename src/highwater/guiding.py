@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,23 +61,30 @@ def guide(
     gpus: Sequence[str] = (),
     trainer: Trainer = "highwater",
     gpu_memory: str | int | None = None,
+    sequences_per_micro_batch: int | None = None,
 ) -> Guide:
     """For each length the simplest settings that fit, on every kind and number of GPUs that the sources know.
 
     A source is a study, a table of known capacities (``.csv``) or an answer of ``highwater predict --json`` (``.json``).
     ``predict`` names models whose capacities are predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on
-    this machine's. ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. Raises
-    HighwaterError for a source that cannot be read, and for what cannot be predicted.
+    this machine's. ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. It is predicted of so
+    many ``sequences_per_micro_batch``, None: as many as ``predict`` takes by default. Raises HighwaterError for a source that
+    cannot be read, and for what cannot be predicted.
     """
     if (gpus or gpu_memory is not None) and not predict:
         raise UsageError("GPUs are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
     if not sources and not predict:
         raise UsageError("a guide of nothing: no study, no table and no model is named", hint=f"for example `{_EXAMPLE}`")
+    if sequences_per_micro_batch is not None and not predict:
+        raise UsageError("sequences a micro-batch are named, and no model to predict", hint=f"for example `{_EXAMPLE}`")
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
     models: dict[str, _Known] = {}
     askings: dict[tuple[str, str, str], Asking] = {}
-    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, trainer, gpu_memory)):
+    settings: dict[str, Any] = {"trainer": trainer, "gpu_memory": gpu_memory}
+    if sequences_per_micro_batch is not None:
+        settings["sequences_per_micro_batch"] = sequences_per_micro_batch
+    for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
         _check_models(found.capacities, found.words, models)
         capacities += found.capacities
         notes |= dict.fromkeys(found.notes)
@@ -184,13 +191,14 @@ def _assumed(room: Room) -> dict[str, str]:
     return found
 
 
-def _predictions(models: Sequence[str], gpus: Sequence[str], trainer: Trainer, gpu_memory: str | int | None) -> Iterator[_Found]:
+def _predictions(models: Sequence[str], gpus: Sequence[str], settings: Mapping[str, Any]) -> Iterator[_Found]:
+    """``settings`` are keywords of ``predict``; None and the default trainer are not typed."""
+    typed = {name: value for name, value in settings.items() if value not in (None, "highwater")}
+    words = [word for name, value in typed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     for where in gpus or (None,):
         for model in models:
-            flags = ["--gpus", where] if where else []
-            flags += ["--gpu-memory", str(gpu_memory)] if gpu_memory is not None else []
-            flags += ["--trainer", trainer] if trainer != "highwater" else []
-            prediction = api.predict(model, gpus=where, trainer=trainer, gpu_memory=gpu_memory)
+            flags = [*(["--gpus", where] if where else []), *words]
+            prediction = api.predict(model, gpus=where, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
             capacities, asking = predicted_capacities(prediction, command), asking_of_prediction(prediction, model)

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 from conftest import SIMULATED, Run, refusal
 
+from highwater.report.guide import cell_label
+from highwater.spec.codec import from_json
+from highwater.spec.study import Cell
+
 DATA = Path(__file__).parents[1] / "data"
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 A100S = ("--gpus", "2xA100-80GB")
+H200S = ("--gpus", "2xH200-141GB")
 
 
 def test_the_rows_of_a_guide_are_the_published_ones(highwater: Run) -> None:
@@ -45,6 +50,27 @@ def test_a_guide_is_a_page_where_its_name_says_so(highwater: Run, tmp_path: Path
     assert highwater("guide", TABLE, "-o", "guide.html").returncode == 0
     assert (tmp_path / "guide.html").read_text().startswith("<!doctype html>")
     assert refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1] == "name a new file: `-o guide-2.html`"
+
+
+def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_what_it_leaves_out(highwater: Run) -> None:
+    words = ("guide", "--predict", "Qwen3-8B", *H200S)
+    one, two = highwater(*words), highwater(*words, "--sequences-per-micro-batch", "2")
+    said = "The default budget, `ceil(2 * max_model_len / SP)`, takes more memory: `highwater recommend` answers for it."
+    assert (said in one.stdout, said in two.stdout) == (True, False)
+    assert "## H200-141GB: predicted (highwater, sft, 2 sequences per micro-batch;" in two.stdout
+    rows = json.loads(highwater(*words, "--sequences-per-micro-batch", "2", "--json").stdout)
+    for row in rows[0:9:4]:
+        asked = highwater("recommend", "Qwen3-8B", *H200S, "--length", str(row["max_model_len"]), "--json")
+        chosen = json.loads(asked.stdout)["chosen"]
+        assert not chosen["is_lowered"]
+        assert row["settings"] == cell_label(from_json(json.dumps(chosen["cell"]), Cell))
+
+
+def test_a_number_of_sequences_that_cannot_be_is_refused(highwater: Run) -> None:
+    words = ("guide", "--predict", "Qwen3-8B", *A100S, "--sequences-per-micro-batch")
+    assert refusal(highwater(*words, "0"), 2)[1] == "use `--sequences-per-micro-batch 1`"
+    assert "invalid int value: 'x'" in refusal(highwater(*words, "x"), 2)[0]
+    assert "no model to predict" in refusal(highwater("guide", TABLE, "--sequences-per-micro-batch", "2"), 2)[0]
 
 
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater: Run) -> None:

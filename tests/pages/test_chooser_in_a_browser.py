@@ -99,6 +99,38 @@ def test_what_was_chosen_stays_where_the_next_choice_has_it(mixed: Path, opened:
     assert (kept["gpu"], kept["gpus"], kept["length"]) == ("A100-80GB", "4", "40960")
 
 
+def test_it_opens_with_what_the_tables_answer_and_so_it_does_for_every_model_and_gpu(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed)
+    seen = set()
+    for name in ("model", "gpu", "gpus"):
+        for value in page.locator(f"#choose-{name} option").evaluate_all("each => each.map((option) => option.value)"):
+            page.locator(f"#choose-{name}").select_option(value)
+            entries = page.locator("#answer-entries").inner_text()
+            assert entries.startswith("In the tables of this guide: ")
+            assert "nothing that was tried fits" not in entries
+            assert "nobody knows" not in entries
+            assert not page.locator("#answer-said").inner_text().startswith("Nothing")
+            seen.add(page.locator("#choose-length").input_value())
+    assert len(seen) > 1
+
+
+def test_a_length_that_another_model_does_not_reach_becomes_the_longest_that_it_does(mixed: Path, opened: Opened) -> None:
+    page = opened(mixed)
+    page.locator("#choose-model").select_option("Qwen3-0.6B")
+    page.locator("#choose-gpu").select_option("A100-80GB")
+    page.locator("#choose-gpus").select_option("4")
+    assert page.locator("#choose-length").input_value() == "40960", "the native length, before any is chosen"
+    page.locator("#choose-gpus").select_option("1")
+    page.locator("#choose-length").select_option("28672")
+    page.locator("#choose-model").select_option("Qwen3-14B")
+    assert page.locator("#choose-length").input_value() == "28672", "a row of that table too: it says what does not fit"
+    page.locator("#choose-model").select_option("Qwen3-0.6B")
+    page.locator("#choose-gpus").select_option("4")
+    page.locator("#choose-length").select_option("122880")
+    page.locator("#choose-gpus").select_option("1")
+    assert page.locator("#choose-length").input_value() == "28672"
+
+
 def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
     page = opened(mixed)
     page.locator("#choose-model").select_option("Qwen3-8B")

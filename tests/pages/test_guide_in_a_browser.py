@@ -37,6 +37,18 @@ def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(mixed: Path
     assert max(captions) <= WIDTHS["phone"]
 
 
+@pytest.mark.parametrize("screen", list(WIDTHS))
+def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, screen: str) -> None:
+    page = opened(mixed, width=WIDTHS[screen])
+    ends = page.locator(".bars span").evaluate_all("each => each.map((span) => span.getBoundingClientRect().right)")
+    assert len(ends) > 40
+    assert max(ends) <= WIDTHS[screen]
+    cut = page.locator(".bars li > span").evaluate_all(
+        "each => each.filter((span) => span.scrollWidth > span.clientWidth + 1).length"
+    )
+    assert cut == 0
+
+
 def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
     shades = {
         scheme: opened(mixed, scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")

@@ -19,7 +19,7 @@ from highwater.cli.recommendation import found_for
 from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
 from highwater.report.chooser import Place, chooser_json
-from highwater.report.guide import Guide, guide_rows, guide_tables
+from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
 from highwater.report.guide_maps import headroom_map, term_map
 from highwater.report.guide_page import guide_page
 from highwater.report.recommendation import recommendation_tables
@@ -240,6 +240,23 @@ def test_a_search_from_a_memory_law_is_never_taken_for_a_measurement() -> None:
     assert {place["basis"].rpartition(": ")[2] for place in page.places} == {"simulated"}
 
 
+def test_the_chooser_opens_with_the_longest_length_up_to_the_native_one_that_the_tables_say_fits(tmp_path: Path) -> None:
+    made = guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
+    for place in embedded(made).places:
+        (table,) = (t for t in made.tables if (t.device_name, t.gpus) == (place["gpu"], place["gpus"]))
+        fitting = [c.capacity_tokens for c in table.capacities if c.model_name == place["model"]]
+        assert place["longest"] == max(tokens for tokens, _ in table.rows if tokens <= max(fitting))
+        offered = [answer["length"] for answer in place["answers"]]
+        assert place["longest"] in offered
+        assert place["opens"] == max(tokens for tokens in offered if tokens <= min(40960, place["longest"]))
+        assert next(answer["entries"] for answer in place["answers"] if answer["length"] == place["opens"])
+    path = tmp_path / "t.csv"
+    path.write_text("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,vanilla,1,1,Qwen3-8B,0\n")
+    assert [(place.longest_tokens, place.opens_tokens) for place in places(guide(path))] == [(None, None)]
+    (refused,) = places(guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"]))
+    assert refused.longest_tokens == refused.opens_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
+
+
 def test_a_length_that_recommend_refuses_is_not_offered() -> None:
     made = guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"])
     rows = [tokens for table in made.tables for tokens, _ in table.rows]
@@ -292,6 +309,26 @@ def test_a_big_guide_is_small_and_made_at_once(big: tuple[Guide, tuple[Place, ..
     assert sum(len(place.answers) for place in found) >= 5 * 4 * 11
     assert text.count("<summary>Qwen3") >= 20, "maps of every place"
     assert time.monotonic() - began < SLOW_S
+
+
+def test_what_a_longer_trial_left_is_a_bound_and_without_a_colour_where_that_is_much_longer() -> None:
+    (place,) = places(guide(STUDY))
+    seen: dict[bool, int] = {True: 0, False: 0}
+    for row in headroom_map(place).rows:
+        for figure, answer in zip(row[1], place.answers, strict=True):
+            length = answer.found.length_tokens
+            (candidate,) = (
+                each
+                for each in answer.found.candidates
+                if (cell_label(each.cell), each.cell.settings.sequences_per_micro_batch) == (row[0][0], place.sequences)
+            )
+            if candidate.source == "measured" and candidate.fits:
+                is_far = (candidate.headroom_length_tokens or 0) > 1.05 * length
+                seen[is_far] += 1
+                assert (figure.text, figure.heat == 0) == ("≥ 1.2 m", is_far)
+            else:
+                assert "≥" not in figure.text
+    assert min(seen.values()) > 0
 
 
 def test_maps_say_what_is_left_and_what_takes_it(big: tuple[Guide, tuple[Place, ...]]) -> None:

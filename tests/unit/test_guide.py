@@ -190,7 +190,7 @@ def test_a_memory_only_proof_is_named_as_one() -> None:
     made = Guide(tables=guide_tables(study_capacities(Study(question=question, answers=answers))))
     assert labels(made) == {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
     page = guide_markdown(made)
-    assert "Qwen3-0.6B 12,288 memory-only" in page
+    assert "Qwen3-0.6B 8,192, 12,288 memory-only" in page
     assert "8,192, 12,288 memory-only" in page
     assert "nothing was trained" in page
 
@@ -305,7 +305,7 @@ def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line() -
     assert re.findall(r"^### (\d GPUs?)$", page, re.MULTILINE) == ["1 GPU", "2 GPUs", "4 GPUs", "6 GPUs"]
     summaries = re.findall(r"<details>\n<summary>(.*)</summary>\n\n\|", page)
     assert len(summaries) == page.count("</details>") == 4
-    assert summaries[0].startswith("longest context known to fit, published: Qwen3-0.6B 28,672, Qwen3-1.7B")
+    assert summaries[0].startswith("longest context known to fit, published: Qwen3-0.6B 28,672; Qwen3-1.7B")
     for table in made.tables:
         for tokens, choices in table.rows:
             assert re.search(rf"^\| {tokens:,} +\| {re.escape(choices[0].label)} +\| ", page, re.MULTILINE)

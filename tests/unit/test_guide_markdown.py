@@ -8,6 +8,7 @@ from markdown_it import MarkdownIt
 
 from highwater import guide
 from highwater.report import guide_parts
+from highwater.report.guide import guide_rows
 from highwater.report.guide_markdown import guide_markdown
 from highwater.report.markdown import escaped, markdown_list
 from highwater.report.table import TextTable
@@ -59,9 +60,35 @@ def test_how_far_each_model_gets_is_told_at_a_glance() -> None:
     made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
     published, measured = guide_parts.glance_tables(made)
     assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
+    for table in made.tables:
+        at_a_glance = (
+            next(row for row in published.rows if row[0] == str(table.gpus)) if table.source == "published" else measured.rows[0]
+        )
+        reached = "; ".join(f"{name} {figure.replace('*', '')}" for name, figure in zip(table.models, at_a_glance[1:], strict=True))
+        assert guide_parts.summary(table) == f"longest context known to fit, {table.source}: {reached}"
     assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
     assert measured.rows == (("1", "131,072*, 671,744* memory-only"),)
     assert "| 1    | 131,072\\*, 671,744\\* memory-only |" in guide_markdown(made).partition("## How to read it")[0]
+
+
+def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path: Path) -> None:
+    made = guide(FOUND / "edge-4b-2-full-native.jsonl", FOUND / "edge-4b-2-full.jsonl", FOUND / "qwen3-0.6b-79gib-full.jsonl")
+    one, two = sorted(made.tables, key=lambda table: table.gpus)
+    said = guide_parts.only_tried(two)
+    assert guide_parts.only_tried(one) == ""
+    assert said == "Tried here, and nothing simpler: Qwen3-4B: SP=2, Env + SP=2. Simpler settings may do."
+    assert guide_markdown(made).count(said) == 1
+    assert "the simplest of these alone" in guide_markdown(made)
+    assert all(
+        "Tried" not in str(row["settings"]) and "?" not in str(row["settings"])
+        for row in guide_rows(made)
+        if row["max_model_len"] == 4096
+    )
+    assert "Tried here" not in guide_markdown(guide(DATA / "published_capacity_a100_80gb.csv"))
+    path = tmp_path / "t.csv"
+    rows = ("vanilla,2,1,Qwen3-8B,4096", "env,2,2,Qwen3-4B,8192", "env,2,2,Qwen3-14B,4096")
+    path.write_text("\n".join(("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))))
+    assert "Qwen3-4B, Qwen3-14B: Env + SP=2. Simpler settings may do." in guide_parts.only_tried(guide(path).tables[0])
 
 
 def test_many_sources_are_folded_away() -> None:

@@ -18,6 +18,7 @@ from highwater.spec.capacities import study_capacities
 from highwater.spec.study import Study
 
 TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,16 @@ def test_figures_are_coloured_by_their_length_and_say_it_too(made: Guide) -> Non
     text = guide_page(guide(TABLE))
     assert '<td style="--heat:1.0">122,880*</td>' in text
     assert "<td>-</td>" in text
-    assert '<rect x="220" y="223" width="360" height="16"></rect>\n<text x="586" y="235">122,880</text>' in text
+    assert '<span>4 GPUs, Qwen3-0.6B: 122,880</span><span class="bar"><span style="width:100.0%"></span></span>' in text
+
+
+def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full() -> None:
+    text = guide_page(guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl"))
+    trained = round(262144 / 671744 * 100, 1)
+    bar = f'<span style="width:{trained}%"></span><span class="memory-only" style="width:{round(100 - trained, 1)}%"></span>'
+    said = "Qwen3-0.6B: 262,144, 671,744 memory-only"
+    assert f'<span>1 GPU, {said}</span><span class="bar">{bar}</span>' in text
+    assert f"<summary>longest context known to fit, measured: {said.replace(': ', ' ')}</summary>" in text
 
 
 def test_text_from_outside_stays_text() -> None:

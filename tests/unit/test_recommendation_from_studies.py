@@ -55,6 +55,8 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
     found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
     assert found.fits
     assert found.headroom_bytes == 1_244_371_353, "what the longest trial left: less than this length leaves"
+    shown = plain_table(recommendation_tables(recommend(length=190_000, studies=[STUDY], **HERE))[0])
+    assert "1.16 GiB of each GPU, at least: measured at 196,608 tokens" in shown
     beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
     assert (beyond.fits, beyond.source, beyond.lacks_bytes, beyond.capacity_tokens) == (False, "measured", None, 196_608)
     tables = recommendation_tables(recommend(length=204_800, studies=[STUDY], **HERE))
@@ -104,6 +106,7 @@ def test_headroom_is_what_the_shortest_longer_fit_left():
     for length in sorted({trial.spec.length_tokens for trial in fits}):
         left = min(t.result.headroom_bytes for t in fits if t.spec.length_tokens == length)
         assert told(study, length).headroom_bytes == told(study, length - 1).headroom_bytes == left
+        assert told(study, length).headroom_length_tokens == told(study, length - 1).headroom_length_tokens == length
 
 
 def test_what_is_proven_of_memory_alone_is_labelled():
@@ -191,12 +194,6 @@ def test_a_smaller_margin_takes_what_the_larger_one_refused():
     assert [each.capacity_tokens for each in study_capacities(strict)] == [188_416, 196_608]
     again = with_margin(strict, 0)
     assert [(each.capacity_tokens, each.does_not_fit_tokens) for each in study_capacities(again)] == [(196_608, 204_800)] * 2
-
-
-def changed_end(limit: str) -> Study:
-    """The study with another end of every search, and its trials."""
-    study = highwater.open_study(STUDY)
-    return msgspec.structs.replace(study, answers=tuple(msgspec.structs.replace(each, limit=limit) for each in study.answers))
 
 
 def test_the_footnote_of_predictions_says_which_rows_it_is_about():

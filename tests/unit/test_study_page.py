@@ -20,7 +20,7 @@ from highwater.errors import UsageError
 from highwater.report.study_csv import COLUMNS, study_csv
 from highwater.report.study_markdown import study_markdown
 from highwater.report.study_page import study_page
-from highwater.report.study_parts import HEADINGS
+from highwater.report.study_parts import HEADINGS, memory_table
 from highwater.report.study_pictures import bracket_picture, memory_picture
 from highwater.report.study_report import LogEnd
 from highwater.spec.trial import Outcome
@@ -181,6 +181,17 @@ def test_a_csv_has_a_row_for_each_trial_and_no_formula() -> None:
         assert reported.predicted.interval is not None
         assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
         assert row["outcome"] == str(reported.outcome)
+
+
+def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere() -> None:
+    report = real_report("qwen3-4b-79gib")
+    rows = list(csv.DictReader(io.StringIO(study_csv(report))))
+    table = memory_table(report)
+    shown = [row[table.columns.index("headroom")] for row in table.rows]
+    assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
+    for row, figure, reported in zip(rows, shown, report.trials, strict=True):
+        is_fit = reported.outcome is not None and reported.outcome.is_fit
+        assert (row["headroom_bytes"] != "", figure != "-", reported.headroom_bytes is not None) == (is_fit,) * 3
 
 
 @pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])

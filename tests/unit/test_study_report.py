@@ -241,6 +241,15 @@ SECRETS = (
     "AKIAIOSFODNN7EXAMPLE",
     "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
     "--password=correct-horse",
+    "password: swordfish",
+    "mail: {'password': 'sword-fish'}",
+    "db password=tuna",
+    "PASSWD: 123456",
+    "client_secret: swordfish",
+    "api_key: swordfish",
+    "token: swordfish",
+    '"hf_token": "swordfish"',
+    "highwater find --hf-token swordfish",
 )
 
 
@@ -264,6 +273,8 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> Non
         "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
         "logs/qwen3-0.6b-79gib-full/Qwen3-0.6B/gpu-1/sp-1/vanilla/model_len-188416.log",
         "ValueError: a start length of 1 token: use 2 or more",
+        "eos_token: <|im_end|>, max_token: 512, password=None, 'api_key': null",
+        "--token-budget 16384 --per-token 3",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:

@@ -28,6 +28,7 @@ def guide(arguments: argparse.Namespace) -> int:
         gpus=[word for word in arguments.gpus if not word.endswith(_FILES)],
         trainer=arguments.trainer,
         gpu_memory=arguments.gpu_memory,
+        sequences_per_micro_batch=arguments.sequences_per_micro_batch,
     )
     console.notes(made.notes)
     if output is not None:

@@ -181,6 +181,12 @@ def _guide_flags(parser: Parser) -> None:
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one of these GPUs, for a kind of no catalog")
     parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted")
     parser.add_argument(
+        "--sequences-per-micro-batch",
+        metavar="N",
+        type=int,
+        help="what is predicted is of so many; 2: as `recommend` by default; default: as `predict`",
+    )
+    parser.add_argument(
         "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown (.md); default: print it"
     )
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")

@@ -58,13 +58,15 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
     if not known:
         return None
     fits = any(known)
+    headroom_bytes, headroom_length_tokens = _headroom(study, candidate.cell, length_tokens) if fits else (None, None)
     return msgspec.structs.replace(
         candidate,
         fits=fits,
         source="measured",
         found_in=study.path or "a study",
         is_memory_only=fits and not _is_trained(study, capacities, length_tokens),
-        headroom_bytes=_headroom_bytes(study, candidate.cell, length_tokens) if fits else None,
+        headroom_bytes=headroom_bytes,
+        headroom_length_tokens=headroom_length_tokens,
         lacks_bytes=None if fits else _lacked_bytes(study, candidate.cell, length_tokens),
         lacks_of=None if fits else _lacks_of(study, candidate.cell),
         capacity_tokens=max(length_tokens if fits else 0, *(each.capacity_tokens for each in capacities)),
@@ -115,8 +117,8 @@ def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
     return "host" if Outcome.HOST_OUT_OF_MEMORY in outcomes and Outcome.OUT_OF_MEMORY not in outcomes else "device"
 
 
-def _headroom_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """That the shortest fit of this length or above left, which leaves no more; without one, that of the answer."""
+def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
+    """That the shortest fit of this length or above left, which leaves no more, and its length; without one, the answer's."""
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
         for trial in study.trials_of(cell)
@@ -124,11 +126,13 @@ def _headroom_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
     ]
     left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
     answer = study.answer_of(cell)
-    if left is not None or answer is None:
-        return None if left is None else left[1]
-    if length_tokens > (answer.capacity_tokens or 0):
-        return None if answer.memory_only is None else answer.memory_only.headroom_bytes
-    return answer.headroom_bytes
+    if left is not None:
+        return left[1], left[0]
+    if answer is not None and length_tokens <= (answer.capacity_tokens or 0):
+        return answer.headroom_bytes, answer.capacity_tokens
+    if answer is None or answer.memory_only is None:
+        return None, None
+    return answer.memory_only.headroom_bytes, answer.memory_only.length_tokens
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:

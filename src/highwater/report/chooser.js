@@ -29,20 +29,23 @@
     }));
   };
 
-  /* Each choice offers what the ones before it leave; what was chosen stays where it can, a length as the next longer one. */
+  /* Each choice offers what the ones before it leave, first what the tables answer. What was chosen stays where it can: a length as
+     the next longer one that the tables say fits, else as the longest of those. Until one is chosen, a page's own. */
   const choose = () => {
     let left = places;
     for (const name of NAMES.slice(0, 4)) {
       const offered = [...new Set(left.map((place) => place[name]))];
-      if (!offered.includes(chosen[name])) chosen[name] = offered[0];
+      if (!offered.includes(chosen[name])) chosen[name] = (left.find((place) => place.opens !== null) || left[0])[name];
       fill(at(`choose-${name}`), offered.map((value) => [value, String(value)]), chosen[name]);
       left = left.filter((place) => place[name] === chosen[name]);
     }
     at("choice-basis").hidden = new Set(places.map((place) => place.basis)).size === 1;
-    const { answers } = left[0];
-    const longest = answers.filter((answer) => answer.chosen !== null).pop() || answers[0];
-    const wanted = chosen.length === null ? longest.length : chosen.length;
-    const answer = answers.find((each) => each.length >= wanted) || answers[answers.length - 1];
+    const { answers, opens, longest } = left[0];
+    const wanted = chosen.length === null ? opens : chosen.length;
+    const answer = answers.find(({ length }) => length === wanted)
+      || answers.find(({ length }) => length >= wanted && length <= longest)
+      || answers.find(({ length }) => length === longest)
+      || answers[0];
     fill(at("choose-length"), answers.map(({ length }) => [length, grouped.format(length)]), answer.length);
     show(answer);
   };

@@ -44,6 +44,10 @@ class Place:
     """A micro-batch, in the guide's tables."""
     answers: tuple[Answer, ...]
     """The shortest length first."""
+    longest_tokens: int | None
+    """The longest of these that the guide's tables say fits; None: they say so of none."""
+    opens_tokens: int | None
+    """The same up to the native length, which the chooser opens with."""
     explained: tuple[CellPrediction, ...] = ()
     """Every cell by formula; empty where no formula knows of the model."""
     explained_tokens: int = 0
@@ -53,7 +57,8 @@ class Place:
 def chooser_json(places: Sequence[Place]) -> str:
     """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands there once.
 
-    ``places`` hold a place's names and its answers; of an answer, ``fields`` and all texts are indices into ``values``.
+    ``places`` hold a place's names, its answers and the length that it opens with; of an answer, ``fields`` and all texts are
+    indices into ``values``.
     """
     fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
     drafts = [_place(place, fields) for place in places]
@@ -77,6 +82,8 @@ def _place(place: Place, fields: Sequence[str]) -> dict[str, Any]:
         "gpu": plain_lines(place.device_name),
         "gpus": place.gpus,
         "basis": plain_lines(place.basis),
+        "longest": place.longest_tokens,
+        "opens": place.opens_tokens,
         "answers": [_answer(answer, fields) for answer in place.answers],
     }
 

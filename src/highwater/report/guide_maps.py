@@ -7,11 +7,13 @@ from highwater.prediction.capacity import CellPrediction
 from highwater.report.chooser import Place
 from highwater.report.guide import cell_label
 from highwater.report.table import TextTable
-from highwater.spec.recommendation import Candidate
+from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import GIB, counted, format_tokens
 
 MOST_PLACES = 40
 """Whose maps a page draws: two of some 200 figures each."""
+_NEAR = 1.05
+"""How many times its length another may be whose trial colours it."""
 _MEASURED = "m"
 """Marks a figure that was measured where the others are predicted."""
 
@@ -45,12 +47,12 @@ def headroom_map(place: Place) -> HeatMap:
     cells = list(dict.fromkeys(cell for column in columns for cell in column))
     sources = dict.fromkeys(each.source for column in columns for each in column.values())
     is_mixed = len(sources) > 1
-    device_bytes = place.answers[0].found.device_bytes
+    found = [answer.found for answer in place.answers]
     rows = tuple(
-        ((cell_label(cell),), tuple(_headroom(column.get(cell), device_bytes, is_mixed=is_mixed) for column in columns))
+        ((cell_label(cell),), tuple(_headroom(c.get(cell), at, is_mixed=is_mixed) for c, at in zip(columns, found, strict=True)))
         for cell in cells
     )
-    lengths = tuple(format_tokens(answer.found.length_tokens) for answer in place.answers)
+    lengths = tuple(format_tokens(each.length_tokens) for each in found)
     said = f"GiB left of a GPU by settings and length, {counted(place.sequences, 'sequence')} a micro-batch"
     marked = f"{_MEASURED}: measured, all else predicted" if is_mixed else ", ".join(sources)
     return _map(place, f"{said}; {marked}", ("settings", *lengths), rows)
@@ -85,15 +87,19 @@ def _title(place: Place) -> str:
     return f"{place.model_name} on {place.gpus} x {place.device_name} ({place.basis})"
 
 
-def _headroom(candidate: Candidate | None, device_bytes: int, *, is_mixed: bool) -> Figure:
+def _headroom(candidate: Candidate | None, found: Recommendation, *, is_mixed: bool) -> Figure:
     if candidate is None:
         return Figure("?", 0.0)
     mark = f" {_MEASURED}" if is_mixed and candidate.source == "measured" else ""
     left = candidate.headroom_bytes if candidate.lacks_bytes is None else -candidate.lacks_bytes
     if left is None:
         return Figure(f"{'fits' if candidate.fits else '-'}{mark}", 0.5 if candidate.fits else 0.0, not candidate.fits)
-    heat = round(min(1.0, max(0.0, 1 - left / device_bytes)), 2) if candidate.fits and device_bytes else 0.0
-    return Figure(f"{left / GIB:.1f}{mark}".replace("-", "−"), heat, not candidate.fits)
+    measured_at = candidate.headroom_length_tokens or found.length_tokens
+    if measured_at > _NEAR * found.length_tokens:
+        return Figure(f"≥ {left / GIB:.1f}{mark}", 0.0)
+    heat = round(min(1.0, max(0.0, 1 - left / found.device_bytes)), 2) if candidate.fits and found.device_bytes else 0.0
+    least = "≥ " if measured_at > found.length_tokens else ""
+    return Figure(f"{least}{left / GIB:.1f}{mark}".replace("-", "−"), heat, not candidate.fits)
 
 
 def _terms(predicted: CellPrediction) -> dict[str, int]:

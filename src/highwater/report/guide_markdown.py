@@ -48,12 +48,14 @@ def _words(guide: Guide) -> Iterator[str]:
 
 def _choices(section: Section) -> Iterator[str]:
     """A part for each number of GPUs, its table folded away."""
+    yield guide_parts.default_budget(section)
     for table in section.tables:
         yield f"### {guide_parts.gpus_heading(table)}"
         if table.gpus == 1:
             yield f"> {guide_text.ONE_GPU} {escaped(guide_parts.only_with_offload(table))}".rstrip()
         yield f"<details>\n<summary>{html.escape(plain(guide_parts.summary(table)))}</summary>"
         yield markdown_table(guide_parts.joined(guide_parts.choice_table(table)))
+        yield escaped(guide_parts.only_tried(table))
         yield "</details>"
 
 

@@ -10,14 +10,11 @@ from markupsafe import Markup
 
 from highwater.report import guide_parts, guide_text
 from highwater.report.chooser import Place, chooser_json
-from highwater.report.guide import Guide, farthest
+from highwater.report.guide import Guide
 from highwater.report.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.report.guide_parts import Section
 from highwater.report.page import page_template
 from highwater.spec.study import counted_ranks
-
-_BAR_WIDTH, _ROW_HEIGHT = 360, 22
-"""Of the picture of a section, in its own units; the width is that of the longest bar."""
 
 
 class Bar(NamedTuple):
@@ -25,15 +22,10 @@ class Bar(NamedTuple):
 
     label: str
     text: str
-    width: int
-    y: int
-
-
-class Chart(NamedTuple):
-    """A picture of a section."""
-
-    bars: tuple[Bar, ...]
-    height: int
+    percent: float
+    """What was trained in full, of the longest bar of its section."""
+    memory_only_percent: float
+    """What memory holds beyond."""
 
 
 def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
@@ -48,10 +40,12 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         sources=guide_parts.source_words(guide),
         words=list(guide_parts.words(guide)),
         sections=sections,
-        charts=[_chart(section) for section in sections],
+        bars=[_bars(section) for section in sections],
         heat_maps=[list(_heat_maps(section)) for section in sections],
         gpus_heading=guide_parts.gpus_heading,
         only_with_offload=guide_parts.only_with_offload,
+        only_tried=guide_parts.only_tried,
+        default_budget=guide_parts.default_budget,
         choice_table=guide_parts.choice_table,
         summary=guide_parts.summary,
         contexts=list(guide_parts.long_contexts(guide)),
@@ -64,24 +58,22 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         maps=_maps(places[:MOST_PLACES]),
         most_places=MOST_PLACES,
-        bar_width=_BAR_WIDTH,
-        row_height=_ROW_HEIGHT,
     )
 
 
-def _chart(section: Section) -> Chart:
-    found = [(table, name, (farthest(table, name) or (0,))[0]) for table in section.tables for name in table.models]
-    longest = max(tokens for *_, tokens in found) or 1
-    bars = [
+def _bars(section: Section) -> list[Bar]:
+    found = [(table, name, guide_parts.longest(table, name)) for table in section.tables for name in table.models]
+    reached = [[0 if each is None else each.capacity_tokens for each in pair] for *_, pair in found]
+    unit = max(1, *(tokens for pair in reached for tokens in pair)) / 100
+    return [
         Bar(
             label=f"{guide_parts.gpus_heading(table)}, {name}",
-            text=guide_parts.reached(table, name),
-            width=round(_BAR_WIDTH * tokens / longest),
-            y=row * _ROW_HEIGHT,
+            text=guide_parts.reached_text(table, name),
+            percent=round(full / unit, 1),
+            memory_only_percent=round(max(0, memory_only - full) / unit, 1),
         )
-        for row, (table, name, tokens) in enumerate(found)
+        for (table, name, _), (full, memory_only) in zip(found, reached, strict=True)
     ]
-    return Chart(bars=tuple(bars), height=len(bars) * _ROW_HEIGHT)
 
 
 def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:

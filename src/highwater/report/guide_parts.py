@@ -25,6 +25,7 @@ SOURCES: dict[Source, str] = {
     "predicted": "predicted, nothing was run; where the prediction is an interval, its upper end fits",
     "published": "published by others, not measured here",
 }
+_VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 """Beyond: rows that say the same are joined, and not every factor is listed. No published table is as long."""
@@ -36,6 +37,11 @@ class Section(NamedTuple):
 
     heading: str
     tables: tuple[GuideTable, ...]
+
+    @property
+    def capacities(self) -> list[Capacity]:
+        """Of all its tables."""
+        return [each for table in self.tables for each in table.capacities]
 
 
 class LongContext(NamedTuple):
@@ -86,6 +92,8 @@ def words(guide: Guide) -> Iterator[str]:
         yield guide_text.UNKNOWN
     if any(choice.capacity is not None and choice.may_be_simpler for choice in guide.choices):
         yield guide_text.PERHAPS_SIMPLER
+    if any(map(only_tried, guide.tables)):
+        yield guide_text.ONLY_TRIED
     if any(choice.capacity is not None and choice.capacity.is_memory_only for choice in guide.choices):
         yield guide_text.MEMORY_ONLY
 
@@ -105,16 +113,14 @@ def gpus_heading(table: GuideTable) -> str:
 
 def summary(table: GuideTable) -> str:
     """One line: how far each model gets, and what kind of figure that is."""
-    return f"longest context known to fit, {table.source}: {', '.join(f'{name} {reached(table, name)}' for name in table.models)}"
+    reached = (f"{name} {reached_text(table, name)}" for name in table.models)
+    return f"longest context known to fit, {table.source}: {'; '.join(reached)}"
 
 
-def reached(table: GuideTable, model_name: str) -> str:
-    """The longest length that a model is known to fit: ``65,536``, ``131,072 memory-only``, ``none``."""
-    found = farthest(table, model_name)
-    if found is None:
-        return "none"
-    is_memory_only = found[1].capacity is not None and found[1].capacity.is_memory_only
-    return f"{format_tokens(found[0])}{' memory-only' if is_memory_only else ''}"
+def reached_text(table: GuideTable, model_name: str) -> str:
+    """How far a model gets by its capacities, as at a glance: ``262,144, 671,744 memory-only``; in words where it is no length."""
+    text = _best(table, model_name).replace("*", "")
+    return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
 
 def only_with_offload(table: GuideTable) -> str:
@@ -122,6 +128,23 @@ def only_with_offload(table: GuideTable) -> str:
     first = table.rows[0][1]
     names = [each.model_name for each in first if each.capacity is not None and each.capacity.cell.settings.offload]
     return f"Only with offload, here: {', '.join(names)}." if names else ""
+
+
+def only_tried(table: GuideTable) -> str:
+    """What was tried of the models that begin with something less simple than `vanilla`, in a sentence; empty where none does."""
+    tried: dict[str, list[str]] = {}
+    for name in table.models:
+        cells = sorted({each.cell for each in table.capacities if each.model_name == name}, key=simplicity)
+        if simplicity(cells[0]) > _VANILLA:
+            tried.setdefault(", ".join(dict.fromkeys(map(cell_label, cells))), []).append(name)
+    each = "; ".join(f"{', '.join(names)}: {labels}" for labels, names in tried.items())
+    return f"Tried here, and nothing simpler: {each}. Simpler settings may do." if each else ""
+
+
+def default_budget(section: Section) -> str:
+    """That a table of one sequence a micro-batch does not hold for the default token budget; empty for other tables."""
+    packed = {(each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens) for each in section.capacities}
+    return guide_text.ONE_SEQUENCE if packed == {(1, None)} else ""
 
 
 def choice_table(table: GuideTable) -> TextTable:
@@ -192,7 +215,7 @@ def joined(table: TextTable) -> TextTable:
 
 def rungs(section: Section) -> Iterator[Rung]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
-    capacities = [each for table in section.tables for each in table.capacities]
+    capacities = section.capacities
     models = tuple(dict.fromkeys(each.model_name for each in capacities))
     settings_found = {each.cell.settings for each in capacities}
     for settings in sorted(settings_found, key=_rung_order):
@@ -259,10 +282,14 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 def _best(table: GuideTable, model_name: str) -> str:
     """The longest of any cell that was trained in full; what memory alone holds beside it, where that is longer."""
+    return _figure([each for each in longest(table, model_name) if each is not None])
+
+
+def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capacity | None]:
+    """The longest capacity of any cell that was trained in full, and the longest that memory alone holds."""
     own = [each for each in table.capacities if each.model_name == model_name]
-    full = max((each for each in own if not each.is_memory_only), key=_reach, default=None)
-    memory_only = max((each for each in own if each.is_memory_only), key=_reach, default=None)
-    return _figure([each for each in (full, memory_only) if each is not None])
+    full, memory_only = ([each for each in own if each.is_memory_only == is_so] for is_so in (False, True))
+    return max(full, key=_reach, default=None), max(memory_only, key=_reach, default=None)
 
 
 def _reach(capacity: Capacity) -> int:

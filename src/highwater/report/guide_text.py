@@ -52,6 +52,11 @@ JOINED = "`51,200 – 81,920`: every length of the grid from the first to the se
 NOTHING = "`-`: nothing that was tried fits."
 UNKNOWN = "`?`: nothing is known to fit, and not everything was tried."
 PERHAPS_SIMPLER = "`Env ?`: this fits; whether something simpler does, nobody knows."
+ONLY_TRIED = "**Tried here, and nothing simpler**: the entries of that table are the simplest of these alone."
+ONE_SEQUENCE = (
+    "These tables hold for one sequence a micro-batch, a token budget of `ceil(max_model_len / SP)` per GPU. The default budget, "
+    "`ceil(2 * max_model_len / SP)`, takes more memory: `highwater recommend` answers for it."
+)
 MEMORY_ONLY = "`(memory-only)`: memory holds it; the whole step takes too long to be tried, and nothing was trained."
 
 TRAINERS_GPUS = (
@@ -104,7 +109,9 @@ AS_JSON = "As `highwater recommend --json` has it, but for the list of candidate
 MAPS = (
     "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at least: the stronger the colour, "
     "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows what it lacks; `?`: nobody "
-    "knows. And what memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
+    "knows; `≥`: what a longer one left that was measured, so that this one leaves as much or more, without a colour where that "
+    "is more than 5 % longer. And what "
+    "memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
 )
 NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays small."
 

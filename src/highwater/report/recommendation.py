@@ -201,7 +201,9 @@ def _headroom(chosen: Candidate) -> str:
     if chosen.headroom_bytes is None:
         return "unknown"
     more = "; `--margin 2GiB` asks for more" if chosen.headroom_bytes < GIB else ""
-    return f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{more}"
+    at = chosen.headroom_length_tokens
+    measured = "" if at is None else f": measured at {format_tokens(at)} tokens"
+    return f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{measured}{more}"
 
 
 def _environment(candidate: Candidate) -> str:

@@ -8,7 +8,14 @@ from highwater.spec.study import Study
 HIDDEN = "[hidden]"
 
 _NAME = r"[\w-]*(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key|authorization)"
+_HIDING = r"(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key)"
+"""Names of nothing else: whatever stands after them is one."""
+_NO_VALUE = r"(?![\"']?(?:none|null|true|false)\b)"
+_VALUE = r"(?:\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&}]+)"
 _PATTERNS = (
+    re.compile(rf"(?i)({_HIDING}[\"']?[ \t]*[:=][ \t]*){_NO_VALUE}{_VALUE}"),
+    re.compile(rf"(?im)(token[\"']?[ \t]*:[ \t]*){_NO_VALUE}(?![\"']?[<\[]|\d+\b){_VALUE}(?=[,;}}]|\s*$)"),  # not `1 token: use 2`
+    re.compile(rf"(?i)(--{_NAME}[ \t]+)(?!-|[\d.,]+(?:\s|$)){_VALUE}"),  # --hf-token ...
     re.compile(rf"(?i)({_NAME}[\"']?\s*=\s*[\"']?)(?![\d.,]+\b)[^\s\"',;&]{{6,}}"),  # HF_TOKEN=...
     re.compile(rf"(?i)({_NAME}[\"']?\s*:\s*[\"']?)(?=[a-z_.+/=-]*\d)[\w.+/=-]{{12,}}"),  # "api_key": "...", of prose nothing
     re.compile(r"(?i)(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}"),

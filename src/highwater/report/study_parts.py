@@ -232,7 +232,7 @@ def memory_table(report: StudyReport) -> TextTable:
             *map(format_bytes, (trial.peak_reserved_bytes,)),
             *map(format_bytes, () if on_cpu else (trial.device_used_bytes,)),
             format_bytes(trial.limit_bytes),
-            format_bytes(trial.headroom_bytes if trial.outcome is not None and trial.outcome.is_fit else None),
+            format_bytes(trial.headroom_bytes),
             *(() if on_cpu else ("-" if trial.allocator_retries is None else str(trial.allocator_retries),)),
         )
         for trial in report.trials

@@ -54,6 +54,7 @@ class TrialReport(Noun, frozen=True, kw_only=True):
     limit_bytes: int | None = None
     """Of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
+    """What a fit left; None: it did not fit, or nobody knows."""
     allocator_retries: int | None = None
     allocator: str | None = None
     """What the caching allocator said that it was set to."""
@@ -216,7 +217,7 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
         peak_reserved_bytes=result.peak_reserved_bytes,
         device_used_bytes=_most(memory.device_used_bytes for memory in memories),
         limit_bytes=min((limit for limit in limits if limit is not None), default=started.limit_bytes),
-        headroom_bytes=result.headroom_bytes,
+        headroom_bytes=result.headroom_bytes if result.outcome.is_fit else None,
         allocator_retries=_most(memory.allocator_retries for memory in memories),
         allocator=next((told[name] for name in ALLOCATOR_VARIABLES if name in told), None),
         attention_kernel=first.attention_kernel,

@@ -45,6 +45,8 @@ class Candidate(Noun, frozen=True, kw_only=True):
     """Measured: memory holds it, and nobody trained it in full."""
     headroom_bytes: int | None
     """What a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
+    headroom_length_tokens: int | None = None
+    """Measured: length of the trial whose headroom that is, this one or a longer one, which leaves no more."""
     lacks_bytes: int | None = None
     """What is missing of the memory that ends it, measured at least; None where it fits, or where nobody knows."""
     lacks_of: Literal["device", "host"] | None = None
