@@ -193,11 +193,11 @@ def _assumed(room: Room) -> dict[str, str]:
 
 def _predictions(models: Sequence[str], gpus: Sequence[str], settings: Mapping[str, Any]) -> Iterator[_Found]:
     """``settings`` are keywords of ``predict``; None and the default trainer are not typed."""
-    typed = {name: value for name, value in settings.items() if value not in (None, "highwater")}
-    words = [word for name, value in typed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = {name: value for name, value in settings.items() if value not in (None, "highwater")}
+    typed = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     for where in gpus or (None,):
         for model in models:
-            flags = [*(["--gpus", where] if where else []), *words]
+            flags = [*(["--gpus", where] if where else []), *typed]
             prediction = api.predict(model, gpus=where, **settings)
             command = shlex.join(["highwater", "predict", model, *flags])
             notes = tuple(f"{command}: {note}" for note in prediction.notes)
