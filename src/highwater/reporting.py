@@ -15,7 +15,7 @@ from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.foresight import read_prediction
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import Beginning, LogEnd, StudyReport, assembled
+from highwater.report.study_report import Beginning, LogEnd, StudyReport, assembled, first_failed
 from highwater.report.text import plain_json
 from highwater.spec.codec import to_json
 from highwater.spec.study import Study
@@ -37,7 +37,9 @@ def study_report(study: str | Path | Study) -> StudyReport:
     read = study if isinstance(study, Study) else api.open_study(study)
 
     def log_of(result: TrialResult) -> LogEnd:
-        tail = log_tail(result.log_path, read.path)
+        first = first_failed(result)
+        said = "" if first is None or first.failure is None else first.failure.text.partition("\n")[0]
+        tail = log_tail(result.log_path, read.path, said=said)
         return LogEnd(lines=tail.lines, reason=tail.reason)
 
     return assembled(read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of)

@@ -317,6 +317,14 @@ def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did
     assert log_tail(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
 
 
+def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(tmp_path: Path) -> None:
+    log = tmp_path / "model_len-8192.log"
+    said = "RuntimeError: no memory"
+    log.write_text(f"begins\n{said}, 5 GiB\n" + "a peer's traceback\n" * 2 * LINES + LAUNCHER)
+    assert log_tail(str(log), None, said=said).lines == ("begins", f"{said}, 5 GiB")
+    assert set(log_tail(str(log), None, said="another error").lines) == {"a peer's traceback"}
+
+
 @pytest.mark.parametrize("name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"])
 def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "id_rsa").write_text("private")

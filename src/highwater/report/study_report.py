@@ -275,13 +275,18 @@ def _failed(trial: RecordedTrial) -> bool:
     return trial.result is not None and not trial.result.outcome.is_fit
 
 
+def first_failed(result: TrialResult) -> RankReport | None:
+    """The rank that failed before the others; None where none said that it did."""
+    failed = [rank for rank in result.ranks if rank.failure is not None]
+    return min(failed, key=lambda rank: (rank.failure.at_unix_s or 0.0) if rank.failure else 0.0, default=None)
+
+
 def _failures(study: Study, trials: Iterable[TrialReport], logs: Mapping[int, LogEnd]) -> Iterator[FailedTrial]:
     for reported, recorded in zip(trials, study.trials, strict=True):
         result = recorded.result
         if result is None or not _failed(recorded):
             continue
-        failed = [rank for rank in result.ranks if rank.failure is not None]
-        first = min(failed, key=lambda rank: (rank.failure.at_unix_s or 0.0) if rank.failure else 0.0, default=None)
+        first = first_failed(result)
         failure = None if first is None else first.failure
         log = logs[reported.number]
         yield FailedTrial(

@@ -15,6 +15,8 @@ LINES = 20
 
 _TAIL_BYTES = 64 * 1024
 _LONGEST_LINE = 500
+_SAID = 60
+"""Characters of an error's text by which its line is found: what a log and a result do to long ones differs."""
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
 """What launch/torchrun.py calls a log."""
 _FOLDER = re.compile(r"gpu-\d+")
@@ -36,15 +38,18 @@ class Tail(NamedTuple):
     reason: str | None = None
 
 
-def log_tail(log_path: str | None, study_path: str | None) -> Tail:
-    """The last lines of a log, where it was written or beside the study; never raises."""
+def log_tail(log_path: str | None, study_path: str | None, *, said: str = "") -> Tail:
+    """The last lines of a log, where it was written or beside the study; never raises.
+
+    They end with what was ``said`` by the rank that failed first, where that is there: its peers write after it.
+    """
     if log_path is None:
         return Tail(reason="no log is recorded")
     if not _NAME.fullmatch(Path(log_path).name):
         return Tail(reason="it is not called as the log of a trial is, and is not read")
     for path in _places(Path(log_path), study_path):
         try:
-            return Tail(lines=tuple(_last_lines(_end_of(path))))
+            return Tail(lines=tuple(_last_lines(_end_of(path), said)))
         except (OSError, ValueError):  # not there, no file, or no path at all
             continue
     return Tail(reason="it is not there any more")
@@ -75,10 +80,12 @@ def _end_of(path: Path) -> str:
         os.close(descriptor)
 
 
-def _last_lines(text: str) -> list[str]:
+def _last_lines(text: str, said: str) -> list[str]:
     """Without colours; what a progress bar wrote over itself is lines of its own."""
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
+    end = max((index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line), default=len(kept))
+    kept = kept[:end]
     return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in kept[-LINES:]]
 
 
