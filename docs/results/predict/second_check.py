@@ -33,6 +33,7 @@ def main() -> None:
     """Try what is not in the file yet, then print what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="numbers of GPUs whose cells are tried")
+    parser.add_argument("--searches", nargs="+", help="names of the searches whose cells are tried (default: all)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin none after this long")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="K of N: every Nth cell, from the Kth on")
     parser.add_argument("--output", type=Path, default=FILE, help="the JSON file")
@@ -41,10 +42,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else []
     if not arguments.table:
-        runner, end = TorchrunRunner(log_directory=arguments.log_dir, timeout_s=180), time.monotonic() + 60 * arguments.minutes
+        runner, end = TorchrunRunner(log_directory=arguments.log_dir, timeout_s=300), time.monotonic() + 60 * arguments.minutes
         which, of = arguments.part
-        asked = [pair for pair in capped() if pair[1].cell.layout.gpus in arguments.gpus][which::of]
-        for name, cell, spec in asked:
+        asked = [pair for pair in capped() if pair[1].cell.layout.gpus in arguments.gpus]
+        asked = [pair for pair in asked if arguments.searches is None or pair[0] in arguments.searches]
+        for name, cell, spec in asked[which::of]:
             if time.monotonic() < end and not any(
                 row["search"] == name and row["rung"] == cell.cell.settings.label for row in rows
             ):
