@@ -14,8 +14,8 @@ from highwater.engine.experience import Experience, group_experience, token_expe
 from highwater.engine.model import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
 from highwater.parallel.fsdp import local_shard
-from highwater.parallel.fsdp1 import after_backward
 from highwater.parallel.mesh import total
+from highwater.parallel.offload import adding_up
 from highwater.spec.settings import Objective
 
 CLIP_NORM = 1.0
@@ -205,8 +205,8 @@ def _critic_loss(critic: Decoder, batch: Batch, experience: Experience | None, c
 
 def _backward(share: Tensor, model: nn.Module, enter: Enter) -> Tensor:
     enter("backward")
-    share.backward()
-    after_backward(model)
+    with adding_up(model):
+        share.backward()
     return share.detach()
 
 
