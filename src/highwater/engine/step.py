@@ -126,6 +126,8 @@ def clip(model: nn.Module, *, mesh: DeviceMesh) -> Tensor:
     # In float64 a norm's square cannot overflow.
     norm = total(own.double().square(), mesh).sqrt().to(own.dtype)
     factor = (CLIP_NORM / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    if all(gradient.device.type == "cpu" for gradient in gradients) and float(factor) == 1:
+        return norm  # a pass over all of them in host memory for nothing; a GPU would be waited for to know
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
     return norm
