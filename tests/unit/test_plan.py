@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from places import H200, NO_GPU, machine_with, write_model
 
 from highwater.errors import MachineError, ModelError, UsageError
-from highwater.spec.footprint import host_state_bytes, matrices
+from highwater.spec.footprint import STAGED_LAYERS, host_state_bytes, matrices, staged_gradient_bytes
 from highwater.spec.hardware import CPU_SEARCH, Machine
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.pieces import pieces
@@ -291,6 +291,20 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
     assert 1.99 <= host_state_bytes(shape, grpo, gpus=gpus) / shape.parameters < 4, "the reference, in bfloat16"
     assert host_state_bytes(shape, Settings(), gpus=gpus) == 0
     assert 20 <= host_state_bytes(shape, Settings(strategy="fsdp", offload=True), gpus=gpus) / shape.parameters < 28
+
+
+@pytest.mark.parametrize("name", catalog_names())
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embedding_and_head(name: str, gpus: int) -> None:
+    shape = load_model(name).shape
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    passing = 4 * (outside + STAGED_LAYERS * (shape.parameters - outside) / shape.layers)
+    assert 0.99 < staged_gradient_bytes(shape, Settings(offload=True), gpus=gpus) / passing <= 2
+    critic = Settings(objective="ppo", critic=True, offload=True)
+    for gradients_elsewhere in (Settings(), Settings(strategy="fsdp", offload=True), Settings(objective="grpo")):
+        assert staged_gradient_bytes(shape, gradients_elsewhere, gpus=gpus) == 0
+    both, alone = (staged_gradient_bytes(shape, settings, gpus=gpus) for settings in (critic, Settings(offload=True)))
+    assert both == alone, "one model after the other"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from highwater.engine.experience import Experience, group_experience, token_expe
 from highwater.engine.model import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
 from highwater.parallel.fsdp import local_shard
-from highwater.parallel.fsdp1 import after_backward
 from highwater.parallel.mesh import total
+from highwater.parallel.offload import adding_up
 from highwater.spec.settings import Objective
 
 CLIP_NORM = 1.0
@@ -126,6 +126,8 @@ def clip(model: nn.Module, *, mesh: DeviceMesh) -> Tensor:
     # In float64 a norm's square cannot overflow.
     norm = total(own.double().square(), mesh).sqrt().to(own.dtype)
     factor = (CLIP_NORM / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    if all(gradient.device.type == "cpu" for gradient in gradients) and float(factor) == 1:
+        return norm  # a pass over all of them in host memory for nothing; a GPU would be waited for to know
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
     return norm
@@ -205,8 +207,8 @@ def _critic_loss(critic: Decoder, batch: Batch, experience: Experience | None, c
 
 def _backward(share: Tensor, model: nn.Module, enter: Enter) -> Tensor:
     enter("backward")
-    share.backward()
-    after_backward(model)
+    with adding_up(model):
+        share.backward()
     return share.detach()
 
 

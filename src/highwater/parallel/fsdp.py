@@ -2,6 +2,7 @@
 
 With offload the shards, their gradients and so the optimizer's states are in host memory: a layer's shard is copied to the GPU
 when the layer is gathered, its reduced gradient is copied back at once. Between two layers the GPU holds nothing of any of them.
+What becomes of the gradients there is in ``offload.py``.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from highwater.parallel.offload import add_up_on_host
 
 
 def shard(
@@ -29,6 +32,8 @@ def shard(
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=placement)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=placement)
+    if offload:
+        add_up_on_host(model, layers)
     if mesh.size() == 1:
         return  # the average over one rank is its sum, without a pass to divide by 1
     for module in model.modules():

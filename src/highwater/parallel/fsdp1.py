@@ -96,12 +96,6 @@ class OffloadedFsdp1(FullyShardedDataParallel):
             parameter.grad = total
 
 
-def after_backward(model: nn.Module) -> None:
-    """What a model's sharding still has to do with its gradients after each backward pass."""
-    if isinstance(model, OffloadedFsdp1):
-        model.add_up()
-
-
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
     """The sum over the ranks of one unit's gradient, of which each rank gets its part."""
     # The name that torch 2.11 knows too.

@@ -25,7 +25,7 @@ from highwater.prediction.constants import (
 )
 from highwater.prediction.streams import cached_bytes
 from highwater.prediction.terms import Footprint, Phase, Term, present
-from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes
+from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes, staged_gradient_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
 from highwater.spec.settings import Settings
@@ -314,5 +314,6 @@ def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[
     states = host_state_bytes(shape, settings, gpus=layout.gpus)
     return (
         Term(name="offloaded states and reference", bytes=states),
+        Term(name="gradients on their way there", bytes=staged_gradient_bytes(shape, settings, gpus=layout.gpus)),
         Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
     )

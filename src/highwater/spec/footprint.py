@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
@@ -10,6 +12,9 @@ from highwater.units import MIB
 
 PROCESS_BYTES = 512 * MIB
 """Host memory of one process, Python with torch."""
+STAGED_LAYERS = 3
+"""Layers whose offloaded gradients have pinned blocks at a time: of one the copy runs, of one it is awaited, and the last one's
+blocks are given out again when the GPU has come to where they were let go."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """On disk: float32 weights and both moments of AdamW."""
 HF_BYTES_PER_PARAMETER: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
@@ -65,6 +70,18 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int
         layer = (shape.parameters - outside) // shape.layers
         pinned = 2 * gpus * (shape.layers * _pinned_bytes(4 * -(-layer // gpus)) + _pinned_bytes(4 * -(-outside // gpus)))
     return reference + settings.trained_models * (pinned + 12 * shape.parameters)
+
+
+def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine, besides that of the states.
+
+    A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the head; a critic's gradients
+    pass through the same blocks. Source: parallel/offload.py, checked on a GPU by tests/gpu/test_offloaded_gradients.py.
+    """
+    if not settings.offload or settings.strategy != "fsdp2":
+        return 0
+    layers = min(STAGED_LAYERS, shape.layers)
+    return _pinned_matrices_bytes(msgspec.structs.replace(shape, layers=layers), gpus=gpus, bytes_per_element=4)
 
 
 def _pinned_matrices_bytes(shape: ModelShape, *, gpus: int, bytes_per_element: int) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
-from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes
+from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
@@ -257,7 +257,7 @@ def _check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) 
     """Raise MachineError when what is kept in host memory does not fit into this machine's, beside the processes that train."""
     for cell in cells:
         gpus, settings = cell.layout.gpus, cell.settings
-        states = host_state_bytes(model.shape, settings, gpus=gpus)
+        states = host_state_bytes(model.shape, settings, gpus=gpus) + staged_gradient_bytes(model.shape, settings, gpus=gpus)
         processes = gpus * PROCESS_BYTES
         if states and states + processes > machine.host_memory_total_bytes:
             what = "offloaded states" if settings.offload else "the reference"

@@ -1,0 +1,127 @@
+"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU, and few pinned blocks on the way."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import torch.distributed as dist  # noqa: E402
+
+from highwater.attention.dense import register, select_kernel  # noqa: E402
+from highwater.engine import step  # noqa: E402
+from highwater.engine.data import Batch, Document, pack  # noqa: E402
+from highwater.engine.model import build, read_config  # noqa: E402
+from highwater.engine.step import Trainer, backward_of, make_optimizer  # noqa: E402
+from highwater.parallel import mesh as process_mesh  # noqa: E402
+from highwater.parallel.fsdp import local_shard  # noqa: E402
+from highwater.spec.footprint import STAGED_LAYERS, staged_gradient_bytes  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
+from highwater.spec.model import load_model  # noqa: E402
+from highwater.spec.settings import Settings  # noqa: E402
+from highwater.units import MIB  # noqa: E402
+
+GRADIENT_TOLERANCE = 0.02
+"""Norm-relative: attention's and the embedding's gradients are added up in no fixed order, in bfloat16."""
+MEMORY_TOLERANCE = 0.001
+"""Relative: that of the traces."""
+LENGTH = 4096
+MICRO_BATCHES = 3
+LAYERS = 8
+
+
+class Pass(NamedTuple):
+    """What three micro-batches left, and took on the way, beyond what was there before."""
+
+    gradients: dict[str, Any]
+    allocated_bytes: int
+    reserved_bytes: int
+    pinned_bytes: int
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With weights: without files, each placement of the shards draws random numbers of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("model")
+    shape = {"num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    sizes = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 8192}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **sizes, tie_word_embeddings=False)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_offloaded_gradients_are_those_of_the_gpu(model: Path) -> None:
+    expected, found = (run(model, offload=offload).gradients for offload in (False, True))
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < GRADIENT_TOLERANCE, name
+
+
+def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model, offload=True)  # compiles kernels and makes workspaces
+    ours = run(model, offload=True)
+    monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())
+    fsdp2s = run(model, offload=True)
+    assert ours.allocated_bytes == pytest.approx(fsdp2s.allocated_bytes, rel=MEMORY_TOLERANCE)
+    assert ours.reserved_bytes == pytest.approx(fsdp2s.reserved_bytes, rel=MEMORY_TOLERANCE)
+    shape = load_model(str(model)).shape
+    staged_bytes = staged_gradient_bytes(shape, Settings(offload=True), gpus=1)
+    all_bytes = 4 * shape.parameters
+    # PyTorch gives a block out again once it has seen the GPU pass by: on short layers, one layer later.
+    most_bytes = staged_bytes * (STAGED_LAYERS + 1) / STAGED_LAYERS + MIB
+    assert 0 < ours.pinned_bytes <= most_bytes < all_bytes, f"{staged_bytes} were predicted"
+
+
+def run(directory: Path, *, offload: bool) -> Pass:
+    """Forward and backward of a few micro-batches by a new model."""
+    device = torch.device("cuda", 0)
+    before_bytes = _emptied()
+    mesh = process_mesh.shard_mesh(Layout(), device)
+    trained = build(
+        read_config(str(directory), length_tokens=LENGTH, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register(select_kernel(device, torch.bfloat16, query_heads=8, kv_heads=4, head_dim=128)),
+        loss="chunked",
+        recompute="layer",
+        compute_dtype=torch.bfloat16,
+        offload=offload,
+    )
+    trainer = Trainer(policy=trained, optimizer=make_optimizer(trained), mesh=mesh)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_host_memory_stats()
+    pinned_bytes = torch.cuda.host_memory_stats()["active_bytes.current"]
+    backward_of(trainer, micro_batches())
+    torch.cuda.synchronize()
+    return Pass(
+        gradients={name: local_shard(p.grad).to("cpu", copy=True) for name, p in trained.named_parameters()},
+        allocated_bytes=torch.cuda.max_memory_allocated() - before_bytes,
+        reserved_bytes=torch.cuda.max_memory_reserved() - before_bytes,
+        pinned_bytes=torch.cuda.host_memory_stats()["active_bytes.peak"] - pinned_bytes,
+    )
+
+
+def micro_batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(16_000, (LENGTH,), generator=generator) for _ in range(MICRO_BATCHES)]
+    return [pack([Document(each, each)]) for each in ids]
+
+
+def _emptied() -> int:
+    """Bytes that others hold on the GPU."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()

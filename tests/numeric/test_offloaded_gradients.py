@@ -1,0 +1,163 @@
+"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their sums are what they were."""
+
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch.distributed as dist  # noqa: E402
+from curve import join_alone  # noqa: E402
+
+from highwater.attention.dense import register  # noqa: E402
+from highwater.engine import step  # noqa: E402
+from highwater.engine.data import Batch, Document, pack  # noqa: E402
+from highwater.engine.model import LanguageModel, build, read_config  # noqa: E402
+from highwater.engine.step import Trainer, backward_of, clip, make_optimizer, train_step  # noqa: E402
+from highwater.parallel import mesh as process_mesh  # noqa: E402
+from highwater.parallel.fsdp import local_shard  # noqa: E402
+from highwater.parallel.offload import LAYERS_BEHIND  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
+
+LAYERS = 6
+MICRO_BATCHES = 3
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    join_alone(torch.device("cpu"), tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products this small are slower on several
+    yield
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", ["layer", "none"])
+def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(recompute: str, tmp_path: Path) -> None:
+    plain, offloaded = (trainer(tmp_path, offload=offload, recompute=recompute) for offload in (False, True))
+    for _ in range(2):
+        results = [train_step(each, micro_batches()) for each in (plain, offloaded)]
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+    for each in (plain, offloaded):
+        backward_of(each, micro_batches())
+    expected, found = gradients(plain), gradients(offloaded)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) and expected[name].any() for name in expected)
+
+
+def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Path) -> None:
+    """Beside a gradient it would wait for every copy."""
+    trained = trainer(tmp_path, offload=True)
+    lasting = {name: parameter.grad for name, parameter in trained.policy.named_parameters()}
+    left, most = weakref.WeakKeyDictionary[Any, str](), []
+
+    def reduced(name: str, parameter: Any) -> None:
+        assert parameter.grad is not lasting[name]
+        left[parameter.grad] = name.partition("layers.")[2].partition(".")[0]
+        most.append(len(set(left.values())))
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: reduced(name, p))
+        for name, parameter in trained.policy.named_parameters()
+    ]
+    backward_of(trained, micro_batches())
+    assert len(most) == MICRO_BATCHES * len(hooks)
+    assert max(most) <= LAYERS_BEHIND + 2, "those whose copies may run, the one that is reduced, and the root at the end"
+    assert not left
+    assert all(parameter.grad is lasting[name] for name, parameter in trained.policy.named_parameters())
+
+
+def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, offload=True)
+    backward_of(trained, micro_batches())
+    expected = gradients(trained)
+    trained.optimizer.zero_grad(set_to_none=True)
+    backward_of(trained, micro_batches())
+    for parameter in trained.policy.parameters():
+        own = local_shard(parameter.grad)
+        assert own.untyped_storage().nbytes() == own.nbytes, "not FSDP2's, which holds the whole unit's"
+    found = gradients(trained)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, offload=True)
+    frozen = "causal_lm.model.layers.2."
+    for name, parameter in trained.policy.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+        local_shard(parameter.grad).fill_(1)
+    backward_of(trained, micro_batches())
+    for name, gradient in gradients(trained).items():
+        assert bool((gradient == 1).all()) == name.startswith(frozen), name
+
+
+def test_a_backward_pass_of_somebody_elses_is_fsdp2s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = trainer(tmp_path, offload=True), trainer(tmp_path, offload=True)
+    backward_of(ours, micro_batches())
+    monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())
+    backward_of(theirs, micro_batches())
+    expected, found = gradients(theirs), gradients(ours)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("size", "is_clipped"), [(1e-6, False), (1.0, True)])
+def test_offloaded_gradients_are_clipped_as_others_are(size: float, is_clipped: bool, tmp_path: Path) -> None:
+    trained = trainer(tmp_path, offload=True)
+    for parameter in trained.policy.parameters():
+        local_shard(parameter.grad).fill_(size)
+    norm = float(clip(trained.policy, mesh=trained.mesh))
+    expected = size / norm if is_clipped else size
+    for gradient in gradients(trained).values():
+        torch.testing.assert_close(gradient, torch.full_like(gradient, expected), rtol=1e-4, atol=0.0)
+
+
+def trainer(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Trainer:
+    """The same random weights every time."""
+    directory = tmp_path / "model"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+    model = build(
+        read_config(str(directory), length_tokens=64, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash"),
+        loss="chunked",
+        recompute=recompute,
+        compute_dtype=torch.bfloat16,
+        offload=offload,
+    )
+    assert isinstance(model, LanguageModel)
+    return Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh)
+
+
+def micro_batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(256, (40 + n,), generator=generator) for n in range(MICRO_BATCHES)]
+    return [pack([Document(each, each)]) for each in ids]
+
+
+def gradients(trained: Trainer) -> dict[str, Any]:
+    return {name: local_shard(parameter.grad).clone() for name, parameter in trained.policy.named_parameters()}
