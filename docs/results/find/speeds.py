@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import highwater
+from highwater.spec.settings import Recompute
 from highwater.spec.trial import TrialResult
 from highwater.units import GIB, format_tokens
 
 FILE = Path(__file__).with_suffix(".json")
 LENGTHS = (32_768, 131_072)
-CELLS = (
-    *((model, 1, False) for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")),
-    *(("Qwen3-8B", gpus, offload) for gpus in (2, 4, 8) for offload in (False, True)),
-    ("Qwen3-30B-A3B", 8, False),
+KEPT: Recompute = "all-but-attention"
+CELLS: tuple[tuple[str, int, bool, Recompute], ...] = (
+    *((model, 1, False, how) for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B") for how in ("layer", KEPT)),
+    *(
+        ("Qwen3-8B", gpus, offload, how)
+        for gpus in (2, 4, 8)
+        for offload, how in ((False, "layer"), (False, KEPT), (True, "layer"))
+    ),
+    *(("Qwen3-30B-A3B", 8, False, how) for how in ("layer", KEPT)),
 )
-"""Model, GPUs, offload; each sequence is shared by all GPUs of a cell."""
-HEADINGS = ("model", "GPUs", "SP", "offload", "length", "outcome", "tokens/s", "MFU", "peak reserved GiB", "step s", "trial s")
+"""Model, GPUs, offload, what is recomputed; each sequence is shared by all GPUs of a cell, by four at most of 30B-A3B."""
+HEADINGS = (
+    *("model", "GPUs", "SP", "offload", "recomputed", "length"),
+    *("outcome", "tokens/s", "MFU", "peak reserved GiB", "step s", "trial s"),
+)
 
 
 def main() -> None:
@@ -35,9 +44,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else []
     which, of = arguments.part
     asked = [(*cell, length) for cell in CELLS if cell[1] in arguments.gpus for length in LENGTHS][which::of]
-    done = {(row["model"], row["gpus"], row["offload"], row["length_tokens"]) for row in rows}
-    for model, gpus, offload, length in () if arguments.table else asked:
-        if (model, gpus, offload, length) in done:
+    done = {(*cell_of(row), row["length_tokens"]) for row in rows}
+    for model, gpus, offload, recompute, length in () if arguments.table else asked:
+        if (model, gpus, offload, recompute, length) in done:
             continue
         degree = gpus if model == "Qwen3-8B" else min(gpus, 4)
         result = highwater.run_trial(
@@ -48,21 +57,24 @@ def main() -> None:
             loss="chunked",
             allocator="expandable",
             offload=offload,
+            recompute=recompute,
             timeout="5m",
             log_dir=arguments.log_dir,
         )
-        rows.append(row(model, gpus, degree, offload, length, result))
+        rows.append(row((model, gpus, offload, recompute), degree, length, result))
         arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
-def row(model: str, gpus: int, degree: int, offload: bool, length: int, result: TrialResult) -> dict[str, Any]:
+def row(cell: tuple[str, int, bool, Recompute], degree: int, length: int, result: TrialResult) -> dict[str, Any]:
     """What is printed, and what it was made with."""
+    model, gpus, offload, recompute = cell
     return {
         "model": model,
         "gpus": gpus,
         "ulysses_degree": degree,
         "offload": offload,
+        "recompute": recompute,
         "length_tokens": length,
         "outcome": result.outcome,
         "reason": result.reason,
@@ -76,10 +88,15 @@ def row(model: str, gpus: int, degree: int, offload: bool, length: int, result: 
     }
 
 
+def cell_of(row: dict[str, Any]) -> tuple[str, int, bool, Recompute]:
+    """Of a row of the file."""
+    return row["model"], row["gpus"], row["offload"], row["recompute"]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """One line a trial."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    for each in sorted(rows, key=lambda one: (one["gpus"], CELLS.index((one["model"], one["gpus"], one["offload"])))):
+    for each in sorted(rows, key=lambda one: (one["gpus"], CELLS.index(cell_of(one)), one["length_tokens"])):
         peak = max((n or 0 for n in each["peak_reserved_bytes"]), default=0) / GIB
         speed, mfu, step = each["tokens_per_s"], each["mfu"], each["step_time_s"]
         figures = (
@@ -87,6 +104,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             str(each["gpus"]),
             str(each["ulysses_degree"]),
             "yes" if each["offload"] else "no",
+            "all" if each["recompute"] == "layer" else "all but attention",
             format_tokens(each["length_tokens"]),
             str(each["outcome"]).replace("_", " "),
             "-" if speed is None else f"{speed:,.0f}",
