@@ -38,6 +38,8 @@ _SHORT, _LONGER = "--timeout 75s", "--timeout 2m"
 _ENV = "--loss full --entropy full --allocator expandable"
 _SAVING = "--loss full --entropy chunked --allocator expandable"
 _LONG = "--loss chunked --allocator expandable --proof memory --timeout 5m"
+_FURTHER = "--loss chunked --allocator expandable --proof memory --timeout 8m --max-length 4m"
+"""Past a million tokens, where a memory-only trial takes minutes."""
 _GRID = "--start-length 32768 --resolution 32768"
 _TO_EDGE = "--start-length 8192 --resolution 8192 --memory 79.15GiB --proof memory"
 _EDGE = f"{_TO_EDGE} --timeout 2m"
@@ -96,18 +98,18 @@ PAGES: dict[str, dict[str, str]] = {
         "edge-8b-4-full": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --allocator expandable {_EDGE}",
     },
     "long": {
-        "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_LONG}",
-        "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_LONG}",
+        "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_FURTHER}",
+        "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_FURTHER}",
         "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_GRID} {_LONG}",
         "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_LONG}",
         "long-0.6b-79gib": f"Qwen3-0.6B --gpus 1 --memory 79.15GiB --start-length 131072 --resolution 8192 {_LONG}",
-        "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_GRID} {_LONG}",
+        "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_GRID} {_FURTHER}",
         "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_GRID} {_LONG}",
         "long-4b-1": f"Qwen3-4B --gpus 1 {_GRID} {_LONG}",
         # For machines of eight.
-        "long-8b-8": f"Qwen3-8B --gpus 8 --ulysses 8 {_GRID} {_LONG}",
-        "long-8b-8-offload": f"Qwen3-8B --gpus 8 --ulysses 8 --offload {_GRID} {_LONG}",
-        "long-30b-a3b-8": f"Qwen3-30B-A3B --gpus 8 --ulysses 4 {_GRID} {_LONG}",
+        "long-8b-8": f"Qwen3-8B --gpus 8 --ulysses 8 {_GRID} {_FURTHER}",
+        "long-8b-8-offload": f"Qwen3-8B --gpus 8 --ulysses 8 --offload {_GRID} {_FURTHER}",
+        "long-30b-a3b-8": f"Qwen3-30B-A3B --gpus 8 --ulysses 8 {_GRID} {_FURTHER}",
     },
 }
 

@@ -25,7 +25,7 @@ CELLS: tuple[tuple[str, int, bool, Recompute], ...] = (
     ),
     *(("Qwen3-30B-A3B", 8, False, how) for how in ("layer", KEPT)),
 )
-"""Model, GPUs, offload, what is recomputed; each sequence is shared by all GPUs of a cell, by four at most of 30B-A3B."""
+"""Model, GPUs, offload, what is recomputed; each sequence is shared by all GPUs of a cell."""
 HEADINGS = (
     *("model", "GPUs", "SP", "offload", "recomputed", "length"),
     *("outcome", "tokens/s", "MFU", "peak reserved GiB", "step s", "trial s"),
@@ -48,12 +48,11 @@ def main() -> None:
     for model, gpus, offload, recompute, length in () if arguments.table else asked:
         if (model, gpus, offload, recompute, length) in done:
             continue
-        degree = gpus if model == "Qwen3-8B" else min(gpus, 4)
         result = highwater.run_trial(
             model,
             length,
             gpus=[gpus],
-            ulysses=[degree],
+            ulysses=[gpus],
             loss="chunked",
             allocator="expandable",
             offload=offload,
@@ -61,18 +60,18 @@ def main() -> None:
             timeout="5m",
             log_dir=arguments.log_dir,
         )
-        rows.append(row((model, gpus, offload, recompute), degree, length, result))
+        rows.append(row((model, gpus, offload, recompute), length, result))
         arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
-def row(cell: tuple[str, int, bool, Recompute], degree: int, length: int, result: TrialResult) -> dict[str, Any]:
+def row(cell: tuple[str, int, bool, Recompute], length: int, result: TrialResult) -> dict[str, Any]:
     """What is printed, and what it was made with."""
     model, gpus, offload, recompute = cell
     return {
         "model": model,
         "gpus": gpus,
-        "ulysses_degree": degree,
+        "ulysses_degree": gpus,
         "offload": offload,
         "recompute": recompute,
         "length_tokens": length,
