@@ -44,12 +44,12 @@ def test_a_replayed_cell_heeds_the_hosts_memory_and_says_what_would_be_needed_wh
 def test_every_rung_is_predicted_offload_last():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB")
     labels = [(cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells]
-    assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env+chunked")]
-    assert labels[-1] == (4, "Env+Offload+chunked")
+    assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env + chunked")]
+    assert labels[-1] == (4, "Env + Offload + chunked")
     assert len(labels) == 15
     capacities = {key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)}
     assert capacities[4, "Env"] > capacities[2, "Env"] > capacities[1, "Env"] > 0
-    assert capacities[4, "Env+chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
+    assert capacities[4, "Env + chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
 
 
 def test_a_capacity_is_the_longest_length_that_fits():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.report import guide_text
-from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest, rung_label
+from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest
 from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
@@ -227,7 +227,7 @@ def rungs(section: Section) -> Iterator[Rung]:
         cells = [(place, [found[place].get(name, []) for name in models]) for place in sorted(found)]
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
         table = TextTable(
-            title=f"{rung_label(settings)} ({strategy}, Hugging Face weights {weights})",
+            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
             columns=("GPUs", "SP", *models),
             rows=tuple((*map(str, place), *map(_figure, own)) for place, own in cells),
             left_columns=0,

@@ -93,7 +93,7 @@ class Cell(Noun, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``Env+chunked, 4 GPUs, SP=2``."""
+        """``Env + chunked, 4 GPUs, SP=2``."""
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
