@@ -52,6 +52,17 @@ def test_every_rung_is_predicted_offload_last():
     assert capacities[4, "Env + chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
 
 
+@pytest.mark.parametrize("asked", [{}, {"offload": True}])
+def test_offload_of_the_trainer_trinity_has_the_allocator_that_was_published_with_it(asked):
+    prediction = highwater.predict("Qwen3-8B", gpus="2xA100-80GB", trainer="trinity", **asked)
+    assert {cell.cell.settings.label for cell in prediction.cells if cell.cell.settings.offload} == {"Env + Offload"}
+
+
+def test_another_allocator_may_be_asked_of_offload_all_the_same():
+    asked = {"gpus": "1xA100-80GB", "trainer": "trinity", "offload": True, "allocator": "native"}
+    assert [cell.cell.settings.label for cell in highwater.predict("Qwen3-8B", **asked).cells] == ["Offload"]
+
+
 def test_a_capacity_is_the_longest_length_that_fits():
     prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB")
     for cell in prediction.cells:
