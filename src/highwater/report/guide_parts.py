@@ -19,11 +19,16 @@ from highwater.spec.settings import Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
 from highwater.units import format_tokens
 
+ORIGINS: dict[Source, str] = {
+    "measured": "by real trials",
+    "simulated": "from a memory law, nothing was trained",
+    "predicted": "where the prediction is an interval, its upper end fits",
+    "published": "by others, not measured here",
+}
+"""By source, how far its figures are to be trusted."""
 SOURCES: dict[Source, str] = {
-    "measured": "measured by real trials",
-    "simulated": "simulated from a memory law, nothing was trained",
-    "predicted": "predicted, nothing was run; where the prediction is an interval, its upper end fits",
-    "published": "published by others, not measured here",
+    **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
+    "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
