@@ -14,6 +14,7 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.report.secrets import HIDDEN, without_secrets
 from highwater.report.study_commands import find_words, try_words
 from highwater.report.study_markdown import study_markdown
+from highwater.report.study_parts import question_table
 from highwater.report.study_predicted import PredictedTrial
 from highwater.report.study_report import StudyReport, TrialReport, judged
 from highwater.search.campaign import CellAnswered, campaign
@@ -208,6 +209,28 @@ def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_
     assert again.words.count("--study") == 1
     lengths = [int(command.words[command.words.index("--length") + 1]) for command in edges]
     assert lengths == [196608, 204800, 196608, 204800]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("study-1.jsonl", "study-1.jsonl"),
+        ("{here}/study-1.jsonl", "study-1.jsonl"),
+        ("logs/../logs/study-1.jsonl", "study-1.jsonl, in logs"),
+        ("{home}/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
+        ("../mine/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
+        ("/mnt/studies/study-1.jsonl", "study-1.jsonl, in /mnt/studies"),
+    ],
+)
+def test_a_study_is_shown_by_its_name_and_its_folder_and_nobodys_home(
+    typed: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, home = tmp_path / "here", tmp_path / "mine"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    study = msgspec.structs.replace(study_of(), path=typed.format(here=here, home=home))
+    assert dict(question_table(report_of(study)).rows)["study"] == shown
 
 
 def test_a_report_says_where_the_search_was_told_to_begin() -> None:
