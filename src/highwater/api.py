@@ -19,7 +19,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.evidence import OnCalibrate, own_constants, own_residuals
-from highwater.foresight import Expected, check_prediction, foresight
+from highwater.foresight import check_prediction, expectation, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
     environment,
@@ -59,7 +59,7 @@ from highwater.spec.protocols import Runner
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
-from highwater.spec.study import Question, Study
+from highwater.spec.study import Cell, Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import (
     check_checkpoint_directory,
@@ -291,11 +291,10 @@ def answer(
     """
     path = study_file(request, planned.question)
     runner = _runner(request, log_layout, planned.question.device_total_bytes)
-    with foresight(request, planned.question) as expected:
-        if path is not None:
-            return _search(planned, runner, path, on_event, command, expected)
-        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
-            study = _search(planned, runner, Path(folder, "study.jsonl"), on_event, command, expected)
+    if path is not None:
+        return _search(request, planned, runner, path, on_event, command)
+    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
+        study = _search(request, planned, runner, Path(folder, "study.jsonl"), on_event, command)
     return msgspec.structs.replace(study, path=None)
 
 
@@ -313,12 +312,20 @@ def study_file(request: Request, question: Question) -> Path | None:
 
 
 def _search(
-    planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str], expected: Expected
+    request: Request, planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str]
 ) -> Study:
-    where = None if planned.question.simulated else environment()  # a dry run depends on no machine
-    with open_journal(path, planned.question, command=command, environment=where) as journal:
-        recording = RecordingRunner(runner, journal)
-        for event in campaign(planned.question, recording, expected=expected):
+    question = planned.question
+    where = None if question.simulated else environment()  # a dry run depends on no machine
+    with foresight(request, question) as told, open_journal(path, question, command=command, environment=where) as journal:
+
+        def expected(cell: Cell) -> int | None:
+            told_tokens = told(cell)
+            found = expectation(request, question, cell, told_tokens)
+            if found is not None:
+                journal.cell_expected(found)
+            return told_tokens
+
+        for event in campaign(question, RecordingRunner(runner, journal), expected=expected):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
             if on_event is not None and not _is_recorded_start(event, journal):

@@ -81,9 +81,14 @@ def check_report_file(path: Path) -> None:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the command of a study names, as it is now; None for the formula, and where nothing was typed."""
+    """What was recorded of each cell; in older studies the prediction that their command names, as it is now. None: the formula."""
+    recorded = [each for each in study.expectations if each.prediction != "formula"]
+    if recorded:
+        device = study.question.device
+        likely_tokens = {each.cell.label_on(device): each.likely_tokens for each in recorded}
+        return Beginning(prediction=recorded[0].prediction, likely_tokens=likely_tokens)
     named = _value_of("--prediction", study.command)
-    if named in (None, "formula"):
+    if named in (None, "formula") or study.expectations:
         return None
     if named == "trace":
         return Beginning(prediction=named, likely_tokens={}, reason="its lengths were not recorded")
