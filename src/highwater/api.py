@@ -19,7 +19,7 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.evidence import OnCalibrate, own_constants, own_residuals
-from highwater.foresight import Expected, check_prediction, foresight
+from highwater.foresight import check_prediction, expectation, foresight
 from highwater.launch.probe import (
     INSTALL_HINT,
     environment,
@@ -40,6 +40,7 @@ from highwater.prediction.capacity import (
     NOT_TRACED,
     TRACED_ACCURACY,
     Prediction,
+    Room,
 )
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
@@ -48,6 +49,7 @@ from highwater.prediction.score import Score, score
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
+from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Kernel, Machine, kernels, refuse_unfit_gpu
@@ -57,7 +59,7 @@ from highwater.spec.protocols import Runner
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
-from highwater.spec.study import Question, Study
+from highwater.spec.study import Cell, Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import (
     check_checkpoint_directory,
@@ -135,19 +137,30 @@ def predict(
     refuse_unknown_family(load_model(model))
     is_ours = trainer == "highwater" and state_bytes_per_param == STATE_BYTES_PER_PARAMETER
     _check_exact(exact=exact, timeline=timeline, is_ours=is_ours)
+    _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = gpus_meant(gpus, gpu_memory)
-    for is_named, what in ((bool(calibrate_with), "trials of"), (constants is not None, "constants as measured for")):
-        if is_named and trainer != "highwater":
-            raise UsageError(f"{what} this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
-    method: Method = "trace" if exact else "formula"
     room = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
     if constants is not None:
         room = msgspec.structs.replace(room, constants=own_constants(Path(constants), where))
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
+    method: Method = "trace" if exact else "formula"
     own = own_residuals(calibrate_with, method, room.constants, on_calibrate=on_calibrate, on_trace=on_trace)
     known = calibration_of(question, room, trainer, method=method, own=own)
-    prediction = Prediction(
+    prediction = _without_cells(question, where, room, trainer, method, length_tokens)
+    prediction = msgspec.structs.replace(prediction, calibration=known, notes=notes)
+    if not exact:
+        return _by_formula(prediction, question)
+    kernel = kernels(where.compute_capability)[0]
+    return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
+
+
+def _without_cells(
+    question: Question, where: Cluster, room: Room, trainer: Trainer, method: Method, length_tokens: int | None
+) -> Prediction:
+    """What is predicted, of what and how, before any of it is."""
+    is_traced = method == "trace"
+    return Prediction(
         model_name=question.model.name,
         config_digest=question.model.config_digest,
         native_length_tokens=question.grid.native_length_tokens,
@@ -160,15 +173,9 @@ def predict(
         length_tokens=length_tokens,
         cells=(),
         method=method,
-        accuracy=TRACED_ACCURACY if exact else ACCURACY[trainer],
-        calibration=known,
-        not_modelled=NOT_TRACED if exact else NOT_MODELLED,
-        notes=notes,
+        accuracy=TRACED_ACCURACY if is_traced else ACCURACY[trainer],
+        not_modelled=NOT_TRACED if is_traced else NOT_MODELLED,
     )
-    if not exact:
-        return _by_formula(prediction, question)
-    kernel = kernels(where.compute_capability)[0]
-    return _traced(prediction, question, kernel, on_trace, None if timeline is None else Path(timeline))
 
 
 def _by_formula(prediction: Prediction, question: Question) -> Prediction:
@@ -206,6 +213,12 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_ours: bool) -> 
     if not exact:
         raise UsageError("a timeline is drawn from a trace", hint="add `--exact`")
     check_new_file(Path(timeline), flag="--timeline", name="timeline.pickle")
+
+
+def _check_trainer(trainer: Trainer, *, calibrate_with: Sequence[str | Path], constants: str | Path | None) -> None:
+    for is_named, what in ((bool(calibrate_with), "trials of"), (constants is not None, "constants as measured for")):
+        if is_named and trainer != "highwater":
+            raise UsageError(f"{what} this engine say nothing about the trainer {trainer}", hint="leave `--trainer` out")
 
 
 def _write_timeline(path: Path, question: Question, prediction: Prediction, tracer: CachedTracer) -> None:
@@ -278,11 +291,10 @@ def answer(
     """
     path = study_file(request, planned.question)
     runner = _runner(request, log_layout, planned.question.device_total_bytes)
-    with foresight(request, planned.question) as expected:
-        if path is not None:
-            return _search(planned, runner, path, on_event, command, expected)
-        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
-            study = _search(planned, runner, Path(folder, "study.jsonl"), on_event, command, expected)
+    if path is not None:
+        return _search(request, planned, runner, path, on_event, command)
+    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:  # a dry run leaves nothing behind
+        study = _search(request, planned, runner, Path(folder, "study.jsonl"), on_event, command)
     return msgspec.structs.replace(study, path=None)
 
 
@@ -300,12 +312,20 @@ def study_file(request: Request, question: Question) -> Path | None:
 
 
 def _search(
-    planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str], expected: Expected
+    request: Request, planned: Plan, runner: Runner, path: Path, on_event: Listener | None, command: Sequence[str]
 ) -> Study:
-    where = None if planned.question.simulated else environment()  # a dry run depends on no machine
-    with open_journal(path, planned.question, command=command, environment=where) as journal:
-        recording = RecordingRunner(runner, journal)
-        for event in campaign(planned.question, recording, expected=expected):
+    question = planned.question
+    where = None if question.simulated else environment()  # a dry run depends on no machine
+    with foresight(request, question) as told, open_journal(path, question, command=command, environment=where) as journal:
+
+        def expected(cell: Cell) -> int | None:
+            told_tokens = told(cell)
+            found = expectation(request, question, cell, told_tokens)
+            if found is not None:
+                journal.cell_expected(found)
+            return told_tokens
+
+        for event in campaign(question, RecordingRunner(runner, journal), expected=expected):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
             if on_event is not None and not _is_recorded_start(event, journal):

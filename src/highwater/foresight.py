@@ -11,12 +11,13 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.launch.probe import probe
 from highwater.launch.tracing import CachedTracer, trace_directory
-from highwater.prediction.capacity import CellPrediction, Prediction, Room
+from highwater.prediction.capacity import CellPrediction, Prediction, Room, predict_cell
 from highwater.prediction.exact import predict_exactly
+from highwater.prediction.formula import likely_footprint
 from highwater.spec.codec import from_json
 from highwater.spec.hardware import kernels
 from highwater.spec.request import Request
-from highwater.spec.study import Cell, Question
+from highwater.spec.study import Cell, Expectation, Question
 from highwater.units import format_bytes
 
 Expected = Callable[[Cell], int | None]
@@ -76,6 +77,17 @@ def read_prediction(path: Path, question: Question) -> Prediction:
     if not _likely_lengths(found.cells).keys() & set(question.cells):
         raise UsageError(f"{path} says nothing of {question.cells[0].label}", hint=hint)
     return found
+
+
+def expectation(request: Request, question: Question, cell: Cell, told_tokens: int | None) -> Expectation | None:
+    """What is known of a cell before its first trial: what its prediction told, else the formula; None without a known memory."""
+    memory_bytes = _memory_bytes(question)
+    if told_tokens is not None:
+        return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
+    if memory_bytes is None:
+        return None
+    likely = predict_cell(question, cell, Room(device_bytes=memory_bytes), likely_footprint)
+    return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from highwater.errors import ModelError
 from highwater.prediction.candidates import token_budget
 from highwater.report.guide import cell_label
-from highwater.report.guide_parts import SOURCES
+from highwater.report.guide_parts import ORIGINS
 from highwater.spec.capacities import Capacity, in_order
 from highwater.spec.hardware import kind_of
 from highwater.spec.ladder import simplicity
@@ -37,7 +37,7 @@ def known_recommendation(own: Sequence[Capacity], length_tokens: int, *, others:
         chosen=chosen,
         candidates=candidates,
         yarn=_yarn(first, length_tokens),
-        accuracy=SOURCES[first.source].removeprefix(f"{first.source} "),
+        accuracy=ORIGINS[first.source],
         notes=tuple(_notes(own, length_tokens, chosen, others)),
     )
 

@@ -61,7 +61,6 @@ def recommend(
     refuse_unknown_family(load_model(model))
     _check(trainer, studies, settings)
     typed = request_from({"model": model, **settings}, keywords=True)
-    settings = {name: getattr(typed, name) for name in settings}
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     asked = Asked(
         model=model,
@@ -69,32 +68,37 @@ def recommend(
         trainer=trainer,
         length_tokens=parse_tokens(str(length)),
         room=room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param),
-        settings=settings,
+        settings={name: getattr(typed, name) for name in settings},
     )
+    recorded = [read_study(Path(path)) for path in studies]
+    return _recommended(asked, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_bytes(str(reserved)))
+
+
+def _recommended(asked: Asked, studies: Sequence[Study], *, rollout_gpus: int, reserved_bytes: int) -> Recommendation:
+    """The simplest candidate that fits, and the others."""
     question, notes = asked.question(asked.sequences, length_tokens=asked.length_tokens)
     known = asked.known(question)
-    candidates, of_studies = _with_trials(predicted_candidates(asked), asked, question, [read_study(Path(p)) for p in studies])
+    candidates, of_studies = _with_trials(predicted_candidates(asked), asked, question, studies)
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
-    reserved_bytes = parse_bytes(str(reserved))
     return Recommendation(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
-        trainer=trainer,
+        trainer=asked.trainer,
         length_tokens=asked.length_tokens,
-        gpus=where.gpus,
+        gpus=asked.where.gpus,
         rollout_gpus=rollout_gpus,
-        device_name=where.device_name,
-        device_bytes=where.device_bytes,
+        device_name=asked.where.device_name,
+        device_bytes=asked.where.device_bytes,
         reserved_bytes=reserved_bytes,
         host_memory_bytes=asked.room.host_bytes,
-        state_bytes_per_parameter=state_bytes_per_param,
+        state_bytes_per_parameter=asked.room.state_bytes_per_parameter,
         margin_bytes=question.margin_bytes,
         default_sequences=asked.sequences,
         chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=asked.length_tokens, rope=question.cells[0].settings.rope),
         remedies=() if chosen else remedies(asked, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus),
-        accuracy=ACCURACY[trainer],
+        accuracy=ACCURACY[asked.trainer],
         unlike=() if known is None else known.unlike,
         not_modelled=NOT_MODELLED,
         notes=(*notes, *of_studies),

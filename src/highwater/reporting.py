@@ -15,13 +15,13 @@ from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.foresight import read_prediction
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import Beginning, LogEnd, StudyReport, assembled, first_failed
+from highwater.report.study_report import Beginning, StudyReport, assembled, first_failed
 from highwater.report.text import plain_json
 from highwater.spec.codec import to_json
 from highwater.spec.study import Study
-from highwater.spec.trial import TrialResult
+from highwater.spec.trial import LogEnd, TrialResult
 from highwater.store.directory import check_new_file, write_new_file
-from highwater.store.logs import log_tail
+from highwater.store.logs import log_end
 
 FORMS = (".html", ".md", ".csv", ".json")
 """Of a file that a report is written to, by the end of its name."""
@@ -39,8 +39,7 @@ def study_report(study: str | Path | Study) -> StudyReport:
     def log_of(result: TrialResult) -> LogEnd:
         first = first_failed(result)
         said = "" if first is None or first.failure is None else first.failure.text.partition("\n")[0]
-        tail = log_tail(result.log_path, read.path, said=said)
-        return LogEnd(lines=tail.lines, reason=tail.reason)
+        return log_end(result.log_path, read.path, said=said)
 
     return assembled(read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of)
 
@@ -82,9 +81,14 @@ def check_report_file(path: Path) -> None:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the command of a study names, as it is now; None for the formula, and where nothing was typed."""
+    """What was recorded of each cell; in older studies the prediction that their command names, as it is now. None: the formula."""
+    recorded = [each for each in study.expectations if each.prediction != "formula"]
+    if recorded:
+        device = study.question.device
+        likely_tokens = {each.cell.label_on(device): each.likely_tokens for each in recorded}
+        return Beginning(prediction=recorded[0].prediction, likely_tokens=likely_tokens)
     named = _value_of("--prediction", study.command)
-    if named in (None, "formula"):
+    if named in (None, "formula") or study.expectations:
         return None
     if named == "trace":
         return Beginning(prediction=named, likely_tokens={}, reason="its lengths were not recorded")

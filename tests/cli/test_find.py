@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -19,8 +20,8 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater: Run, 
     title, _, header, *rows = done.stdout.splitlines()
     assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
     assert header.split()[:5] == ["rung", "GPUs", "SP", "capacity", "ended"]
-    assert [row.split()[:3] for row in rows[:6]] == [
-        [rung, gpus, "1"] for gpus in "12" for rung in ("vanilla", "Env", "Env+chunked")
+    assert [re.split(" {2,}", row)[:3] for row in rows[:6]] == [
+        [rung, gpus, "1"] for gpus in "12" for rung in ("vanilla", "Env", "Env + chunked")
     ]
     assert "out of memory" in rows[0]
     assert "next: highwater find Qwen3-0.6B --device cuda --memory 80GiB --gpus 1 2\n" in done.stderr

@@ -18,7 +18,7 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "Qwen3-8B, 65,536 tokens on 4 x H20-96GB, 95.10 GiB each"
-    assert lines[2] == "rung          Env+chunked, 4 GPUs, predicted"
+    assert lines[2] == "rung          Env + chunked, 4 GPUs, predicted"
     assert lines[4] == "token budget  131,072 a GPU: 2 sequences of 65,536"
     assert "step          unknown: no study here measured the speed of this rung" in lines
     assert "YaRN, rope_parameters {rope_theta: 1000000, rope_type: yarn, factor: 1.6" in done.stdout
@@ -36,7 +36,7 @@ def test_the_next_command_is_one_trial_of_it(highwater: Run) -> None:
     )
     done = highwater(*shlex.split(following)[2:], *DRY)
     assert done.returncode in (0, 1), done.stderr
-    assert "65,536 tokens, Env+chunked: simulated" in done.stdout
+    assert "65,536 tokens, Env + chunked: simulated" in done.stdout
 
 
 def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater: Run) -> None:

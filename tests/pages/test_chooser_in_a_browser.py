@@ -138,7 +138,7 @@ def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
     page.locator("#choose-gpus").select_option("4")
     page.locator("#choose-length").select_option("102400")
     assert page.locator("#choose-basis").input_value() == "Trinity-RFT, grpo with entropy: published"
-    assert page.locator("#answer-said").inner_text() == "Env+Offload, 4 GPUs, SP=4: published"
+    assert page.locator("#answer-said").inner_text() == "Env + Offload, 4 GPUs, SP=4: published"
     assert not page.locator("#answer-again").is_visible()
     assert "max_token_len_per_gpu: 51200" in page.locator("#configuration").inner_text()
 

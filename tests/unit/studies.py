@@ -8,9 +8,9 @@ import msgspec
 from places import question_of
 
 from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import LogEnd, StudyReport, assembled
+from highwater.report.study_report import StudyReport, assembled
 from highwater.spec.study import RecordedTrial, Study
-from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.spec.trial import Failure, LogEnd, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.store.journal import read_study
 from highwater.units import GIB
 

@@ -61,6 +61,19 @@ def test_a_grid_on_which_nothing_fits_takes_one_trial():
     assert (bracket.fits, bracket.does_not_fit, bracket.is_proven) == (0, 1, True)
 
 
+@pytest.mark.parametrize("first", [None, 1, 40, 100])
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+def test_nothing_is_said_to_fit_nowhere_before_the_likeliest_index_was_tried(first, method):
+    bracket = Bracket(100, first, method, likeliest=51)
+    while (index := bracket.ask()) is not None:
+        bracket.tell(index, 51 <= index <= 60)
+    assert (bracket.fits, bracket.end) == (60, 61)
+
+
+def test_a_likeliest_index_that_does_not_fit_costs_one_trial():
+    assert search(Bracket(100, likeliest=51), 0) == 2
+
+
 def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
     bracket = Bracket(100)
     search(bracket, 100)

@@ -165,6 +165,40 @@ def test_the_estimate_of_trials_left_ends_at_zero():
     assert started[-1].trials_left == 0
 
 
+@given(
+    budget=st.integers(6 * STEP, 3 * GRID_SIZE * STEP),
+    held=st.integers(1, 2 * GRID_SIZE * STEP),
+    sharded=st.sampled_from([1, 2]),
+    method=st.sampled_from(["bisect", "linear"]),
+)
+def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(budget, held, sharded, method):
+    """Shorter lengths fill it: they take more memory than one that leaves almost half of it empty."""
+    layout = Layout(gpus=sharded, ulysses_degree=sharded)
+    cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
+    question = ask(cells=(cell,), method=method)
+
+    def packed(length: int) -> int:
+        return length * cell.settings.sequences(length, context_degree=sharded)
+
+    [answer] = answers_of(question, lambda spec: Outcome.FIT if packed(spec.length_tokens) <= held else Outcome.OUT_OF_MEMORY)
+    lengths = [index * STEP for index in range(1, question.size_of(cell) + 1)]
+    assert answer.capacity_tokens == max((length for length in lengths if packed(length) <= held), default=0)
+    assert answer.monotone
+
+
+@pytest.mark.parametrize(("budget", "capacity"), [(20, 20), (30, 30), (59, 30), (60, 0)])
+def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, capacity):
+    """Memory holds 30 thousand tokens; of a budget of twice that, every length is packed twice at least, or is too long itself."""
+    settings = Settings(token_budget_tokens=budget * STEP)
+
+    def law(spec: TrialSpec) -> Outcome:
+        packed_tokens = spec.length_tokens * settings.sequences(spec.length_tokens, context_degree=1)
+        return Outcome.FIT if packed_tokens <= 30 * STEP else Outcome.OUT_OF_MEMORY
+
+    [answer] = answers_of(ask(cells=(Cell(layout=Layout(), settings=settings),)), law)
+    assert answer.capacity_tokens == capacity * STEP
+
+
 def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
     [answer] = answers_of(ask(), fits_up_to(GRID_SIZE))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (64_000, None, "ceiling")

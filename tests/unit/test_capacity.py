@@ -44,12 +44,23 @@ def test_a_replayed_cell_heeds_the_hosts_memory_and_says_what_would_be_needed_wh
 def test_every_rung_is_predicted_offload_last():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB")
     labels = [(cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells]
-    assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env+chunked")]
-    assert labels[-1] == (4, "Env+Offload+chunked")
+    assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env + chunked")]
+    assert labels[-1] == (4, "Env + Offload + chunked")
     assert len(labels) == 15
     capacities = {key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)}
     assert capacities[4, "Env"] > capacities[2, "Env"] > capacities[1, "Env"] > 0
-    assert capacities[4, "Env+chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
+    assert capacities[4, "Env + chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"offload": True}])
+def test_offload_of_the_trainer_trinity_has_the_allocator_that_was_published_with_it(asked):
+    prediction = highwater.predict("Qwen3-8B", gpus="2xA100-80GB", trainer="trinity", **asked)
+    assert {cell.cell.settings.label for cell in prediction.cells if cell.cell.settings.offload} == {"Env + Offload"}
+
+
+def test_another_allocator_may_be_asked_of_offload_all_the_same():
+    asked = {"gpus": "1xA100-80GB", "trainer": "trinity", "offload": True, "allocator": "native"}
+    assert [cell.cell.settings.label for cell in highwater.predict("Qwen3-8B", **asked).cells] == ["Offload"]
 
 
 def test_a_capacity_is_the_longest_length_that_fits():

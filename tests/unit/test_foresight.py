@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +103,43 @@ def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(tmp
     study = find(predicted(tmp_path), allocator=None)
     assert [answer.cell.settings.label for answer in study.answers] == ["vanilla", "Env"]
     assert any("says nothing of vanilla, 1 GPU" in note for note in study.notes)
+
+
+def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path) -> None:
+    path = predicted(tmp_path)
+    (told,) = from_json(path.read_bytes(), Prediction).cells
+    asked = {"allocator": None, "study": str(tmp_path / "study.jsonl")}
+    find(path, **asked)
+    vanilla, env = highwater.open_study(tmp_path / "study.jsonl").expectations
+    assert (env.cell.settings.label, env.likely_tokens, env.prediction) == ("Env", told.likely_edge_tokens, str(path))
+    assert (vanilla.cell.settings.label, vanilla.prediction) == ("vanilla", "formula")
+    assert vanilla.likely_tokens > 0
+    beginning = highwater.study_report(tmp_path / "study.jsonl").beginning
+    assert beginning is not None
+    assert (beginning.prediction, beginning.likely_tokens) == (str(path), {"Env, 1 GPU": told.likely_edge_tokens})
+
+
+def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"study": str(tmp_path / "study.jsonl")}
+    before = find(Path("formula"), **asked)
+    assert [each.prediction for each in before.expectations] == ["formula"]
+    assert find(predicted(tmp_path), **asked).expectations == before.expectations
+    lines = (tmp_path / "study.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "older.jsonl").write_text("".join(line for line in lines if '"cell_expected"' not in line))
+    assert find(predicted(tmp_path), study=str(tmp_path / "older.jsonl")).expectations == ()
+
+
+def test_what_a_trace_told_stands_in_the_report_and_nothing_is_known_without_a_memory() -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    request = Request(model="Qwen3-0.6B", prediction="trace")
+    told = foresight.expectation(request, ask(cell), cell, 41_000)
+    assert told is not None
+    assert (told.likely_tokens, told.prediction) == (41_000, "trace")
+    beginning = highwater.study_report(Study(question=ask(cell), expectations=(told,))).beginning
+    assert beginning is not None
+    assert (beginning.prediction, beginning.likely_tokens, beginning.reason) == ("trace", {cell.label: 41_000}, None)
+    unknown = msgspec.structs.replace(ask(cell), device_total_bytes=None)
+    assert foresight.expectation(request, unknown, cell, None) is None
 
 
 @pytest.mark.parametrize(

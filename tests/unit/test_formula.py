@@ -35,7 +35,7 @@ def terms(result: Footprint) -> dict[tuple[str, str], int]:
 
 def test_there_are_measurements_to_compare_with():
     assert sum(result.outcome is Outcome.FIT for _, _, result in MEASURED) >= 18
-    assert {spec.settings.label for _, spec, _ in MEASURED} == {"vanilla", "Env", "Env+chunked"}
+    assert {spec.settings.label for _, spec, _ in MEASURED} == {"vanilla", "Env", "Env + chunked"}
 
 
 @pytest.mark.parametrize(("shape", "spec", "result"), MEASURED, ids=lambda value: getattr(value, "key", ""))

@@ -224,7 +224,7 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes
             "memory_budget_bytes is 85899345920 there and 75161927680 here",
         ),
         (question_of(loss="chunked", allocator="expandable", resolution=1024), "grid.step_tokens is 4096 there and 1024 here"),
-        (question_of(loss="full"), "cells is Env+chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here"),
+        (question_of(loss="full"), "cells is Env + chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here"),
         (msgspec.structs.replace(QUESTION, simulated=False), "simulated is True there and False here"),
     ],
 )

@@ -35,8 +35,8 @@ def test_by_default_every_power_of_two_of_gpus_is_searched(present: int, counts:
 def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
     cells = planned(machine_with(2)).question.cells
     assert [cell.label for cell in cells] == [
-        *("vanilla, 1 GPU", "Env, 1 GPU", "Env+chunked, 1 GPU"),
-        *("vanilla, 2 GPUs", "Env, 2 GPUs", "Env+chunked, 2 GPUs"),
+        *("vanilla, 1 GPU", "Env, 1 GPU", "Env + chunked, 1 GPU"),
+        *("vanilla, 2 GPUs", "Env, 2 GPUs", "Env + chunked, 2 GPUs"),
     ]
 
 
@@ -251,7 +251,7 @@ def test_one_trial_takes_the_cheapest_rung_unless_another_is_named() -> None:
     assert plan_trial(request_from({"model": "Qwen3-0.6B"}), machine, 4096).settings.label == "vanilla"
     named = request_from({"model": "Qwen3-0.6B", "loss": "chunked", "allocator": "expandable", "gpus": [2]})
     trial = plan_trial(named, machine, 4096)
-    assert (trial.settings.label, trial.layout.gpus) == ("Env+chunked", 2)
+    assert (trial.settings.label, trial.layout.gpus) == ("Env + chunked", 2)
 
 
 def test_one_trial_has_one_layout() -> None:

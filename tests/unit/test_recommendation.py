@@ -38,7 +38,7 @@ def place(candidate: Candidate) -> tuple[str, int, bool]:
 
 def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_budget():
     found = recommend(length="64k", **H20S)
-    rungs = ("vanilla", "Env", "Env+chunked", "Env+Offload", "Env+Offload+chunked")
+    rungs = ("vanilla", "Env", "Env + chunked", "Env + Offload", "Env + Offload + chunked")
     assert {place(each) for each in found.candidates} == {(r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)}
     six = recommend("Qwen3-8B", gpus="6xH20-96GB", length="8k")
     assert {each.cell.layout.ulysses_degree for each in six.candidates} == {1, 2}, "3 and 6 do not divide 32 heads"
@@ -271,7 +271,8 @@ def test_on_a_narrow_terminal_no_name_and_no_figure_is_broken(width):
     assert max(map(len, drawn.splitlines())) <= width
     words = drawn.split()
     for row in table.rows:
-        for text in (row[0], row[5], *row[6].split(), row[7]):
+        assert row[0] in drawn
+        for text in (row[5], *row[6].split(), row[7]):
             assert text in words
     assert "in every row: by predicted, step -" in drawn
 

@@ -35,7 +35,7 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
         assert (each[label].source, each[label].capacity_source, each[label].capacity_tokens) == ("measured", "measured", 196_608)
         assert each[label].found_in == str(STUDY)
         assert each[label].fits
-    assert each["Env+chunked, 1 GPU"].source == "predicted"
+    assert each["Env + chunked, 1 GPU"].source == "predicted"
     assert found.chosen == each["vanilla, 1 GPU"]
     text = plain_table(rung_list(found))
     assert f"measured: {STUDY}" in text
@@ -44,7 +44,7 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
 
 def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
     rows = [row for table in recommendation_tables(recommend(length=150_000, studies=[STUDY], **HERE)) for row in table.rows]
-    bought = [row for row in rows if row[0] == "Env+chunked" and "predicted" in row]
+    bought = [row for row in rows if row[0] == "Env + chunked" and "predicted" in row]
     assert bought
     assert {row[-1] for row in bought} == {"-"}
 
@@ -91,10 +91,10 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
 def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
     study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
     found = recommend(length=100_000, studies=[study], **HERE)
-    chunked = by_label(found)["Env+chunked, 1 GPU"]
+    chunked = by_label(found)["Env + chunked, 1 GPU"]
     assert (chunked.source, chunked.capacity_tokens, chunked.is_at_least) == ("measured", 262_144, True)
     rows = {row[0]: row for row in rung_list(found).rows}
-    assert "≥262,144*" in rows["Env+chunked"]
+    assert "≥262,144*" in rows["Env + chunked"]
     assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))["Env, 1 GPU"].is_at_least
     most = recommend("Qwen3-0.6B", gpus="8xH200-141GB", length="1m").candidates[-1]
     assert (most.capacity_tokens, most.is_at_least) == (1024**2, True)
@@ -221,7 +221,7 @@ def test_a_step_is_timed_by_a_trial_and_unknown_without_one():
     step = found["Env, 1 GPU"].step_time
     assert (step.source, step.tokens_per_s, step.step_tokens) == ("measured", pytest.approx(4901.8, abs=0.1), 2 * 196_608)
     assert step.time_s == pytest.approx(2 * 196_608 / step.tokens_per_s)
-    assert found["Env+chunked, 1 GPU"].step_time is None
+    assert found["Env + chunked, 1 GPU"].step_time is None
 
 
 def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_says_so():

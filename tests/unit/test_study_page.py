@@ -22,8 +22,7 @@ from highwater.report.study_markdown import study_markdown
 from highwater.report.study_page import study_page
 from highwater.report.study_parts import HEADINGS, memory_table
 from highwater.report.study_pictures import bracket_picture, memory_picture
-from highwater.report.study_report import LogEnd
-from highwater.spec.trial import Outcome
+from highwater.spec.trial import LogEnd, Outcome
 from highwater.units import GIB
 
 OUTCOMES = (Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT, Outcome.CRASHED, None)

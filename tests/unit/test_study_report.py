@@ -14,17 +14,18 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.report.secrets import HIDDEN, without_secrets
 from highwater.report.study_commands import find_words, try_words
 from highwater.report.study_markdown import study_markdown
+from highwater.report.study_parts import question_table
 from highwater.report.study_predicted import PredictedTrial
-from highwater.report.study_report import LogEnd, StudyReport, TrialReport, judged
+from highwater.report.study_report import StudyReport, TrialReport, judged
 from highwater.search.campaign import CellAnswered, campaign
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.study import Question
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
-from highwater.store.logs import LINES, log_tail
+from highwater.store.logs import LINES, log_end
 from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
@@ -210,6 +211,28 @@ def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_
     assert lengths == [196608, 204800, 196608, 204800]
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("study-1.jsonl", "study-1.jsonl"),
+        ("{here}/study-1.jsonl", "study-1.jsonl"),
+        ("logs/../logs/study-1.jsonl", "study-1.jsonl, in logs"),
+        ("{home}/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
+        ("../mine/kept/study-1.jsonl", "study-1.jsonl, in ~/kept"),
+        ("/mnt/studies/study-1.jsonl", "study-1.jsonl, in /mnt/studies"),
+    ],
+)
+def test_a_study_is_shown_by_its_name_and_its_folder_and_nobodys_home(
+    typed: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, home = tmp_path / "here", tmp_path / "mine"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    study = msgspec.structs.replace(study_of(), path=typed.format(here=here, home=home))
+    assert dict(question_table(report_of(study)).rows)["study"] == shown
+
+
 def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
     assert report.beginning is not None
@@ -291,12 +314,12 @@ def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Pa
     log.parent.mkdir(parents=True)
     log.write_bytes(b"\n".join([b"old", *(b"line %d" % i for i in range(LINES - 1)), b"10%\r99%\x1b[31m red\x1b[0m \xff"]))
     study = str(tmp_path / "moved" / "study-1.jsonl")
-    found = log_tail("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
+    found = log_end("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
     assert found.lines == (*(f"line {i}" for i in range(1, LINES - 1)), "10%", "99% red \ufffd")
-    assert log_tail(str(log), None) == found
-    assert log_tail("logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log", str(tmp_path / "study-1.jsonl")) == found
-    assert log_tail(str(log.with_name("model_len-4096.log")), study).reason == "it is not there any more"
-    assert log_tail(None, study).reason == "no log is recorded"
+    assert log_end(str(log), None) == found
+    assert log_end("logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log", str(tmp_path / "study-1.jsonl")) == found
+    assert log_end(str(log.with_name("model_len-4096.log")), study).reason == "it is not there any more"
+    assert log_end(None, study).reason == "no log is recorded"
 
 
 LAUNCHER = """E1122 02:35:47.289000 20798 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)
@@ -312,23 +335,23 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(tmp_path: Path) -> None:
     log = tmp_path / "model_len-8192.log"
     log.write_text(f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}")
-    assert log_tail(str(log), None).lines == ("Traceback (most recent call last):", "RuntimeError: no memory")
+    assert log_end(str(log), None).lines == ("Traceback (most recent call last):", "RuntimeError: no memory")
     log.write_text(LAUNCHER)
-    assert log_tail(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
+    assert log_end(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
 
 
 def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(tmp_path: Path) -> None:
     log = tmp_path / "model_len-8192.log"
     said = "RuntimeError: no memory"
     log.write_text(f"begins\n{said}, 5 GiB\n" + "a peer's traceback\n" * 2 * LINES + LAUNCHER)
-    assert log_tail(str(log), None, said=said).lines == ("begins", f"{said}, 5 GiB")
-    assert set(log_tail(str(log), None, said="another error").lines) == {"a peer's traceback"}
+    assert log_end(str(log), None, said=said).lines == ("begins", f"{said}, 5 GiB")
+    assert set(log_end(str(log), None, said="another error").lines) == {"a peer's traceback"}
 
 
 @pytest.mark.parametrize("name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"])
 def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "id_rsa").write_text("private")
-    assert log_tail(str(tmp_path / name), None) == ((), "it is not called as the log of a trial is, and is not read")
+    assert log_end(str(tmp_path / name), None) == LogEnd(reason="it is not called as the log of a trial is, and is not read")
 
 
 def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
@@ -336,7 +359,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model_len-1.log").symlink_to(tmp_path / "id_rsa")
     fifo(tmp_path / "model_len-2.log")
     for name in ("model_len-1.log", "model_len-2.log", "model_len-3\0.log", "gpu-1/../../model_len-4.log"):
-        assert log_tail(str(tmp_path / name), str(tmp_path / "study.jsonl")).lines == ()
+        assert log_end(str(tmp_path / name), str(tmp_path / "study.jsonl")).lines == ()
 
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:

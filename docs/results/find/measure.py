@@ -27,8 +27,8 @@ PUBLISHED = HERE.parents[2] / "tests" / "data" / "published_capacity_a100_80gb.c
 PUBLISHED_SETTINGS = {
     "vanilla": "vanilla",
     "Env": "env",
-    "Env+entropy-saving": "env",
-    "Env+Offload": "env+offload+never",
+    "Env + entropy-saving": "env",
+    "Env + Offload": "env+offload+never",
 }
 """By rung, what the published table calls it; entropy saving is not in that table, its cells stand beside those without."""
 

@@ -36,10 +36,10 @@ TRACKED = (
     "qwen3-1.7b-79gib-full/41db30dcc9914b76",  # Qwen3-1.7B vanilla, 114,688
     "qwen3-0.6b-79gib-full/dea30f600088885c",  # Qwen3-0.6B vanilla, 188,416
     "grpo-0.6b-2-sp2/6cca7bc7302c0f91",  # Qwen3-0.6B Env, GRPO, 2 GPUs that share sequences, 51,200
-    "qwen3-4b-79gib/22c085ea93d76e4a",  # Qwen3-4B Env+chunked, 57,344
+    "qwen3-4b-79gib/22c085ea93d76e4a",  # Qwen3-4B Env + chunked, 57,344
     "grpo-0.6b-1/10510979bc43acd3",  # Qwen3-0.6B Env, GRPO, FSDP1, 65,536
-    "grpo-0.6b-1-offload/efcb2d2aed0609f1",  # Qwen3-0.6B Env+Offload, GRPO, 28,672
-    "grpo-1.7b-1-entropy/8d62145f039124d7",  # Qwen3-1.7B Env+entropy-saving, GRPO, 155,648, memory-only
+    "grpo-0.6b-1-offload/efcb2d2aed0609f1",  # Qwen3-0.6B Env + Offload, GRPO, 28,672
+    "grpo-1.7b-1-entropy/8d62145f039124d7",  # Qwen3-1.7B Env + entropy-saving, GRPO, 155,648, memory-only
     "grpo-4b-2-sp2/9a430bc56888ce2c",  # Qwen3-4B Env, GRPO, 2 GPUs that share sequences, 32,768
 )
 """Trials that the trackers follow: every kind of setting that was measured."""

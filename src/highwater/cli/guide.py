@@ -17,7 +17,7 @@ _FILES = (".csv", ".jsonl", ".json")
 
 def guide(arguments: argparse.Namespace) -> int:
     """Print the guide, or write it and print how far each model gets."""
-    for flag in (arguments.predict, arguments.gpus):
+    for flag in (arguments.predict, arguments.cluster):
         arguments.sources += [word for word in flag if word.endswith(_FILES)]  # `--gpus KIND FILE`: argparse gives both to the flag
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
@@ -25,7 +25,7 @@ def guide(arguments: argparse.Namespace) -> int:
     made = guiding.guide(
         *arguments.sources,
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
-        gpus=[word for word in arguments.gpus if not word.endswith(_FILES)],
+        gpus=[word for word in arguments.cluster if not word.endswith(_FILES)],
         trainer=arguments.trainer,
         gpu_memory=arguments.gpu_memory,
         sequences_per_micro_batch=arguments.sequences_per_micro_batch,

@@ -177,9 +177,8 @@ def _guide_flags(parser: Parser) -> None:
     )
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
-    parser.add_argument("--gpus", metavar="[N x]KIND", help="where: 4xA100-80GB 8xH100-80GB; default: this machine's", **several)
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one of these GPUs, for a kind of no catalog")
-    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted")
+    _kind_of_gpus(parser, **several)
+    _trainer(parser)
     parser.add_argument(
         "--sequences-per-micro-batch",
         metavar="N",
@@ -235,11 +234,7 @@ def _trainer(parser: Parser) -> None:
 def _gpus_that_need_not_be_here(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    parser.add_argument(
-        "--gpus", dest="cluster", metavar="[N x]KIND", help=f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
-    )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
+    _kind_of_gpus(parser)
     parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
     parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
     parser.add_argument(
@@ -249,6 +244,13 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
         default=STATE_BYTES_PER_PARAMETER,
         help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
     )
+
+
+def _kind_of_gpus(parser: Parser, **several: Any) -> None:
+    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
+    text = f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
+    parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
 
 
 def _show_flags(parser: Parser) -> None:

@@ -5,17 +5,14 @@ no Ulysses there. DeepSpeed has, so a sequence shared by heads is sharded by ZeR
 gathers keys and values, would keep FSDP2 and take other memory than was predicted.
 """
 
-import yaml
-
 from highwater.emit.emitted import (
     Emitted,
     Value,
-    comment,
+    emitted,
     engine_alone,
     environment,
     exports,
     heading,
-    nested,
     refusals,
     yarn_lines,
 )
@@ -40,15 +37,7 @@ def accelerate(found: Recommendation, chosen: Candidate, *, model_path: str | No
     said += yarn_lines(found, why="the model is the script's")
     said.append(f"start: {_COMMAND}")
     values = _values(chosen)
-    return Emitted(
-        target="accelerate",
-        checked_with=VERSION,
-        values=values,
-        environment=variables,
-        command=_COMMAND,
-        text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False),
-        cannot=cannot,
-    )
+    return emitted("accelerate", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot)
 
 
 def is_ulysses(chosen: Candidate) -> bool:

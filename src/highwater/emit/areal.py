@@ -4,16 +4,13 @@ Its FSDP engine is FSDP2 with Ulysses, which it calls context parallelism (``are
 before a sequence is shared, so ``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
 """
 
-import yaml
-
 from highwater.emit.emitted import (
     Emitted,
     Value,
-    comment,
+    emitted,
     environment,
     heading,
     model_lies,
-    nested,
     refusals,
     yaml_path,
     yarn_lines,
@@ -45,15 +42,7 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
     said += yarn_lines(found, why="trainer and rollout read the model itself")
     said.append(f"start: {_COMMAND}")
     values = _values(found, chosen, yaml_path(model_path))
-    return Emitted(
-        target="areal",
-        checked_with=VERSION,
-        values=values,
-        environment={},
-        command=_COMMAND,
-        text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True),
-        cannot=tuple(cannot),
-    )
+    return emitted("areal", VERSION, said, values, command=_COMMAND, cannot=cannot)
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:

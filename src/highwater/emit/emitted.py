@@ -49,6 +49,35 @@ class Emitted(Noun, frozen=True, kw_only=True):
     """The file, to be written as it is."""
 
 
+def emitted(
+    target: Target,
+    version: str,
+    said: list[str],
+    values: dict[str, Value],
+    *,
+    command: str,
+    environment: Mapping[str, str] | None = None,
+    cannot: Collection[str] = (),
+    beside: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> Emitted:
+    """The configuration; without a ``text`` of its own it is YAML, under what is said of it."""
+    if text is None:
+        import yaml  # here: the grammar of the command line needs the names of targets alone
+
+        text = comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
+    return Emitted(
+        target=target,
+        checked_with=version,
+        values=values,
+        environment=dict(environment or {}),
+        cannot=tuple(cannot),
+        beside=dict(beside or {}),
+        command=command,
+        text=text,
+    )
+
+
 def environment(candidate: Candidate) -> dict[str, str]:
     """What a rung sets before any process starts."""
     return allocator_environment("expandable") if candidate.cell.settings.allocator == "expandable" else {}

@@ -10,6 +10,7 @@ from highwater.emit.emitted import (
     Emitted,
     Value,
     comment,
+    emitted,
     engine_alone,
     environment,
     exports,
@@ -91,15 +92,8 @@ def torchtitan(found: Recommendation, chosen: Candidate, *, model_path: str | No
     said += refusals(cannot, name="torchtitan")
     said += [] if own else yarn_lines(found, why="the model is read from there")
     said.append(f"start, where {_MODULE}.py lies: {command}")
-    return Emitted(
-        target="torchtitan",
-        checked_with=VERSION,
-        values=values,
-        environment=variables,
-        command=command,
-        text=f"{comment(said)}{_program(chosen, values, own, model_path)}",
-        cannot=cannot,
-    )
+    text = comment(said) + _program(chosen, values, own, model_path)
+    return emitted("torchtitan", VERSION, said, values, command=command, environment=variables, cannot=cannot, text=text)
 
 
 def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:

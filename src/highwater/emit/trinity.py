@@ -4,17 +4,14 @@ Its trainer is verl's actor. In that version ``model.rope_scaling`` reaches the 
 ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to be in both.
 """
 
-import yaml
-
 from highwater.emit.emitted import (
     Emitted,
     Value,
-    comment,
+    emitted,
     environment,
     exports,
     heading,
     model_lies,
-    nested,
     yaml_path,
     yarn_lines,
 )
@@ -35,14 +32,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     if found.rollout_gpus:
         said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")
     said.append(f"start: {_COMMAND}")
-    return Emitted(
-        target="trinity",
-        checked_with=VERSION,
-        values=values,
-        environment=variables,
-        command=_COMMAND,
-        text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False),
-    )
+    return emitted("trinity", VERSION, said, values, command=_COMMAND, environment=variables)
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:

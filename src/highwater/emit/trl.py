@@ -7,18 +7,15 @@ offload and shared sequences are there (``emit/accelerate.py``). Its losses neve
 import math
 from collections.abc import Mapping
 
-import yaml
-
 from highwater.emit.accelerate import FILE, accelerate, is_ulysses, zero_instead
 from highwater.emit.emitted import (
     Emitted,
     Value,
-    comment,
+    emitted,
     engine_alone,
     environment,
     heading,
     model_lies,
-    nested,
     refusals,
     refuse_other_objectives,
 )
@@ -51,23 +48,15 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     command = " ".join(("trl", COMMANDS[settings.objective], "--config trl.yaml", *([] if model_path else [_ELSEWHERE])))
     said = heading(found, chosen, target="trl", name="TRL", version=VERSION)
     said.append(f"beside it {FILE}: the same words after `highwater emit --for accelerate`")
-    said += [] if model_path else ["before it starts: export MODEL_PATH=the model's directory"]
     said.append("flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: kernels-community/flash-attn2")
     said += model_lies(model_path, before="it starts")
     said += _about_rollout(found) if settings.objective == "grpo" else []
     said += refusals(cannot, name="TRL")
     said.append(f"start: {command}")
     values = _values(found, chosen, model_path)
-    return Emitted(
-        target="trl",
-        checked_with=VERSION,
-        values=values,
-        environment=environment(chosen),
-        command=command,
-        text=comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True),
-        cannot=cannot,
-        beside={FILE: accelerate(found, chosen, model_path=model_path).text},
-    )
+    beside = {FILE: accelerate(found, chosen, model_path=model_path).text}
+    variables = environment(chosen)
+    return emitted("trl", VERSION, said, values, command=command, environment=variables, cannot=cannot, beside=beside)
 
 
 def _about_rollout(found: Recommendation) -> list[str]:

@@ -7,7 +7,7 @@ they would end vLLM's sleep mode, whose memory pool refuses them (https://github
 import re
 import shlex
 
-from highwater.emit.emitted import Emitted, Value, comment, heading, literal, model_lies, yarn_lines
+from highwater.emit.emitted import Emitted, Value, comment, emitted, heading, literal, model_lies, yarn_lines
 from highwater.errors import UsageError
 from highwater.spec.allocator import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -39,14 +39,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     said.append(f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}")
     words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]
     command = f'{_PROGRAM} \\\n{"".join(words)}  "$@"'
-    return Emitted(
-        target="verl",
-        checked_with=VERSION,
-        values=values,
-        environment={},
-        command=command,
-        text=f"#!/usr/bin/env bash\n{comment(said)}{command}\n",
-    )
+    return emitted("verl", VERSION, said, values, command=command, text=f"#!/usr/bin/env bash\n{comment(said)}{command}\n")
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:

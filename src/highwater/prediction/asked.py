@@ -56,6 +56,8 @@ def _requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, An
         if refused:
             name = refused[0].replace("_", "-")
             raise UsageError(f"the trainer trinity is not known with another {name}", hint=f"leave `--{name}` out")
+        if settings.get("offload"):  # no published rung offloads with the native allocator
+            common |= {"allocator": PUBLISHED_SETTINGS["env+offload"].allocator}
     ladders = [{**common, **settings}]
     if "offload" not in settings and settings.get("allocator") != "native":
         ladders.append({**common, "allocator": "expandable", "strategy": "fsdp2", "offload": True, **settings})

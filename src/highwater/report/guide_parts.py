@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.report import guide_text
-from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest, rung_label
+from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest
 from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
@@ -19,11 +19,16 @@ from highwater.spec.settings import Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, counted_ranks
 from highwater.units import format_tokens
 
+ORIGINS: dict[Source, str] = {
+    "measured": "by real trials",
+    "simulated": "from a memory law, nothing was trained",
+    "predicted": "where the prediction is an interval, its upper end fits",
+    "published": "by others, not measured here",
+}
+"""By source, how far its figures are to be trusted."""
 SOURCES: dict[Source, str] = {
-    "measured": "measured by real trials",
-    "simulated": "simulated from a memory law, nothing was trained",
-    "predicted": "predicted, nothing was run; where the prediction is an interval, its upper end fits",
-    "published": "published by others, not measured here",
+    **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
+    "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
@@ -227,7 +232,7 @@ def rungs(section: Section) -> Iterator[Rung]:
         cells = [(place, [found[place].get(name, []) for name in models]) for place in sorted(found)]
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
         table = TextTable(
-            title=f"{rung_label(settings)} ({strategy}, Hugging Face weights {weights})",
+            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
             columns=("GPUs", "SP", *models),
             rows=tuple((*map(str, place), *map(_figure, own)) for place, own in cells),
             left_columns=0,

@@ -1,7 +1,9 @@
 """The parts of a study's report, as text before anybody decides how it is drawn: each a table, or lines."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from highwater.report.prediction import learned
 from highwater.report.study_report import FailedTrial, Judgement, StudyReport, TrialReport
@@ -86,9 +88,21 @@ def question_table(report: StudyReport) -> TextTable:
         ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
         ("data", question.data or "synthetic sequences"),
         ("ordered by", _beginning(report)),
-        ("study", report.study.path or "not recorded"),
+        ("study", _file(report.study.path)),
     ]
     return TextTable(title="the question", columns=("what", "value"), rows=tuple(rows), left_columns=2)
+
+
+def _file(path: str | None) -> str:
+    """A study's name, then its folder, however it was typed; a page that is passed on has no home directory of anybody's."""
+    if path is None:
+        return "not recorded"
+    name, folder = Path(path).name, Path(path).parent.resolve()
+    for start, written in ((Path.cwd(), Path()), (Path(os.environ.get("HOME", "~")).resolve(), Path("~"))):
+        if folder.is_relative_to(start):
+            folder = written / folder.relative_to(start)
+            break
+    return name if folder == Path() else f"{name}, in {folder}"
 
 
 def _sequences(question: Question) -> str:

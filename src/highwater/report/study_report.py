@@ -14,19 +14,11 @@ from highwater.report.study_predicted import PredictedCell, PredictedTrial, Pred
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Noun
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
-from highwater.spec.trial import Outcome, RankReport, TrialResult
+from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__
 
 Judgement = Literal["inside", "below", "above", "ran out as predicted", "unknown"]
 """A measured figure beside its predicted interval; of a trial that ran out only more than its limit is known."""
-
-
-class LogEnd(Noun, frozen=True, kw_only=True):
-    """The last lines of a trial's log, as they are there when the report is made."""
-
-    lines: tuple[str, ...] = ()
-    reason: str | None = None
-    """Why there are none; None where there are."""
 
 
 class TrialReport(Noun, frozen=True, kw_only=True):
@@ -106,6 +98,7 @@ class FailedTrial(Noun, frozen=True, kw_only=True):
     """What the rank that failed first said, or else the reason."""
     log_path: str | None
     log: LogEnd
+    """As it was when the report was made."""
 
 
 class Beginning(Noun, frozen=True, kw_only=True):

@@ -30,15 +30,18 @@ class Bracket:
     """The longest index in 1..``size`` that fits, found one observed outcome at a time.
 
     ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan.
+    ``likeliest`` is the index that takes the least memory, where that is not the lowest: nothing is said to fit nowhere before
+    it was tried. It costs a trial where it does not fit.
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
     Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search goes on until the next
     index above it is decided too, and ``contradictions`` lists what speaks against it.
     """
 
-    def __init__(self, size: int, first: int | None = None, method: Method = "bisect") -> None:
+    def __init__(self, size: int, first: int | None = None, method: Method = "bisect", *, likeliest: int | None = None) -> None:
         self._size = size
         self._first = min(max(first or 1, 1), size)
         self._method: Method = method
+        self._likeliest = likeliest or 1
         self._fit: set[int] = set()
         self._failed: set[int] = set()
         self._undecided: set[int] = set()
@@ -46,7 +49,8 @@ class Bracket:
     def ask(self) -> int | None:
         """The index to try next; None when the outcomes make an answer."""
         if self.end == self.fits + 1:
-            return None
+            is_untried = self._likeliest not in self._failed | self._undecided
+            return self._likeliest if is_untried and not self._fit else None
         return self._next_in_scan() if self._method == "linear" else self._next_in_bisection()
 
     def tell(self, index: int, fits: bool) -> None:
@@ -100,7 +104,7 @@ class Bracket:
         return self.end - 1 if self._failed or self._undecided else self._first
 
     def _next_in_bisection(self) -> int:
-        for index in self._around_the_hint:
+        for index in (*self._around_the_hint, self._likeliest):
             if self.fits < index < self.end:
                 return index
         if self.end > self._size:

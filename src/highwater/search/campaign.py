@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from highwater.search.bracket import Bracket
 from highwater.search.guess import Guess, engine_guess
-from highwater.search.ordering import carried_start, first_index
+from highwater.search.ordering import carried_start, first_index, least_packed_index
 from highwater.search.proof import FullTrials
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
@@ -90,7 +90,7 @@ def _first_index(
 ) -> int | None:
     """Where the search of a cell begins; None for the shortest length."""
     if question.method == "linear":
-        return carried_start(question, cell, finished)
+        return carried_start(question, cell, finished) or least_packed_index(question, cell)
     if expected_tokens is not None:
         return question.grid.index_at_most(expected_tokens)
     return first_index(question, cell, finished, guess)
@@ -115,7 +115,7 @@ class _CellSearch:
         self._cell = cell
         self._runner = runner
         self._finished = finished
-        self._bracket = Bracket(question.size_of(cell), first, question.method)
+        self._bracket = Bracket(question.size_of(cell), first, question.method, likeliest=least_packed_index(question, cell))
         self._results: dict[tuple[int, int], TrialResult] = {}
         """By index and repeat: the last attempt of each."""
         self._trained: dict[int, TrialResult] = {}

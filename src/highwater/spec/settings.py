@@ -96,7 +96,7 @@ class Settings(Noun, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The rung's name in tables: ``vanilla``, ``Env``, ``Env+chunked``, ``Env+Offload``, ..."""
+        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``, ..."""
         parts = []
         if self.allocator == "expandable":
             parts.append("Env")
@@ -110,9 +110,9 @@ class Settings(Noun, frozen=True, kw_only=True):
             parts.append({"none": "no-recompute", "all-but-attention": "attention-kept"}[self.recompute])
         if self.mlp_tiles is not None:
             parts.append(f"mlp-tiles-{self.mlp_tiles}")
-        return "+".join(parts) or "vanilla"
+        return " + ".join(parts) or "vanilla"
 
     @property
     def slug(self) -> str:
-        """The rung's name in paths: the label in lower case."""
-        return self.label.lower()
+        """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
+        return self.label.lower().replace(" ", "")

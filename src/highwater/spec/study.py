@@ -93,7 +93,7 @@ class Cell(Noun, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``Env+chunked, 4 GPUs, SP=2``."""
+        """``Env + chunked, 4 GPUs, SP=2``."""
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
@@ -226,6 +226,16 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
     """None: it started, and nobody lived to record its end."""
 
 
+class Expectation(Noun, frozen=True, kw_only=True):
+    """What was predicted of a cell before its first trial: it ordered the trials and decided nothing."""
+
+    cell: Cell
+    likely_tokens: int
+    """Longest length that was likely to fit; 0: none."""
+    prediction: str
+    """``formula``, ``trace``, or the file that was named."""
+
+
 class Study(Noun, frozen=True, kw_only=True):
     """A study as it was when it was read: an immutable snapshot."""
 
@@ -237,6 +247,8 @@ class Study(Noun, frozen=True, kw_only=True):
     """In the order in which they started."""
     answers: tuple[CellAnswer, ...] = ()
     """In the order of the question's cells; a cell without an answer yet is absent."""
+    expectations: tuple[Expectation, ...] = ()
+    """In the order of the question's cells; empty for journals from before they were recorded."""
     notes: tuple[str, ...] = ()
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()

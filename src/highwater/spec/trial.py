@@ -241,6 +241,14 @@ class TrialResult(Noun, frozen=True, kw_only=True):
         return max((rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s), default=None)
 
 
+class LogEnd(Noun, frozen=True, kw_only=True):
+    """The last lines of a trial's log."""
+
+    lines: tuple[str, ...] = ()
+    reason: str | None = None
+    """Why there are none; None where there are."""
+
+
 def _headroom(rank: RankReport) -> int | None:
     used = rank.memory.device_used_bytes or rank.memory.peak_data_segment_bytes
     capacity = rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes

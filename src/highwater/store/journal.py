@@ -19,11 +19,12 @@ from typing import Any, Self
 from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.spec.codec import to_builtins, to_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, Study
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, Study
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
 from highwater.store.lines import (
     AnsweredLine,
+    ExpectedLine,
     FinishedLine,
     HeaderLine,
     Line,
@@ -74,6 +75,11 @@ class Journal:
             environment=environment,
         )
         self._append(line)
+
+    def cell_expected(self, expectation: Expectation) -> None:
+        """Record what is predicted of a cell, unless its search has begun already: later predictions ordered nothing."""
+        if not self._record.has_begun(expectation.cell):
+            self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; raises MachineError when the disk is full."""
@@ -247,6 +253,7 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
         question=record.question,
         trials=record.trials,
         answers=record.answers,
+        expectations=record.expectations,
         notes=notes,
         command=record.opened.command if record.opened else (),
         environments=record.environments,

@@ -2,6 +2,7 @@
 
 Schema 1:  header           the question, once
            opened           somebody opened the journal for writing
+           cell_expected    what was predicted of one cell, before its first trial
            trial_started    a trial with its whole specification
            trial_finished   its result, named by the specification's key
            cell_answered    the answer for one cell; the last one for a cell counts
@@ -15,7 +16,7 @@ import msgspec
 from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Question, RecordedTrial
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial
 from highwater.spec.trial import TrialResult, TrialSpec
 
 
@@ -36,6 +37,13 @@ class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"
     command: tuple[str, ...] = ()
     environment: Environment | None = None
     """None: a dry run, or a journal from before it was recorded."""
+
+
+class ExpectedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
+    """The search of one cell is about to begin."""
+
+    at_unix_s: float
+    expectation: Expectation
 
 
 class StartedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
@@ -65,7 +73,7 @@ class AnsweredLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_
     answer: CellAnswer
 
 
-Line = OpenedLine | StartedLine | FinishedLine | AnsweredLine
+Line = OpenedLine | ExpectedLine | StartedLine | FinishedLine | AnsweredLine
 LaunchKey = tuple[str, int, int]
 """Specification's key, attempt, repeat: what names one launch of one trial."""
 
@@ -82,6 +90,7 @@ class Record:
         self._keys: dict[str, str] = {}
         """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
         self._answers: dict[Cell, CellAnswer] = {}
+        self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
         """Take in one line. A trial that started again after an interruption keeps its place.
@@ -93,6 +102,8 @@ class Record:
                 self.opened = line
                 if line.environment is not None and line.environment not in self.environments[-1:]:
                     self.environments += (line.environment,)
+            case ExpectedLine():
+                self._expectations.setdefault(line.expectation.cell, line.expectation)
             case StartedLine():
                 trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
                 self._keys[line.spec_key] = line.spec.key
@@ -113,6 +124,15 @@ class Record:
     def answer(self, cell: Cell) -> CellAnswer | None:
         """The recorded answer for a cell; None when there is none yet."""
         return self._answers.get(cell)
+
+    def has_begun(self, cell: Cell) -> bool:
+        """Whether anything is recorded of the search of a cell."""
+        return cell in self._expectations or any(cell == Cell(layout=t.spec.layout, settings=t.spec.settings) for t in self.trials)
+
+    @property
+    def expectations(self) -> tuple[Expectation, ...]:
+        """Those that there are, in the order of the question's cells."""
+        return tuple(self._expectations[cell] for cell in self.question.cells if cell in self._expectations)
 
     @property
     def trials(self) -> tuple[RecordedTrial, ...]:

@@ -8,7 +8,8 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+from highwater.spec.trial import LogEnd
 
 LINES = 20
 """Of a log's end that are read."""
@@ -31,28 +32,21 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Control sequences of terminals."""
 
 
-class Tail(NamedTuple):
-    """The end of a log, or why there is none."""
-
-    lines: tuple[str, ...] = ()
-    reason: str | None = None
-
-
-def log_tail(log_path: str | None, study_path: str | None, *, said: str = "") -> Tail:
+def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
     """The last lines of a log, where it was written or beside the study; never raises.
 
     They end with what was ``said`` by the rank that failed first, where that is there: its peers write after it.
     """
     if log_path is None:
-        return Tail(reason="no log is recorded")
+        return LogEnd(reason="no log is recorded")
     if not _NAME.fullmatch(Path(log_path).name):
-        return Tail(reason="it is not called as the log of a trial is, and is not read")
+        return LogEnd(reason="it is not called as the log of a trial is, and is not read")
     for path in _places(Path(log_path), study_path):
         try:
-            return Tail(lines=tuple(_last_lines(_end_of(path), said)))
+            return LogEnd(lines=tuple(_last_lines(_end_of(path), said)))
         except (OSError, ValueError):  # not there, no file, or no path at all
             continue
-    return Tail(reason="it is not there any more")
+    return LogEnd(reason="it is not there any more")
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
