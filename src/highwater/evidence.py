@@ -132,7 +132,8 @@ class _Traceable:
     def _residual(self, constants: MachineConstants | None, trial: RecordedTrial) -> Residual | None:
         spec = self.spec_of(trial)
         assert trial.result is not None  # noqa: S101 -- chosen for it
-        return traced_residual(trial.spec, trial.result, self.tracer(spec), rank=fullest_rank(spec), own=constants)
+        log, shape = self.tracer(spec), self.study.question.model.shape
+        return traced_residual(shape, trial.spec, trial.result, log, rank=fullest_rank(spec), own=constants)
 
 
 def _model_here(study: Study) -> Model:

@@ -256,16 +256,16 @@ def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was
     )
     assert fit.result is not None
     assert failed.result is not None
-    learned_from = traced_residual(fit.spec, fit.result, held(50), rank=0)
+    learned_from = traced_residual(study.question.model.shape, fit.spec, fit.result, held(50), rank=0)
     assert learned_from is not None
     assert learned_from.method == "trace"
     used = fit.result.ranks[0].memory.device_used_bytes
     assert used is not None
     assert learned_from.measured_bytes == used
     assert learned_from.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
-    assert traced_residual(fit.spec, fit.result, held(100), rank=0) is None, "the replay runs out"
-    assert traced_residual(failed.spec, failed.result, held(100), rank=0) is None
-    missed = traced_residual(failed.spec, failed.result, held(50), rank=0)
+    assert traced_residual(study.question.model.shape, fit.spec, fit.result, held(100), rank=0) is None, "the replay runs out"
+    assert traced_residual(study.question.model.shape, failed.spec, failed.result, held(100), rank=0) is None
+    missed = traced_residual(study.question.model.shape, failed.spec, failed.result, held(50), rank=0)
     assert missed is not None
     budget = failed.result.ranks[0].budget
     assert budget is not None

@@ -72,7 +72,7 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
     reasons: list[str] = []
     for kernel in kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ("flash",):
         try:
-            _prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
+            prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
         except RuntimeError as error:
             reasons.append(f"{kernel}: {str(error).splitlines()[0]}")
         else:
@@ -81,6 +81,13 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
         f"no fused attention kernel runs here for {query_heads} heads of size {head_dim} in {dtype} ({'; '.join(reasons)})",
         hint="use a GPU of compute capability 8.0 or newer; `highwater doctor` lists what is here",
     )
+
+
+def prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:
+    """A small forward and backward pass; RuntimeError where the kernel does not run."""
+    shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
+    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +165,6 @@ def _layers_from_the_end(module: nn.Module) -> int:
             hint="leave `--attention-depth` and `--proof` out",
         )
     return config.num_hidden_layers - index
-
-
-def _prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:
-    shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
-    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
-    attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
 
 
 def _refuse_features(features: dict[str, Any], *, longest: int) -> None:

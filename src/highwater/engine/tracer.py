@@ -31,18 +31,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from highwater.attention.dense import prove
 from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row_kernels, trinity, weights
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.gradient_sums import GradientSums
 from highwater.engine.hidden_bytes import HIDDEN, in_embedding_backward, nothing
-from highwater.engine.place import Place
+from highwater.engine.place import Place, compute_dtype
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached, TraceOrder
 from highwater.spec.hardware import Kernel
+from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
 
 aten: Any = torch.ops.aten
@@ -89,6 +91,8 @@ def trace(order: TraceOrder) -> EventLog:
     _mute_while_shapes_are_asked(ledger)
     gc.disable()  # a collection would free at moments that another process does not
     with QuickFakeMode(allow_non_fake_inputs=True), ledger:
+        if order.trainer == "highwater":
+            _prove_kernel(spec, place)
         trainer = (trinity.assemble if order.trainer == "trinity" else assemble)(spec, place)
         ledger.follow(trainer.policy)
         if order.trainer == "highwater":
@@ -362,6 +366,13 @@ def _place(spec: TrialSpec, rank: int, kernel: Kernel) -> Place:
     device = torch.device("cuda", 0)
     mesh = process_mesh.shard_mesh(spec.layout, device)
     return Place(device=device, kernel=kernel, mesh=mesh, sequence=process_mesh.sequence_group(spec.layout, mesh), nccl_bytes=0)
+
+
+def _prove_kernel(spec: TrialSpec, place: Place) -> None:
+    """What a rank does before it has a model: a native allocator cuts the first weights out of what this leaves."""
+    shape = load_model(spec.model_directory).shape
+    heads = {"query_heads": shape.query_heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    prove(place.kernel, place.device, compute_dtype(place.device), **heads)
 
 
 def _vocab_size(spec: TrialSpec) -> int:

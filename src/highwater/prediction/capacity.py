@@ -219,7 +219,7 @@ def predict_at(
         state_bytes_per_parameter=room.state_bytes_per_parameter,
     )
     if room.constants is not None:
-        outside = outside_terms(cell.layout, question.device, room.constants)
+        outside = outside_terms(question.model.shape, cell.settings, cell.layout, question.device, room.constants)
         footprint = msgspec.structs.replace(footprint, outside=outside)
     room_bytes = room.device_bytes - question.margin_bytes
     needed, used = footprint.needed_bytes, footprint.within(room_bytes)

@@ -14,8 +14,14 @@ CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
 """Device memory in use outside the allocator after every kernel of a step ran once: context, cuBLAS, cuDNN, Triton. Read on an H200
 (torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in docs/results/find, and part by part ``highwater doctor --measure``
 (docs/results/predict/constants-h200.json). Other GPUs are taken to have the same."""
-CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 779 * MIB, "cpu": 0}
-"""The same where there are several GPUs: FSDP2 then takes nothing that NCCL has not. The most of four searches on two H200s."""
+CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 772 * MIB, "cpu": 0}
+"""The same where there are several GPUs: FSDP2 then takes nothing that NCCL has not. The most of nine searches on two and four
+H200s, 767 to 771 MiB."""
+PAGE_TABLE_BYTES = 2 * MIB
+PAGE_TABLE_COVERS_BYTES = 512 * PAGE_TABLE_BYTES
+"""A GPU maps a rank's pinned host memory in pages of 4 KiB, 8 bytes each, and takes memory for that in steps. Read off 40 trials
+with a reference or offload on 1, 2 and 4 H200s (docs/results/find): what they have outside the allocator more than the others, 2 to
+42 MiB, is this within one step."""
 CPU_PROCESS_BYTES = 412 * MIB
 """Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make demo`` hold more than their terms
 (torch 2.13)."""

@@ -21,11 +21,19 @@ from highwater.prediction.constants import (
     LIKELY_FILLED_SHARE,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_BYTES,
+    PAGE_TABLE_BYTES,
+    PAGE_TABLE_COVERS_BYTES,
     MachineConstants,
 )
 from highwater.prediction.streams import cached_bytes
 from highwater.prediction.terms import Footprint, Phase, Term, present
-from highwater.spec.footprint import PROCESS_BYTES, device_state_bytes, host_state_bytes, staged_gradient_bytes
+from highwater.spec.footprint import (
+    PROCESS_BYTES,
+    device_state_bytes,
+    host_state_bytes,
+    pinned_state_bytes,
+    staged_gradient_bytes,
+)
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
 from highwater.spec.settings import Settings
@@ -99,7 +107,7 @@ def footprint(
     )
     return Footprint(
         phases=phases,
-        outside=outside_terms(layout, device),
+        outside=outside_terms(shape, settings, layout, device),
         host=present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
         cached_bytes=cached_bytes(shape, settings, layout) if device == "cuda" else 0,
@@ -283,8 +291,12 @@ def context_bytes(device: Device, *, gpus: int) -> int:
     return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]
 
 
-def outside_terms(layout: Layout, device: Device, own: MachineConstants | None = None) -> tuple[Term, ...]:
+def outside_terms(
+    shape: ModelShape, settings: Settings, layout: Layout, device: Device, own: MachineConstants | None = None
+) -> tuple[Term, ...]:
     """Device memory that the allocator does not hold: by own readings, where there are some of as many GPUs or more."""
+    if device == "cpu":
+        return present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)))
     if own is None:
         context, nccl, all_to_all = context_bytes(device, gpus=layout.gpus), NCCL_BYTES, NCCL_ALL_TO_ALL_BYTES
     else:
@@ -292,8 +304,16 @@ def outside_terms(layout: Layout, device: Device, own: MachineConstants | None =
         nccl, all_to_all = NCCL_BYTES | own.nccl_bytes, NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
     return present(
         Term(name="context", bytes=context),
-        *(() if device == "cpu" or layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
+        Term(name="page tables of pinned memory", bytes=_page_table_bytes(shape, settings, layout)),
+        *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
+
+
+def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """For what a rank has of pinned host memory."""
+    gpus = layout.gpus
+    pinned = pinned_state_bytes(shape, settings, gpus=gpus) + staged_gradient_bytes(shape, settings, gpus=gpus)
+    return -(-pinned // (gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
 def _nccl_terms(layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]) -> tuple[Term, ...]:

@@ -14,6 +14,7 @@ from highwater.prediction.replay import replay
 from highwater.prediction.terms import Term
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.events import EventLog
+from highwater.spec.model import ModelShape
 from highwater.spec.settings import Allocator, Objective, Recompute, Strategy
 from highwater.spec.study import Question, RecordedTrial, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
@@ -72,7 +73,7 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
-            footprint = msgspec.structs.replace(footprint, outside=_outside(spec, trial.result, own))
+            footprint = msgspec.structs.replace(footprint, outside=_outside(shape, spec, trial.result, own))
             found = residual(spec, trial.result, "formula", footprint.needed_bytes, cached_bytes=footprint.cached_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
@@ -96,7 +97,7 @@ def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]
 
 
 def traced_residual(
-    spec: TrialSpec, result: TrialResult, log: EventLog, *, rank: int, own: MachineConstants | None = None
+    shape: ModelShape, spec: TrialSpec, result: TrialResult, log: EventLog, *, rank: int, own: MachineConstants | None = None
 ) -> Residual | None:
     """Of one trial and the trace of this rank of it, in the memory that the rank was given; None for one that does not tell.
 
@@ -109,7 +110,7 @@ def traced_residual(
     replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share, workspaces_bytes=workspaces)
     if not replayed.fits:
         return None
-    outside_bytes = sum(term.bytes for term in _outside(spec, result, own))
+    outside_bytes = sum(term.bytes for term in _outside(shape, spec, result, own))
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
@@ -118,8 +119,8 @@ def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[Machi
     return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
 
 
-def _outside(spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> tuple[Term, ...]:
-    return outside_terms(spec.layout, spec.device, own if _is_of(own, result) else None)
+def _outside(shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> tuple[Term, ...]:
+    return outside_terms(shape, spec.settings, spec.layout, spec.device, own if _is_of(own, result) else None)
 
 
 def residual(spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, *, cached_bytes: int = 0) -> Residual | None:

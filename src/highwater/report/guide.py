@@ -1,6 +1,7 @@
 """The guide: for each kind and number of GPUs, each length and each model, the simplest settings that fit, as data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from highwater.spec.asking import Asking
@@ -144,11 +145,19 @@ def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
     return fitting[-1] if fitting else None
 
 
+def by_size(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, the numbers in them as numbers: Qwen3-0.6B, Qwen3-4B, Qwen3-14B."""
+    parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
+    return tuple(
+        sorted(parts, key=lambda name: [(float(part), "") if at % 2 else (0.0, part) for at, part in enumerate(parts[name])])
+    )
+
+
 def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
     first = capacities[0]
-    of_model: dict[str, list[Capacity]] = {}
+    of_model: dict[str, list[Capacity]] = {name: [] for name in by_size(each.model_name for each in capacities)}
     for each in capacities:
-        of_model.setdefault(each.model_name, []).append(each)
+        of_model[each.model_name].append(each)
     return GuideTable(
         device_name=first.device_name,
         gpus=first.cell.layout.gpus,

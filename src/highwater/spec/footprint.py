@@ -55,10 +55,18 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
 def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
     """Host memory that models take, over all ranks of the machine: offloaded states, and GRPO's reference.
 
-    FSDP2: parameters in pinned memory, one block for each tensor's shard; gradients and both moments in ordinary memory. FSDP1:
-    parameters and the latest gradient in pinned memory, one block for each layer's shard; besides the moments the sum of the
-    gradients, 20 bytes a parameter in all. The reference is a bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a
-    power of two (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
+    Besides what is pinned: gradients and both moments with FSDP2, with FSDP1 the moments and the sum of the gradients.
+    """
+    ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
+    return pinned_state_bytes(shape, settings, gpus=gpus) + ordinary
+
+
+def pinned_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+    """The part of it in pinned memory.
+
+    Offloaded with FSDP2 parameters, one block for each tensor's shard; with FSDP1 parameters and the latest gradient, one block for
+    each layer's shard. The reference is a bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
+    (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
     """
     reference = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=2) if settings.objective == "grpo" else 0
     if not settings.offload:
@@ -69,7 +77,7 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int
         outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
         layer = (shape.parameters - outside) // shape.layers
         pinned = 2 * gpus * (shape.layers * _pinned_bytes(4 * -(-layer // gpus)) + _pinned_bytes(4 * -(-outside // gpus)))
-    return reference + settings.trained_models * (pinned + 12 * shape.parameters)
+    return reference + settings.trained_models * pinned
 
 
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
