@@ -12,6 +12,7 @@ TABLES = (
     *(f"find/measure.py --page {page} --table" for page in ("sft", "published", "edges", "long")),
     "find/memory_only.py --table",
     "find/saves.py --table",
+    "find/speeds.py --table",
     "predict/events.py --table",
     "predict/intervals.py",
     "predict/second_check.py --table",

@@ -20,15 +20,16 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import RankMemory, TrialResult, TrialSpec
-from highwater.units import GIB
+from highwater.units import GIB, MIB
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
-RESERVED_TOLERANCE = 0.001
-"""Allocated bytes are equal; of reserved ones some are, others miss a small segment."""
+RESERVED_TOLERANCE_BYTES = 2 * MIB
+"""Allocated bytes are equal; of reserved ones most are, others miss a small segment."""
 TRIALS = [
     pytest.param("edge-0.6b-1-full-native", 204_800, marks=pytest.mark.slow),
     pytest.param("edge-0.6b-1-full", 196_608, marks=pytest.mark.slow),
     pytest.param("edge-1.7b-1-full-native", 8192, marks=pytest.mark.slow),
+    pytest.param("edge-1.7b-1-full-native", 114_688, marks=pytest.mark.slow),
     pytest.param("edge-1.7b-1-full", 122_880, marks=pytest.mark.slow),
     pytest.param("edge-4b-1-full-native", 32_768, marks=pytest.mark.slow),
     pytest.param("edge-4b-1-full-native", 40_960, marks=pytest.mark.slow),
@@ -102,7 +103,7 @@ def check(ours: Replayed, measured: RankMemory) -> None:
     assert measured.peak_allocated_bytes is not None
     assert measured.peak_allocated_bytes > 11 * GIB
     assert ours.peak_allocated_bytes == measured.peak_allocated_bytes
-    assert ours.peak_reserved_bytes == pytest.approx(measured.peak_reserved_bytes, rel=RESERVED_TOLERANCE)
+    assert ours.peak_reserved_bytes == pytest.approx(measured.peak_reserved_bytes, abs=RESERVED_TOLERANCE_BYTES)
 
 
 @cache
