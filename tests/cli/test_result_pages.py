@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ def test_a_page_has_the_table_that_its_command_prints(command: str) -> None:
     rows = [line for line in run(command).splitlines() if line.startswith("|")]
     assert len(rows) > 2
     assert [row for row in rows if row not in page] == []
+    tables = [list(lines) for is_table, lines in groupby(page, key=lambda line: line.startswith("|")) if is_table]
+    own = [table for table in tables if any(row in rows for row in table[2:])]
+    assert [row for table in own for row in table if row not in rows] == [], "nothing prints these any more"
 
 
 @pytest.mark.parametrize("command", OTHERS)

@@ -22,8 +22,9 @@ from highwater.engine.data import Batch, Document, pack  # noqa: E402
 from highwater.engine.model import LanguageModel, build, read_config  # noqa: E402
 from highwater.engine.step import Trainer, backward_of, clip, make_optimizer, train_step  # noqa: E402
 from highwater.parallel import mesh as process_mesh  # noqa: E402
-from highwater.parallel.fsdp import local_shard  # noqa: E402
+from highwater.parallel.fsdp import local_shard, release  # noqa: E402
 from highwater.parallel.offload import LAYERS_BEHIND  # noqa: E402
+from highwater.spec.footprint import STAGED_LAYERS  # noqa: E402
 from highwater.spec.layout import Layout  # noqa: E402
 
 LAYERS = 6
@@ -84,7 +85,7 @@ def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Pat
     ]
     backward_of(trained, micro_batches())
     assert len(most) == MICRO_BATCHES * len(hooks)
-    assert max(most) <= LAYERS_BEHIND + 2, "those whose copies may run, the one that is reduced, and the root at the end"
+    assert max(most) <= LAYERS_BEHIND + 2 == STAGED_LAYERS, "those whose copies may run, the one that is reduced, and the root"
     assert not left
     assert all(parameter.grad is lasting[name] for name, parameter in trained.policy.named_parameters())
 
@@ -100,6 +101,23 @@ def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path: Pat
         assert own.untyped_storage().nbytes() == own.nbytes, "not FSDP2's, which holds the whole unit's"
     found = gradients(trained)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, offload=True)
+    backward_of(trained, micro_batches())
+    layer = next(module for name, module in trained.policy.named_modules() if name.endswith("layers.2"))
+    hook = layer.register_full_backward_hook(_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward_of(trained, micro_batches())
+    hook.remove()
+    release(trained.policy)  # the pass left the root gathered
+    assert all(parameter.grad is not None for parameter in trained.policy.parameters())
+    backward_of(trained, micro_batches())
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("as an allocation in a backward pass ends")
 
 
 def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Path) -> None:

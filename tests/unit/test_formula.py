@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import highwater
+from highwater.prediction.constants import PAGE_TABLE_BYTES
 from highwater.prediction.formula import footprint
 from highwater.prediction.terms import Footprint
 from highwater.spec.layout import Layout
@@ -64,14 +65,15 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("shape", "spec", "result"), OUTSIDE, ids=lambda value: getattr(value, "key", ""))
-def test_what_lies_outside_the_allocator_is_known_to_a_step_of_page_tables(shape, spec, result):
+def test_what_lies_outside_the_allocator_is_known_to_a_few_steps_of_page_tables(shape, spec, result):
     ours = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
     terms = {term.name: term.bytes for term in ours.outside}
     assert ("page tables of pinned memory" in terms) == (spec.settings.offload or spec.settings.objective == "grpo")
     measured = max(rank.memory.device_used_bytes - rank.memory.peak_reserved_bytes for rank in result.ranks)
     # Gradients on their way to the host had no pinned memory of their own when these trials ran: 4B's are 8 MiB of tables.
-    slack = 10 * MIB if spec.settings.offload or spec.layout.gpus > 1 else 2 * MIB
-    assert -2 * MIB <= ours.outside_bytes - measured <= slack
+    # And what several GPUs take for themselves and NCCL is the most of all that were read, by up to 5 MiB.
+    slack = 4 * PAGE_TABLE_BYTES if spec.settings.offload or spec.layout.gpus > 1 else PAGE_TABLE_BYTES
+    assert -PAGE_TABLE_BYTES <= ours.outside_bytes - measured < slack + MIB // 4
 
 
 def test_offloaded_states_are_on_the_host():

@@ -1,6 +1,6 @@
 """A step with FSDP2's offload: gradients added up beside the GPU, as the engine does, and as FSDP2 itself does; writes JSON.
 
-``python docs/results/find/offload_step.py`` (one GPU, five minutes, 80 GiB of host memory for Qwen3-4B) builds one model and has
+``python docs/results/find/offload_step.py`` (one GPU; 80 GiB of host memory for Qwen3-4B) builds one model and has
 both ways take turns on it, after one step of each; it writes ``offload_step.json`` beside it after every step, so that what was
 measured stays when time is over. ``--table`` only prints. A step is forward and backward of its micro-batches, and the update,
 which is the same for both: clip, AdamW on the host, gradients zeroed.
@@ -15,6 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from highwater.units import GIB
+
 FILE = Path(__file__).with_suffix(".json")
 OURS, FSDP2S = "beside the GPU", "by FSDP2"
 WARM_UP_TOKENS = 512
@@ -28,7 +30,6 @@ HEADINGS = (
     "peak reserved GiB",
     "pinned on the way GiB",
 )
-GIB = 2**30
 
 
 def main() -> None:

@@ -91,11 +91,13 @@ def trace(order: TraceOrder) -> EventLog:
     _mute_while_shapes_are_asked(ledger)
     gc.disable()  # a collection would free at moments that another process does not
     with QuickFakeMode(allow_non_fake_inputs=True), ledger:
-        if order.trainer == "highwater":
+        if order.trainer == "trinity":
+            trainer = trinity.assemble(spec, place)
+            ledger.follow(trainer.policy)
+        else:
             _prove_kernel(spec, place)
-        trainer = (trinity.assemble if order.trainer == "trinity" else assemble)(spec, place)
-        ledger.follow(trainer.policy)
-        if order.trainer == "highwater":
+            trainer = assemble(spec, place)
+            ledger.follow(trainer.policy)
             ledger.enter("rehearsal")
             rehearse(trainer, rehearsal)
             ledger.events.append(ReleaseCached())

@@ -36,9 +36,14 @@ def adding_up(model: nn.Module) -> Generator[None]:
     sums = getattr(model, _NAME, None)
     if isinstance(sums, HostGradients):
         sums.set_aside()
-    yield
+    try:
+        yield
+    except BaseException:
+        if isinstance(sums, HostGradients):
+            sums.give_back()  # whatever they are: who asked for the pass has to know
+        raise
     if isinstance(sums, HostGradients):
-        sums.give_back()
+        sums.add_up()
     if isinstance(model, OffloadedFsdp1):
         model.add_up()
 
@@ -69,11 +74,16 @@ class HostGradients:
             if shard.sharded_param.grad is not None:
                 self._sums[shard], shard.sharded_param.grad = shard.sharded_param.grad, None
 
-    def give_back(self) -> None:
-        """The backward pass is over: the sums are the parameters' gradients again."""
+    def add_up(self) -> None:
+        """The backward pass is over: all that it left is added."""
         for unit in self._units:
             self._take(unit)
         self._add(until=0)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """The sums are the parameters' gradients again."""
+        self._pending.clear()
         for shard in self._all():
             shard.sharded_param.grad = self._sums.pop(shard, None)
         self._is_running = False

@@ -19,9 +19,8 @@ CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 772 * MIB, "cpu": 0}
 H200s, 767 to 771 MiB."""
 PAGE_TABLE_BYTES = 2 * MIB
 PAGE_TABLE_COVERS_BYTES = 512 * PAGE_TABLE_BYTES
-"""A GPU maps a rank's pinned host memory in pages of 4 KiB, 8 bytes each, and takes memory for that in steps. Read off 40 trials
-with a reference or offload on 1, 2 and 4 H200s (docs/results/find): what they have outside the allocator more than the others, 2 to
-42 MiB, is this within one step."""
+"""A GPU maps a rank's pinned host memory in pages of 4 KiB, 8 bytes each, and takes memory for that in steps. Read off 39
+trials with a reference or offload on 1, 2 and 4 H200s (docs/results/find): 2 to 42 MiB outside the allocator that others lack."""
 CPU_PROCESS_BYTES = 412 * MIB
 """Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make demo`` hold more than their terms
 (torch 2.13)."""

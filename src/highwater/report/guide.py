@@ -145,7 +145,7 @@ def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
     return fitting[-1] if fitting else None
 
 
-def by_size(names: Iterable[str]) -> tuple[str, ...]:
+def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """Each name once, the numbers in them as numbers: Qwen3-0.6B, Qwen3-4B, Qwen3-14B."""
     parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
     return tuple(
@@ -155,7 +155,7 @@ def by_size(names: Iterable[str]) -> tuple[str, ...]:
 
 def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
     first = capacities[0]
-    of_model: dict[str, list[Capacity]] = {name: [] for name in by_size(each.model_name for each in capacities)}
+    of_model: dict[str, list[Capacity]] = {name: [] for name in in_natural_order(each.model_name for each in capacities)}
     for each in capacities:
         of_model[each.model_name].append(each)
     return GuideTable(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.report import guide_text
-from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, by_size, cell_label, farthest
+from highwater.report.guide import UNKNOWN, Choice, Guide, GuideTable, cell_label, farthest, in_natural_order
 from highwater.report.table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.ladder import simplicity
@@ -106,7 +106,7 @@ def words(guide: Guide) -> Iterator[str]:
 def glance_tables(guide: Guide) -> Iterator[TextTable]:
     """For each section how far every model gets, in tokens, by number of GPUs and with whatever settings."""
     for section in sections(guide):
-        models = by_size(name for table in section.tables for name in table.models)
+        models = in_natural_order(name for table in section.tables for name in table.models)
         rows = tuple((str(table.gpus), *(_best(table, name) for name in models)) for table in section.tables)
         yield TextTable(title=section.heading, columns=("GPUs", *models), rows=rows, left_columns=0)
 
@@ -221,7 +221,7 @@ def joined(table: TextTable) -> TextTable:
 def rungs(section: Section) -> Iterator[Rung]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
     capacities = section.capacities
-    models = by_size(each.model_name for each in capacities)
+    models = in_natural_order(each.model_name for each in capacities)
     settings_found = {each.cell.settings for each in capacities}
     for settings in sorted(settings_found, key=_rung_order):
         found: dict[tuple[int, int], dict[str, list[Capacity]]] = {}
