@@ -63,15 +63,29 @@ def test_a_grid_on_which_nothing_fits_takes_one_trial():
 
 @pytest.mark.parametrize("first", [None, 1, 40, 100])
 @pytest.mark.parametrize("method", ["bisect", "linear"])
-def test_nothing_is_said_to_fit_nowhere_before_the_likeliest_index_was_tried(first, method):
-    bracket = Bracket(100, first, method, likeliest=51)
+def test_nothing_is_said_to_fit_nowhere_before_the_least_packed_index_was_tried(first, method):
+    bracket = Bracket(100, first, method, least_packed=51)
     while (index := bracket.ask()) is not None:
         bracket.tell(index, 51 <= index <= 60)
     assert (bracket.fits, bracket.end) == (60, 61)
 
 
-def test_a_likeliest_index_that_does_not_fit_costs_one_trial():
-    assert search(Bracket(100, likeliest=51), 0) == 2
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+def test_a_least_packed_index_that_does_not_fit_costs_one_trial(method):
+    assert search(Bracket(100, method=method, least_packed=51), 0) == 2
+
+
+def test_an_empty_grid_asks_for_nothing():
+    assert (Bracket(0).ask(), Bracket(0).trials_left) == (None, 0)
+
+
+def test_a_failure_says_nothing_against_a_fit_of_fewer_packed_tokens():
+    bracket = Bracket(10)
+    for index, fits in [(1, False), (6, True), (9, True)]:
+        bracket.tell(index, fits)
+    assert bracket.contradictions() == (Contradiction(1, 6),)
+    assert bracket.contradictions({1: 9, 6: 6, 9: 9}.__getitem__) == (Contradiction(1, 9),)
+    assert bracket.contradictions({1: 10, 6: 6, 9: 9}.__getitem__) == ()
 
 
 def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
@@ -114,15 +128,15 @@ def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradicti
     assert bracket.fits == max([at for at, fits in told if fits], default=0)
     assert (bracket.fits + 1, False) in told or bracket.fits == size
     failed_below = {at for at, fits in told if not fits and at <= bracket.fits}
-    assert {pair.failed_index for pair in bracket.contradictions} == failed_below
-    assert all((pair.fit_index, True) in told for pair in bracket.contradictions)
+    assert {pair.failed_index for pair in bracket.contradictions()} == failed_below
+    assert all((pair.fit_index, True) in told for pair in bracket.contradictions())
 
 
 def test_a_repeat_that_disagrees_is_kept_and_listed():
     bracket = Bracket(10)
     search(bracket, 4)
     bracket.tell(4, fits=False)
-    assert bracket.contradictions == (Contradiction(failed_index=4, fit_index=4),)
+    assert bracket.contradictions() == (Contradiction(failed_index=4, fit_index=4),)
     assert (bracket.fits, bracket.ask()) == (4, None)
 
 
@@ -133,7 +147,7 @@ def test_a_fit_above_the_edge_reopens_the_search_there():
     assert bracket.ask() == 7
     bracket.tell(7, fits=False)
     assert (bracket.fits, bracket.does_not_fit, bracket.ask()) == (6, 7, None)
-    assert bracket.contradictions == (Contradiction(5, 6), Contradiction(6, 6))
+    assert bracket.contradictions() == (Contradiction(5, 6), Contradiction(6, 6))
 
 
 @given(st.integers(1, 200), st.data())
@@ -157,9 +171,10 @@ def test_linear_scans_downwards_from_a_start_that_fails(size, data):
     assert bracket.is_proven
 
 
-@pytest.mark.parametrize("told", [[], [(3, True)], [(9, False)], [(3, True), (9, False)]])
-def test_the_trials_left_end_at_zero_and_never_before(told):
-    bracket = Bracket(20)
+@pytest.mark.parametrize("least_packed", [1, 11])
+@pytest.mark.parametrize("told", [[], [(1, False)], [(3, True)], [(9, False)], [(3, True), (9, False)]])
+def test_the_trials_left_end_at_zero_and_never_before(told, least_packed):
+    bracket = Bracket(20, least_packed=least_packed)
     for index, fits in told:
         bracket.tell(index, fits)
     while (index := bracket.ask()) is not None:

@@ -46,6 +46,10 @@ def fits_up_to(index: int) -> Law:
     return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
 
 
+def packs_up_to(held_tokens: int) -> Law:
+    return lambda spec: Outcome.FIT if spec.length_tokens * spec.sequences <= held_tokens else Outcome.OUT_OF_MEMORY
+
+
 def events_of(question: Question, law: Law) -> list[Event]:
     return list(campaign(question, SimulatedRunner(law)))
 
@@ -170,32 +174,42 @@ def test_the_estimate_of_trials_left_ends_at_zero():
     held=st.integers(1, 2 * GRID_SIZE * STEP),
     sharded=st.sampled_from([1, 2]),
     method=st.sampled_from(["bisect", "linear"]),
+    proof=st.sampled_from([{"proof": "full"}, {"proof": "memory", "timeout_s": 300.0}]),
+    expected=st.none() | st.integers(0, GRID_SIZE * STEP),
 )
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(budget, held, sharded, method):
+def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(budget, held, sharded, method, proof, expected):
     """Shorter lengths fill it: they take more memory than one that leaves almost half of it empty."""
     layout = Layout(gpus=sharded, ulysses_degree=sharded)
     cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
-    question = ask(cells=(cell,), method=method)
-
-    def packed(length: int) -> int:
-        return length * cell.settings.sequences(length, context_degree=sharded)
-
-    [answer] = answers_of(question, lambda spec: Outcome.FIT if packed(spec.length_tokens) <= held else Outcome.OUT_OF_MEMORY)
-    lengths = [index * STEP for index in range(1, question.size_of(cell) + 1)]
-    assert answer.capacity_tokens == max((length for length in lengths if packed(length) <= held), default=0)
+    question = ask(cells=(cell,), method=method, **proof)
+    events = campaign(question, SimulatedRunner(packs_up_to(held)), expected=lambda _: expected)
+    [answer] = [event.answer for event in events if isinstance(event, CellAnswered)]
+    trials = [question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)]
+    assert answer.capacity_tokens == max((t.length_tokens for t in trials if t.length_tokens * t.sequences <= held), default=0)
     assert answer.monotone
+
+
+@pytest.mark.parametrize(("method", "expected"), [("linear", None), ("bisect", 0)])
+def test_a_token_budget_of_which_memory_holds_no_length_takes_two_trials(method, expected):
+    """The shortest, which fills it, and the one that leaves the most of it empty."""
+    question = ask(cells=(Cell(layout=Layout(), settings=Settings(token_budget_tokens=60 * STEP)),), method=method)
+    events = campaign(question, SimulatedRunner(packs_up_to(30 * STEP)), expected=lambda _: expected)
+    tried = [event.spec.length_tokens for event in events if isinstance(event, TrialFinished)]
+    assert tried == [STEP, 31 * STEP]
+
+
+def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_did_not_is_reported():
+    settings = Settings(token_budget_tokens=59 * STEP)
+    law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE))
+    [answer] = answers_of(ask(cells=(Cell(layout=Layout(), settings=settings),), method="linear"), law)
+    assert answer.contradictions == ("1,000 tokens did not fit, 59,000 tokens did",)
 
 
 @pytest.mark.parametrize(("budget", "capacity"), [(20, 20), (30, 30), (59, 30), (60, 0)])
 def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, capacity):
     """Memory holds 30 thousand tokens; of a budget of twice that, every length is packed twice at least, or is too long itself."""
     settings = Settings(token_budget_tokens=budget * STEP)
-
-    def law(spec: TrialSpec) -> Outcome:
-        packed_tokens = spec.length_tokens * settings.sequences(spec.length_tokens, context_degree=1)
-        return Outcome.FIT if packed_tokens <= 30 * STEP else Outcome.OUT_OF_MEMORY
-
-    [answer] = answers_of(ask(cells=(Cell(layout=Layout(), settings=settings),)), law)
+    [answer] = answers_of(ask(cells=(Cell(layout=Layout(), settings=settings),)), packs_up_to(30 * STEP))
     assert answer.capacity_tokens == capacity * STEP
 
 

@@ -52,7 +52,8 @@ class Tracer:
 
     def __call__(self, spec: TrialSpec) -> EventLog:
         self.asked.append(spec.length_tokens)
-        events = (Allocate(1, 5 * GIB, 0, 0), Enter("forward"), Allocate(2, self.bytes_per_token * spec.length_tokens, 0, 0))
+        tokens_bytes = self.bytes_per_token * spec.length_tokens * spec.sequences
+        events = (Allocate(1, 5 * GIB, 0, 0), Enter("forward"), Allocate(2, tokens_bytes, 0, 0))
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
 
@@ -138,6 +139,26 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
     assert 0 < found.capacity_tokens < 0.4 * guessed
     assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(tracer.asked)
     assert len(tracer.asked) <= 6
+
+
+@settings(deadline=None)
+@given(st.integers(SIZE // 2, 2 * SIZE), st.integers(1, SIZE), st.floats(1, 1.5))
+def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(budget, held, upper):
+    """Shorter lengths fill it: their traces need more than that of one that leaves almost half of it empty."""
+    cell = Cell(layout=Layout(), settings=Settings(allocator="expandable", token_budget_tokens=budget * STEP))
+    question, known = ask(cells=(cell,)), calibration(upper)
+    tracer, every = (Tracer((34 * GIB - 200 * MIB) // (held * STEP)) for _ in range(2))
+    (found,) = predict_exactly(question, Room(device_bytes=DEVICE_BYTES), tracer, known)
+    outside = sum(term.bytes for term in found.footprint.outside)
+    logs = {n * STEP: every(question.trial(cell, n * STEP)) for n in range(1, question.size_of(cell) + 1)}
+
+    def longest(room_bytes: float) -> int:
+        rooms = {"allocator": "expandable", "capacity_bytes": room_bytes - outside}
+        return max((tokens for tokens, log in logs.items() if replay(log, **rooms).fits), default=0)
+
+    assert found.likely_tokens == longest(DEVICE_BYTES)
+    assert found.capacity_tokens == longest(most_predicted_bytes(DEVICE_BYTES, known.factors[0]))
+    assert len(tracer.asked) == len(set(tracer.asked))
 
 
 def test_the_hosts_limit_is_the_longest_that_is_traced():

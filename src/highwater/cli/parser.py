@@ -177,7 +177,7 @@ def _guide_flags(parser: Parser) -> None:
     )
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
-    _kind_of_gpus(parser, **several)
+    _kind_of_gpus(parser, "4xA100-80GB 8xH100-80GB", **several)
     _trainer(parser)
     parser.add_argument(
         "--sequences-per-micro-batch",
@@ -228,13 +228,15 @@ def _length_and_rollout(parser: Parser) -> None:
 
 
 def _trainer(parser: Parser) -> None:
-    parser.add_argument("--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step (default: highwater)")
+    parser.add_argument(
+        "--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted (default: highwater)"
+    )
 
 
 def _gpus_that_need_not_be_here(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    _kind_of_gpus(parser)
+    _kind_of_gpus(parser, "4xA100-80GB")
     parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
     parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
     parser.add_argument(
@@ -246,9 +248,9 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
     )
 
 
-def _kind_of_gpus(parser: Parser, **several: Any) -> None:
+def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
     kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    text = f"for example 4xA100-80GB; default: this machine's. Kinds: {kinds}"
+    text = f"for example {example}; default: this machine's. Kinds: {kinds}"
     parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
 

@@ -14,6 +14,7 @@ from highwater.prediction.constants import LIKELY_FILLED_SHARE
 from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import Replayed, needed, replay
 from highwater.spec.events import EventLog
+from highwater.spec.packing import least_packed
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
 
@@ -49,6 +50,7 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
         size = grid.index_at_most(guessed.capacity_tokens)
     if not size:
         return guessed  # not even the shortest: no trace would change that
+    shortest = least_packed(question, cell, size)
     replays: dict[int, _Replays] = {}
 
     with _Traces(question, cell, tracer, size) as traces:
@@ -58,17 +60,17 @@ def _cell(question: Question, cell: Cell, room: Room, tracer: Tracer, factors: F
                 log = traces.of(index)
                 replays[index] = _replays(question, cell, room, log, grid.length(index), factors)
                 if replays[index].likely.fits and not replays[index].sure.fits:
-                    traces.begin(index - 1)  # the next to be asked for, whatever is found above
+                    traces.begin(max(shortest, index - 1))  # the next to be asked for, whatever is found above
                 if index == 1 and not replays[index].likely.fits:
                     whole = needed(log, allocator=cell.settings.allocator, workspaces_bytes=room.cublas_workspaces_bytes)
                     replays[index] = _Replays(whole, whole)
             return replays[index]
 
-        start = min(size, max(1, grid.index_at_most(guessed.capacity_tokens)))
+        start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
         capacity_bytes = room.device_bytes - question.margin_bytes - _outside_bytes(question, cell, room, grid.length(start))
-        start = _aimed(cell, traces, start, capacity_bytes, lambda index: at(index).likely.fits)
-        likely = edge(start, size, lambda index: at(index).likely.fits)
-        sure = edge(likely, likely, lambda index: at(index).sure.fits) if likely else 0
+        start = _aimed(cell, traces, shortest, start, capacity_bytes, lambda index: at(index).likely.fits)
+        likely = edge(start, size, lambda index: at(index).likely.fits, shortest=shortest)
+        sure = edge(likely, likely, lambda index: at(index).sure.fits, shortest=shortest) if likely else 0
         found = _at(question, cell, room, grid.length(max(1, sure)), at(sure).sure if sure else at(1).likely, factors)
     found = msgspec.structs.replace(found, likely_tokens=grid.length(likely) if likely else 0)
     return ended(question, found, sure, size, guessed)
@@ -115,7 +117,7 @@ class _Traces:
         return self._begun[index].result()
 
 
-def _aimed(cell: Cell, traces: _Traces, start: int, capacity_bytes: int, fits: Callable[[int], bool]) -> int:
+def _aimed(cell: Cell, traces: _Traces, shortest: int, start: int, capacity_bytes: int, fits: Callable[[int], bool]) -> int:
     """Where the edge is by the line through two traces, next to the formula's; both sides of it are begun.
 
     Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked for step by step. The line is
@@ -129,20 +131,23 @@ def _aimed(cell: Cell, traces: _Traces, start: int, capacity_bytes: int, fits: C
     if other <= one:
         return start
     aimed = start + (round(LIKELY_FILLED_SHARE[allocator] * capacity_bytes) - one) // (other - one)
-    aimed = min(traces.size, max(aimed, start + 2)) if fits(start) else max(1, min(aimed, start - 1))
+    aimed = min(traces.size, max(aimed, start + 2)) if fits(start) else max(shortest, min(aimed, start - 1))
     traces.begin(aimed, aimed + 1)
     return aimed
 
 
-def edge(start: int, size: int, fits: Callable[[int], bool]) -> int:
-    """The last index that fits below one that does not, 0 for none: strides that double away from the start, then halves."""
+def edge(start: int, size: int, fits: Callable[[int], bool], *, shortest: int = 1) -> int:
+    """The last index that fits below one that does not, 0 for none: strides that double away from the start, then halves.
+
+    Nothing below ``shortest`` is asked about: of a token budget, those lengths pack more.
+    """
     low, high, index, stride = 0, size + 1, start, 1
-    while high - low > 1:
+    while high - max(low, shortest - 1) > 1:
         if fits(index):
             low = index
         else:
             high = index
-        outward = min(low + stride, high - 1) if low else max(high - stride, 1)
+        outward = min(low + stride, high - 1) if low else max(high - stride, shortest)
         index = (low + high) // 2 if low and high <= size else outward
         stride *= 2
     return low

@@ -1,15 +1,18 @@
 """Bracket: which index of the grid to try next, and what the outcomes so far prove. Pure ask and tell.
 
-The answer is always made of observed outcomes: ``fits`` fit, and ``fits + 1`` did not; or ``fits`` is 0 and index 1 did
-not fit; or nothing above ``fits`` is left to try. A hint for the first index orders the trials and decides nothing.
+The answer is always made of observed outcomes: ``fits`` fit, and ``fits + 1`` did not; or ``fits`` is 0 and neither index 1
+nor ``least_packed`` fit; or nothing above ``fits`` is left to try. A hint for the first index orders the trials and decides
+nothing.
 
 Trials for a capacity at index n, on any monotone law (``tests/unit/test_bracket.py``):
     without a hint        at most 2·log2(n) + 2, and 1 for n = 0: gallop 1, 2, 4, ... and bisect (Bentley and Yao, 1976)
     with a hint up to n   no more than without
     with a longer hint    at most ``HINT_COST`` more, however wrong it is
     with n or n + 1       2, the fewest that prove an answer
+    with ``least_packed`` at most one more, also for n = 0
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from highwater.spec.study import Method
@@ -20,7 +23,7 @@ HINT_COST = 3
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two outcomes that no monotone law gives: ``failed_index`` did not fit, ``fit_index``, the same or longer, did."""
+    """Two outcomes that no monotone law gives: ``failed_index`` did not fit, ``fit_index``, which takes no less, did."""
 
     failed_index: int
     fit_index: int
@@ -30,18 +33,18 @@ class Bracket:
     """The longest index in 1..``size`` that fits, found one observed outcome at a time.
 
     ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan.
-    ``likeliest`` is the index that takes the least memory, where that is not the lowest: nothing is said to fit nowhere before
-    it was tried. It costs a trial where it does not fit.
+    ``least_packed`` is the index that takes the least memory, which a token budget makes another than 1: nothing is said to fit
+    nowhere before it was tried.
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
     Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search goes on until the next
     index above it is decided too, and ``contradictions`` lists what speaks against it.
     """
 
-    def __init__(self, size: int, first: int | None = None, method: Method = "bisect", *, likeliest: int | None = None) -> None:
+    def __init__(self, size: int, first: int | None = None, method: Method = "bisect", *, least_packed: int = 1) -> None:
         self._size = size
         self._first = min(max(first or 1, 1), size)
         self._method: Method = method
-        self._likeliest = likeliest or 1
+        self._least_packed = least_packed
         self._fit: set[int] = set()
         self._failed: set[int] = set()
         self._undecided: set[int] = set()
@@ -49,8 +52,8 @@ class Bracket:
     def ask(self) -> int | None:
         """The index to try next; None when the outcomes make an answer."""
         if self.end == self.fits + 1:
-            is_untried = self._likeliest not in self._failed | self._undecided
-            return self._likeliest if is_untried and not self._fit else None
+            is_open = self._least_packed <= self._size and self._least_packed not in self._failed | self._undecided
+            return self._least_packed if is_open and not self._fit else None
         return self._next_in_scan() if self._method == "linear" else self._next_in_bisection()
 
     def tell(self, index: int, fits: bool) -> None:
@@ -58,7 +61,7 @@ class Bracket:
         (self._fit if fits else self._failed).add(index)
 
     def tell_undecided(self, index: int) -> None:
-        """Record that no trial of ``index`` could tell, in the time it had: nothing from there on is asked for."""
+        """Record that no trial of ``index`` could tell, in the time it had: from there on only ``least_packed`` is asked for."""
         self._undecided.add(index)
 
     @property
@@ -81,18 +84,20 @@ class Bracket:
         """Two observed neighbours: ``fits`` fit (or is 0) and the index above it did not."""
         return self.does_not_fit == self.fits + 1
 
-    @property
-    def contradictions(self) -> tuple[Contradiction, ...]:
-        """For each index that did not fit, the closest one at or above it that did; lowest first."""
-        above = {failed: [i for i in self._fit if i >= failed] for failed in sorted(self._failed)}
-        return tuple(Contradiction(failed, min(fit)) for failed, fit in above.items() if fit)
+    def contradictions(self, packed_tokens: Callable[[int], int] = lambda index: index) -> tuple[Contradiction, ...]:
+        """For each index that did not fit, the closest at or above it that did with no fewer packed tokens; lowest first."""
+        no_less = {
+            failed: [i for i in self._fit if i >= failed and packed_tokens(i) >= packed_tokens(failed)]
+            for failed in sorted(self._failed)
+        }
+        return tuple(Contradiction(failed, min(fit)) for failed, fit in no_less.items() if fit)
 
     @property
     def trials_left(self) -> int:
         """About how many more trials the answer takes; while nothing bounds it from above, at least that many."""
         gap = self.end - self.fits - 1
         if gap <= 0:
-            return 0
+            return 0 if self.ask() is None else 1
         if self._method == "bisect" and self.end <= self._size:
             return gap.bit_length()
         return 2 if not self._fit else 1
@@ -104,7 +109,7 @@ class Bracket:
         return self.end - 1 if self._failed or self._undecided else self._first
 
     def _next_in_bisection(self) -> int:
-        for index in (*self._around_the_hint, self._likeliest):
+        for index in (*self._around_the_hint, self._least_packed):
             if self.fits < index < self.end:
                 return index
         if self.end > self._size:

@@ -10,11 +10,13 @@ the longest length that they can be expected to reach in time.
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from highwater.search.bracket import Bracket
 from highwater.search.guess import Guess, engine_guess
-from highwater.search.ordering import carried_start, first_index, least_packed_index
+from highwater.search.ordering import carried_start, first_index
 from highwater.search.proof import FullTrials
+from highwater.spec.packing import least_packed, packed_tokens
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
@@ -90,7 +92,7 @@ def _first_index(
 ) -> int | None:
     """Where the search of a cell begins; None for the shortest length."""
     if question.method == "linear":
-        return carried_start(question, cell, finished) or least_packed_index(question, cell)
+        return carried_start(question, cell, finished)
     if expected_tokens is not None:
         return question.grid.index_at_most(expected_tokens)
     return first_index(question, cell, finished, guess)
@@ -115,7 +117,8 @@ class _CellSearch:
         self._cell = cell
         self._runner = runner
         self._finished = finished
-        self._bracket = Bracket(question.size_of(cell), first, question.method, likeliest=least_packed_index(question, cell))
+        size = question.size_of(cell)
+        self._bracket = Bracket(size, first, question.method, least_packed=least_packed(question, cell, size))
         self._results: dict[tuple[int, int], TrialResult] = {}
         """By index and repeat: the last attempt of each."""
         self._trained: dict[int, TrialResult] = {}
@@ -288,9 +291,9 @@ class _CellSearch:
         return result.outcome.tells and not result.outcome.is_memory and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
-        """Each observation that is not monotone, in words."""
+        """Each observation that is not monotone, in words; that a length packs fewer tokens of a budget explains that it fits."""
         said: list[str] = []
-        for pair in self._bracket.contradictions:
+        for pair in self._bracket.contradictions(partial(packed_tokens, self._question, self._cell)):
             if pair.failed_index == pair.fit_index:
                 said.append(f"{self._tokens(pair.fit_index)} fit in one trial and not in another")
             else:

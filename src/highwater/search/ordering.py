@@ -42,22 +42,6 @@ def first_index(question: Question, cell: Cell, finished: Sequence[CellAnswer], 
     return _nearest_index(question.grid, tokens_per_gpu / _tokens_per_gpu(cell, 1))
 
 
-def least_packed_index(question: Question, cell: Cell) -> int | None:
-    """The longest of the lengths of which a token budget packs the fewest tokens; None without one.
-
-    As many sequences are packed as the budget holds: of a budget that memory does not hold, a length that just does not go into
-    it twice leaves almost half of it empty, and shorter ones fill it.
-    """
-    if cell.settings.token_budget_tokens is None:
-        return None
-
-    def packed_tokens(index: int) -> int:
-        length_tokens = question.grid.length(index)
-        return length_tokens * cell.settings.sequences(length_tokens, context_degree=cell.layout.context_degree)
-
-    return min(range(question.size_of(cell), 0, -1), key=packed_tokens, default=None)
-
-
 def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]) -> int | None:
     """Where the published scan starts a cell: the longest capacity of this rung on fewer GPUs at this SP, or at less SP here.
 

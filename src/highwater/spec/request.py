@@ -98,11 +98,7 @@ class Request(Noun, frozen=True, kw_only=True):
     ] = "auto"
     sequences_per_micro_batch: Annotated[int, Meta(description="sequences packed into one micro-batch")] = 1
     token_budget: Annotated[
-        Tokens | None,
-        Meta(
-            description="tokens of a micro-batch for each GPU: packs as many sequences as they hold; one that memory does not "
-            "hold is filled all the same, so that it ends in a shorter length, or in none"
-        ),
+        Tokens | None, Meta(description="tokens of a micro-batch for each GPU: packs as many sequences as they hold")
     ] = None
     start_length: Annotated[Tokens, Meta(description="shortest length to try, in tokens")] = 4096
     resolution: Annotated[
