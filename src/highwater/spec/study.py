@@ -11,7 +11,8 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 PUBLISHED_STEP_TOKENS = 4096
-STUDY_SCHEMA_VERSION = 1
+STUDY_SCHEMA_VERSION = 2
+"""Of a study that is begun now. Those of version 1 have no ``cell_expected`` lines: they are read, and resumed without such lines."""
 
 RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
 """What a user calls a rank, and several, on each device."""
