@@ -252,6 +252,7 @@ def _sync_directory(directory: Path) -> None:
 
 def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
     return Study(
+        schema_version=record.schema_version,
         path=str(path),
         question=record.question,
         trials=record.trials,
