@@ -59,7 +59,7 @@ from highwater.spec.protocols import Runner
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Question, Study
+from highwater.spec.study import Question, Study
 from highwater.spec.trial import Device, TrialResult, TrialSpec
 from highwater.store.directory import (
     check_checkpoint_directory,
@@ -316,16 +316,12 @@ def _search(
 ) -> Study:
     question = planned.question
     where = None if question.simulated else environment()  # a dry run depends on no machine
-    with foresight(request, question) as told, open_journal(path, question, command=command, environment=where) as journal:
-
-        def expected(cell: Cell) -> int | None:
-            told_tokens = told(cell)
-            found = expectation(request, question, cell, told_tokens)
-            if found is not None:
-                journal.cell_expected(found)
-            return told_tokens
-
+    with foresight(request, question) as expected, open_journal(path, question, command=command, environment=where) as journal:
         for event in campaign(question, RecordingRunner(runner, journal), expected=expected):
+            if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
+                found = expectation(request, question, event.cell, expected(event.cell))
+                if found is not None:
+                    journal.cell_expected(found)
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
             if on_event is not None and not _is_recorded_start(event, journal):

@@ -14,6 +14,7 @@ from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.capacity import CellPrediction, Prediction, Room, predict_cell
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import likely_footprint
+from highwater.report.study_predicted import obstacle
 from highwater.spec.codec import from_json
 from highwater.spec.hardware import kernels
 from highwater.spec.request import Request
@@ -80,11 +81,11 @@ def read_prediction(path: Path, question: Question) -> Prediction:
 
 
 def expectation(request: Request, question: Question, cell: Cell, told_tokens: int | None) -> Expectation | None:
-    """What is known of a cell before its first trial: what its prediction told, else the formula; None without a known memory."""
-    memory_bytes = _memory_bytes(question)
+    """What is known of a cell before its first trial: what its prediction told, else the formula; None where that says nothing."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    if memory_bytes is None:
+    memory_bytes = _memory_bytes(question)
+    if memory_bytes is None or obstacle(question) is not None:
         return None
     likely = predict_cell(question, cell, Room(device_bytes=memory_bytes), likely_footprint)
     return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")

@@ -81,29 +81,28 @@ def check_report_file(path: Path) -> None:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """What was recorded of each cell; in older studies the prediction that their command names, as it is now. None: the formula."""
+    """What was recorded of each cell; of schema 1 the prediction that the command names, as it is now. None: the formula."""
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     if recorded:
         device = study.question.device
         likely_tokens = {each.cell.label_on(device): each.likely_tokens for each in recorded}
-        return Beginning(prediction=recorded[0].prediction, likely_tokens=likely_tokens)
+        return Beginning(predictions=tuple(dict.fromkeys(each.prediction for each in recorded)), likely_tokens=likely_tokens)
     named = _value_of("--prediction", study.command)
-    if named in (None, "formula") or study.expectations:
+    if named in (None, "formula") or study.schema_version > 1:
         return None
     if named == "trace":
-        return Beginning(prediction=named, likely_tokens={}, reason="its lengths were not recorded")
+        return Beginning(predictions=(named,), likely_tokens={}, reason="its lengths were not recorded")
     beside = Path(study.path or named).parent / Path(named).name
     path = next((place for place in (Path(named), beside) if place.is_file()), None)
     if path is None:
-        return Beginning(prediction=named, likely_tokens={}, reason="it is not there any more")
+        return Beginning(predictions=(named,), likely_tokens={}, reason="it is not there any more")
     try:
         found = read_prediction(path, study.question)
     except HighwaterError as error:
-        return Beginning(prediction=named, likely_tokens={}, reason=error.problem)
+        return Beginning(predictions=(named,), likely_tokens={}, reason=error.problem.replace(str(path), path.name))
     device = study.question.device
-    return Beginning(
-        prediction=named, likely_tokens={predicted.cell.label_on(device): predicted.likely_edge_tokens for predicted in found.cells}
-    )
+    likely_tokens = {predicted.cell.label_on(device): predicted.likely_edge_tokens for predicted in found.cells}
+    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:

@@ -159,12 +159,12 @@ def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start: Start, t
 def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(start: Start, tmp_path: Path) -> None:
     study, dry = tmp_path / "study.jsonl", (*FIND, "--dry-run")
     start(*dry).communicate(timeout=30)
-    newer = study.read_bytes().replace(b'"schema_version":1', b'"schema_version":2', 1)
+    newer = study.read_bytes().replace(b'"schema_version":2', b'"schema_version":3', 1)
     study.write_bytes(newer)
     refused = start(*dry)
     answer, talk = refused.communicate(timeout=30)
     assert (refused.returncode, answer) == (2, "")
-    assert "error: study.jsonl was written by a newer highwater: its schema is 2, this one reads 1" in talk
+    assert "error: study.jsonl was written by a newer highwater: its schema is 3, this one reads 2" in talk
     assert study.read_bytes() == newer
     other = talk.rstrip().rpartition("`--study ")[2].rstrip("`")
     assert start(*dry, "--study", other).wait(30) == 0

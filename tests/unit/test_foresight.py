@@ -116,7 +116,7 @@ def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path
     assert vanilla.likely_tokens > 0
     beginning = highwater.study_report(tmp_path / "study.jsonl").beginning
     assert beginning is not None
-    assert (beginning.prediction, beginning.likely_tokens) == (str(path), {"Env, 1 GPU": told.likely_edge_tokens})
+    assert (beginning.predictions, beginning.likely_tokens) == ((str(path),), {"Env, 1 GPU": told.likely_edge_tokens})
 
 
 def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path) -> None:
@@ -129,7 +129,21 @@ def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path)
     assert find(predicted(tmp_path), study=str(tmp_path / "older.jsonl")).expectations == ()
 
 
-def test_what_a_trace_told_stands_in_the_report_and_nothing_is_known_without_a_memory() -> None:
+def test_a_study_from_before_predictions_were_recorded_is_resumed_without_them(tmp_path: Path) -> None:
+    whole, older = tmp_path / "study.jsonl", tmp_path / "older.jsonl"
+    asked: dict[str, Any] = {"allocator": None}
+    find(Path("formula"), study=str(whole), **asked)
+    lines = [line for line in whole.read_text().splitlines(keepends=True) if '"cell_expected"' not in line]
+    first_cell = next(number for number, line in enumerate(lines, 1) if '"cell_answered"' in line)
+    older.write_text("".join(lines[:first_cell]).replace('"schema_version":2', '"schema_version":1', 1))
+    assert len(highwater.open_study(older).answers) == 1
+    resumed = find(Path("formula"), study=str(older), **asked)
+    assert (resumed.complete, resumed.expectations) == (True, ())
+    assert resumed.answers == highwater.open_study(whole).answers
+    assert '"cell_expected"' not in older.read_text()
+
+
+def test_what_a_trace_told_stands_in_the_report() -> None:
     cell = Cell(layout=Layout(), settings=Settings())
     request = Request(model="Qwen3-0.6B", prediction="trace")
     told = foresight.expectation(request, ask(cell), cell, 41_000)
@@ -137,9 +151,22 @@ def test_what_a_trace_told_stands_in_the_report_and_nothing_is_known_without_a_m
     assert (told.likely_tokens, told.prediction) == (41_000, "trace")
     beginning = highwater.study_report(Study(question=ask(cell), expectations=(told,))).beginning
     assert beginning is not None
-    assert (beginning.prediction, beginning.likely_tokens, beginning.reason) == ("trace", {cell.label: 41_000}, None)
-    unknown = msgspec.structs.replace(ask(cell), device_total_bytes=None)
-    assert foresight.expectation(request, unknown, cell, None) is None
+    assert (beginning.predictions, beginning.likely_tokens, beginning.reason) == (("trace",), {cell.label: 41_000}, None)
+
+
+def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    request, question = Request(model="Qwen3-0.6B"), ask(cell)
+    assert foresight.expectation(request, question, cell, None) is not None
+    shape = msgspec.structs.replace(question.model.shape, model_type="opt")
+    obstacles: tuple[dict[str, Any], ...] = (
+        {"device_total_bytes": None},
+        {"device": "cpu"},
+        {"data": "my.batches:packed"},
+        {"model": msgspec.structs.replace(question.model, shape=shape)},
+    )
+    for obstacle in obstacles:
+        assert foresight.expectation(request, msgspec.structs.replace(question, **obstacle), cell, None) is None
 
 
 @pytest.mark.parametrize(

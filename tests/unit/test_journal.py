@@ -28,6 +28,7 @@ from highwater.store.recording import RecordingRunner
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
 QUESTION = question_of(loss="chunked", allocator="expandable")
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 
 def spec_of(length_tokens: int) -> TrialSpec:
@@ -197,13 +198,27 @@ def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
 def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    newer = path.read_bytes().replace(b'"schema_version":1', b'"schema_version":2,"and_more":true', 1)
+    newer = path.read_bytes().replace(b'"schema_version":2', b'"schema_version":3,"and_more":true', 1)
     path.write_bytes(newer)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
-        with pytest.raises(StudyError, match="newer highwater: its schema is 2, this one reads 1") as refusal:
+        with pytest.raises(StudyError, match="newer highwater: its schema is 3, this one reads 2") as refusal:
             attempt(path)
     assert path.read_bytes() == newer
     assert str(path.with_name("study-2.jsonl")) in refusal.value.hint
+
+
+@pytest.mark.parametrize("recorded", sorted(FOUND.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_schema_does_not_have(
+    recorded: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.jsonl"
+    path.write_bytes(recorded.read_bytes())
+    before = read_study(path)
+    with open_journal(path, before.question) as journal:
+        after = journal.snapshot()
+        took = [journal.takes_expectation(cell) for cell in before.question.cells]
+    assert (after.trials, after.answers) == (before.trials, before.answers)
+    assert not any(took)
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"kind":"other"}\n', b"[]\n", b"\0\0\0\0"])

@@ -88,20 +88,18 @@ def question_table(report: StudyReport) -> TextTable:
         ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
         ("data", question.data or "synthetic sequences"),
         ("ordered by", _beginning(report)),
-        ("study", _file(report.study.path)),
+        ("study", "not recorded" if report.study.path is None else _file(report.study.path)),
     ]
     return TextTable(title="the question", columns=("what", "value"), rows=tuple(rows), left_columns=2)
 
 
-def _file(path: str | None) -> str:
-    """A study's name, then its folder, however it was typed; a page that is passed on has no home directory of anybody's."""
-    if path is None:
-        return "not recorded"
+def _file(path: str) -> str:
+    """A file's name, then its folder, however it was typed: as seen from here, or from your own home directory without its name."""
     name, folder = Path(path).name, Path(path).parent.resolve()
-    for start, written in ((Path.cwd(), Path()), (Path(os.environ.get("HOME", "~")).resolve(), Path("~"))):
-        if folder.is_relative_to(start):
-            folder = written / folder.relative_to(start)
-            break
+    home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
+    starts = {home: Path("~"), Path.cwd(): Path(), root: root}  # the later of equal ones: a home of `/` is nobody's
+    start = next(above for above in (folder, *folder.parents) if above in starts)
+    folder = starts[start] / folder.relative_to(start)
     return name if folder == Path() else f"{name}, in {folder}"
 
 
@@ -134,8 +132,14 @@ def _beginning(report: StudyReport) -> str:
     beginning = report.beginning
     if beginning is None:
         return "the formula"
-    named = "a trace made along the way" if beginning.prediction == "trace" else f"the prediction {beginning.prediction}"
+    named = " and ".join(map(_prediction, beginning.predictions))
     return named if beginning.reason is None else f"{named}; {beginning.reason}"
+
+
+def _prediction(named: str) -> str:
+    if named == "trace":
+        return "a trace made along the way"
+    return f"the prediction {_file(named) if Path(named).is_absolute() else named}"
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:

@@ -54,7 +54,7 @@ class Predictions(Noun, frozen=True, kw_only=True):
 def predictions_of(study: Study) -> Predictions:
     """What the formula of today says of every trial and cell of a study; or why it says nothing."""
     question = study.question
-    reason = _obstacle(question)
+    reason = obstacle(question)
     if reason is not None:
         return Predictions(trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason)
     room = Room(device_bytes=_device_bytes(question))
@@ -69,7 +69,7 @@ def predictions_of(study: Study) -> Predictions:
     )
 
 
-def _obstacle(question: Question) -> str | None:
+def obstacle(question: Question) -> str | None:
     """Why the formula says nothing of a question's trials, in words."""
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"

@@ -104,8 +104,8 @@ class FailedTrial(Noun, frozen=True, kw_only=True):
 class Beginning(Noun, frozen=True, kw_only=True):
     """What ordered the trials of the search, besides the formula."""
 
-    prediction: str
-    """``trace``, or the file that was named."""
+    predictions: tuple[str, ...]
+    """Each that was named: ``trace``, or a file."""
     likely_tokens: dict[str, int]
     """By cell; empty where nobody knows any more."""
     reason: str | None = None
@@ -147,7 +147,7 @@ def assembled(
     logs = {number: log_of(trial.result) for number, trial in enumerate(study.trials, 1) if _failed(trial) and trial.result}
     study = study_without_secrets(study)
     if beginning is not None:
-        beginning = msgspec.structs.replace(beginning, prediction=without_secrets(beginning.prediction))
+        beginning = msgspec.structs.replace(beginning, predictions=tuple(map(without_secrets, beginning.predictions)))
     trials = tuple(
         _trial(study, number, trial, predicted)
         for number, (trial, predicted) in enumerate(zip(study.trials, predictions.trials, strict=True), 1)

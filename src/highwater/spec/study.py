@@ -11,7 +11,8 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 PUBLISHED_STEP_TOKENS = 4096
-STUDY_SCHEMA_VERSION = 1
+STUDY_SCHEMA_VERSION = 2
+"""Of a study that is begun now. Those of version 1 have no ``cell_expected`` lines: they are read, and resumed without any."""
 
 RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
 """What a user calls a rank, and several, on each device."""
@@ -227,7 +228,7 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
 
 
 class Expectation(Noun, frozen=True, kw_only=True):
-    """What was predicted of a cell before its first trial: it ordered the trials and decided nothing."""
+    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials."""
 
     cell: Cell
     likely_tokens: int
@@ -240,6 +241,7 @@ class Study(Noun, frozen=True, kw_only=True):
     """A study as it was when it was read: an immutable snapshot."""
 
     schema_version: int = STUDY_SCHEMA_VERSION
+    """Of its journal."""
     path: str | None = None
     """The journal on disk; None when nothing was recorded, as in a dry run."""
     question: Question
@@ -248,7 +250,7 @@ class Study(Noun, frozen=True, kw_only=True):
     answers: tuple[CellAnswer, ...] = ()
     """In the order of the question's cells; a cell without an answer yet is absent."""
     expectations: tuple[Expectation, ...] = ()
-    """In the order of the question's cells; empty for journals from before they were recorded."""
+    """In the order of the question's cells, of which something was predicted; empty for journals from before it was recorded."""
     notes: tuple[str, ...] = ()
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()

@@ -76,10 +76,13 @@ class Journal:
         )
         self._append(line)
 
+    def takes_expectation(self, cell: Cell) -> bool:
+        """Whether what is predicted of a cell is still to be recorded: its search has not begun, and the schema has such lines."""
+        return self._record.schema_version > 1 and not self._record.has_begun(cell)
+
     def cell_expected(self, expectation: Expectation) -> None:
-        """Record what is predicted of a cell, unless its search has begun already: later predictions ordered nothing."""
-        if not self._record.has_begun(expectation.cell):
-            self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
+        """Record what is predicted of a cell that ``takes_expectation``; raises MachineError when the disk is full."""
+        self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; raises MachineError when the disk is full."""
@@ -249,6 +252,7 @@ def _sync_directory(directory: Path) -> None:
 
 def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
     return Study(
+        schema_version=record.schema_version,
         path=str(path),
         question=record.question,
         trials=record.trials,

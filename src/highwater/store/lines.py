@@ -1,8 +1,8 @@
 """The lines of a journal: one JSON object each, the header first.
 
-Schema 1:  header           the question, once
+Schema 2:  header           the question, once
            opened           somebody opened the journal for writing
-           cell_expected    what was predicted of one cell, before its first trial
+           cell_expected    what was predicted of one cell, before its first trial; not in schema 1
            trial_started    a trial with its whole specification
            trial_finished   its result, named by the specification's key
            cell_answered    the answer for one cell; the last one for a cell counts
@@ -82,6 +82,7 @@ class Record:
     """What the lines of a journal say so far."""
 
     def __init__(self, header: HeaderLine) -> None:
+        self.schema_version = header.schema_version
         self.question = header.question
         self.opened: OpenedLine | None = None
         self.environments: tuple[Environment, ...] = ()
