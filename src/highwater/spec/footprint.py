@@ -84,7 +84,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -
     """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine, besides that of the states.
 
     A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the head; a critic's gradients
-    pass through the same blocks. Source: parallel/offload.py; tests/gpu/test_offloaded_gradients.py compares.
+    pass through the same blocks. Source: parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
     if not settings.offload or settings.strategy != "fsdp2":
         return 0
