@@ -1,5 +1,7 @@
 """Remedies: what is named where nothing that was asked about trains the length."""
 
+import re
+
 import pytest
 
 from highwater.errors import UsageError
@@ -65,6 +67,16 @@ def test_a_host_that_is_too_small_is_what_is_blamed():
     found = recommend("Qwen3-8B", gpus="1xA100-80GB", length="8k", offload=True, host_memory="1GiB")
     assert found.chosen is None
     assert "host memory" in found.remedies[-1].what
+
+
+def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
+    asked = {"gpus": "2xH200-141GB", "length": "64k"}
+    what = recommend("Qwen3-30B-A3B", **asked, host_memory="400GiB").remedies[-1].what
+    needed = re.search(r"([\d.]+ GiB) at least", what)
+    assert needed is not None, what
+    size = needed[1].replace(" ", "")
+    assert float(size.removesuffix("GiB")) > 400
+    assert recommend("Qwen3-30B-A3B", **asked, host_memory=f"{float(size.removesuffix('GiB')) + 0.01}GiB").chosen is not None
 
 
 @pytest.mark.parametrize("value", ["abc", "3.5", "0"])

@@ -72,7 +72,7 @@ def technique(asked: Asked) -> Remedy:
     cells = predict_by_formula(question, asked.room, asked.trainer, asked.known(question))
     nearest = max(cells, key=lambda predicted: predicted.headroom_bytes)
     if nearest.binding == "host":
-        needs = format_bytes(min(predicted.footprint.host_bytes for predicted in cells))
+        needs = format_bytes(min(each.footprint.host_bytes for each in cells if each.binding == "host"))
         return Remedy(kind="technique", what=f"more host memory than `--host-memory` says: {needs} at least")
     largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
     what = f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of what {nearest.cell.label} takes; none here does"
