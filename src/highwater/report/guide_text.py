@@ -8,8 +8,8 @@ from highwater.spec.rope import yarn_parameters
 WORDS: Mapping[str, str] = {
     "vanilla": "nothing needs to be set.",
     "Env": f"set `export {ENV_IN_WORDS}` before any process starts; with Ray, before Ray starts; {ENV_BEFORE_IN_WORDS}.",
-    "Offload": "FSDP2 with CPU offload: parameters, gradients and optimizer states live in host memory, 16 to 20 bytes a parameter. "
-    "Predictions take it to be there: `highwater predict MODEL --gpus GPUS --offload` says how much it is.",
+    "Offload": "FSDP2 with CPU offload: parameters, gradients and optimizer states live in host memory, 16 to 20 bytes a "
+    "parameter; predictions take it to be there: `highwater predict MODEL --gpus GPUS --offload` says how much it is.",
     "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of GPUs.",
     "chunked": "`--loss chunked`: the loss never holds more than a chunk of the logits.",
     "entropy-saving": "`--entropy chunked`: the entropy is computed in chunks and recomputed in the backward pass.",
