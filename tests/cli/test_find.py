@@ -160,6 +160,15 @@ def test_a_model_on_the_command_line_overrides_the_files(highwater: Run, tmp_pat
     assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith("Qwen3-1.7B ")
 
 
+def test_a_dry_run_traces_nothing_and_the_hint_works(highwater: Run) -> None:
+    words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
+    problem, hint = refusal(highwater(*words, "--prediction", "trace"), 2)
+    assert (problem, hint) == ("a dry run traces nothing", "leave `--dry-run` or `--prediction trace` out")
+    assert highwater(*words).returncode == 0
+    on_a_gpu = [word for word in words if word != "--dry-run"]
+    assert refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0] == "the driver shows no GPU here"
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
