@@ -168,6 +168,15 @@ def test_what_cannot_be_predicted_is_refused(highwater: Run, words: tuple[str, .
     assert said in problem
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("4xH2000", "4xH200-141GB"), ("8xh100x", "8xH100-80GB"), ("B300", "1xB200")]
+)
+def test_an_unknown_gpu_is_answered_with_the_one_whose_name_begins_alike(highwater: Run, name: str, meant: str) -> None:
+    _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
+    assert hint == f"use `--gpus {meant}`"
+    assert highwater("predict", "Qwen3-0.6B", *hint.split("`")[1].split()).returncode == 0
+
+
 @pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])
 def test_the_flags_in_a_hint_work(highwater: Run, words: tuple[str, ...]) -> None:
     _, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
