@@ -188,6 +188,21 @@ def test_mistakes_in_a_file_are_told_with_the_file(highwater: Run, tmp_path: Pat
     assert not (tmp_path / "pwned").exists()
 
 
+def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
+    highwater: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text("model: Qwen3-0.6B\nsequences_per_micro_batch: 4\n")
+    printed = highwater("find", "--config", "study.yaml", "--token-budget", "64k", "--print-config").stdout
+    assert "token_budget: 64k\n" in printed
+    assert "sequences_per_micro_batch" not in printed
+    path.write_text(printed)
+    assert highwater("find", "--config", "study.yaml", "--print-config").stdout == printed
+    again = highwater("find", "--config", "study.yaml", "--sequences-per-micro-batch", "4", "--print-config").stdout
+    assert "sequences_per_micro_batch: 4\n" in again
+    assert "token_budget" not in again
+
+
 def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater: Run, tmp_path: Path) -> None:
     problem, hint = refusal(highwater("find", "--config", "none.yaml"), 2)
     assert problem == "none.yaml cannot be read: No such file or directory"
