@@ -178,9 +178,7 @@ def test_a_token_budget_is_predicted_beside_no_number_of_sequences(highwater: Ru
     assert [highwater(*words, *alone).returncode for alone in (budget, sequences)] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("4xH2000", "4xH200-141GB"), ("8xh100x", "8xH100-80GB"), ("B300", "1xB200")]
-)
+@pytest.mark.parametrize(("name", "meant"), [("4xH2000", "4xH200-141GB"), ("8xh100x", "8xH100-80GB"), ("B300", "1xB200")])
 def test_an_unknown_gpu_is_answered_with_the_one_whose_name_begins_alike(highwater: Run, name: str, meant: str) -> None:
     _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
     assert hint == f"use `--gpus {meant}`"

@@ -106,7 +106,7 @@ def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind
         return found
     usable = {key: kind for key, kind in kinds.items() if kind.usable_bytes}
     alike = get_close_matches(name.lower(), usable, n=len(usable), cutoff=0.4)
-    near = max(alike, key=lambda key: len(commonprefix((name.lower(), key))), default=None)  # the memory's suffix counts less
+    near = max(alike, key=lambda key: len(commonprefix((name.lower(), key))), default=None)  # noqa: RUF071 - names, not paths
     known = ", ".join(kind.name for kind in usable.values())
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
