@@ -47,8 +47,10 @@ def check_prediction(request: Request, question: Question) -> tuple[str, ...]:
     if request.prediction == "formula":
         return ()
     if request.prediction == "trace":
-        if question.device != "cuda" or request.dry_run:
+        if question.device != "cuda":
             raise UsageError("what is traced are trials on GPUs", hint="leave `--prediction trace` out")
+        if request.dry_run:
+            raise UsageError("a dry run traces nothing", hint="leave `--dry-run` or `--prediction trace` out")
         return ()
     known = _likely_lengths(read_prediction(Path(request.prediction), question).cells)
     missing = [cell.label for cell in question.cells if cell not in known]

@@ -160,6 +160,15 @@ def test_a_model_on_the_command_line_overrides_the_files(highwater: Run, tmp_pat
     assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith("Qwen3-1.7B ")
 
 
+def test_a_dry_run_traces_nothing_and_the_hint_works(highwater: Run) -> None:
+    words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
+    problem, hint = refusal(highwater(*words, "--prediction", "trace"), 2)
+    assert (problem, hint) == ("a dry run traces nothing", "leave `--dry-run` or `--prediction trace` out")
+    assert highwater(*words).returncode == 0
+    on_a_gpu = [word for word in words if word != "--dry-run"]
+    assert refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0] == "the driver shows no GPU here"
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
@@ -177,6 +186,21 @@ def test_mistakes_in_a_file_are_told_with_the_file(highwater: Run, tmp_path: Pat
     assert told[0].startswith(said)
     assert hint in told[1]
     assert not (tmp_path / "pwned").exists()
+
+
+def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
+    highwater: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text("model: Qwen3-0.6B\nsequences_per_micro_batch: 4\n")
+    printed = highwater("find", "--config", "study.yaml", "--token-budget", "64k", "--print-config").stdout
+    assert "token_budget: 64k\n" in printed
+    assert "sequences_per_micro_batch" not in printed
+    path.write_text(printed)
+    assert highwater("find", "--config", "study.yaml", "--print-config").stdout == printed
+    again = highwater("find", "--config", "study.yaml", "--sequences-per-micro-batch", "4", "--print-config").stdout
+    assert "sequences_per_micro_batch: 4\n" in again
+    assert "token_budget" not in again
 
 
 def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater: Run, tmp_path: Path) -> None:

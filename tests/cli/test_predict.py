@@ -168,6 +168,23 @@ def test_what_cannot_be_predicted_is_refused(highwater: Run, words: tuple[str, .
     assert said in problem
 
 
+@pytest.mark.parametrize("trainer", ["highwater", "trinity"])
+def test_a_token_budget_is_predicted_beside_no_number_of_sequences(highwater: Run, trainer: str) -> None:
+    words = ("predict", "Qwen3-0.6B", *A100S, "--trainer", trainer)
+    budget, sequences = ("--token-budget", "64k"), ("--sequences-per-micro-batch", "2")
+    problem, hint = refusal(highwater(*words, *budget, *sequences), 2)
+    assert problem == "--sequences-per-micro-batch and --token-budget: both say how many sequences a micro-batch has"
+    assert hint == "leave `--sequences-per-micro-batch` or `--token-budget` out"
+    assert [highwater(*words, *alone).returncode for alone in (budget, sequences)] == [0, 0]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("4xH2000", "4xH200-141GB"), ("8xh100x", "8xH100-80GB"), ("B300", "1xB200")])
+def test_an_unknown_gpu_is_answered_with_the_one_whose_name_begins_alike(highwater: Run, name: str, meant: str) -> None:
+    _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
+    assert hint == f"use `--gpus {meant}`"
+    assert highwater("predict", "Qwen3-0.6B", *hint.split("`")[1].split()).returncode == 0
+
+
 @pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])
 def test_the_flags_in_a_hint_work(highwater: Run, words: tuple[str, ...]) -> None:
     _, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)

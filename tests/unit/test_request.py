@@ -124,6 +124,27 @@ def test_in_a_file_the_hint_is_a_line_of_the_file() -> None:
     assert "`loss: full`" in refusal.value.hint
 
 
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize(
+    ("origin", "names"),
+    [
+        ({}, ("--sequences-per-micro-batch", "--token-budget")),
+        ({"config_file": "study.yaml"}, ("sequences_per_micro_batch", "token_budget")),
+        ({"keywords": True}, ("sequences_per_micro_batch", "token_budget")),
+    ],
+)
+def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone_is_not(
+    origin: dict[str, Any], names: tuple[str, str], sequences: int
+) -> None:
+    both = {"model": "Qwen3-0.6B", "token_budget": "64k", "sequences_per_micro_batch": sequences}
+    with pytest.raises(UsageError, match="both say how many sequences a micro-batch has") as refusal:
+        request_from(both, **origin)
+    assert tuple(refusal.value.hint.split("`")[1::2]) == names
+    for left_out in names:
+        name = left_out.removeprefix("--").replace("-", "_")
+        request_from({key: value for key, value in both.items() if key != name}, **origin)
+
+
 def test_a_request_names_a_model() -> None:
     with pytest.raises(UsageError, match="no model is named"):
         request_from({"gpus": ["1"]})

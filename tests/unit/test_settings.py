@@ -59,6 +59,10 @@ def test_a_length_that_the_budget_does_not_hold_is_refused_with_one_that_works()
     assert trial(10_000, token_budget=20_000, gpus=[2], ulysses=[2]).sequences == 4
 
 
+def test_a_reward_models_token_budget_needs_no_number_of_sequences_and_packs_pairs():
+    assert trial(10_000, objective="rw", token_budget=39_999).sequences == 2
+
+
 def test_a_search_ends_where_its_token_budget_does():
     question = question_of(token_budget="20k", loss="chunked", allocator="expandable", resolution="4k")
     (answer,) = [event.answer for event in campaign(question, SimulatedRunner(lambda _: 0)) if isinstance(event, CellAnswered)]

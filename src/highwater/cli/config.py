@@ -10,7 +10,7 @@ import yaml
 from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
 from highwater.spec.codec import json_schema, to_builtins
-from highwater.spec.request import ONE_OR_SEVERAL, Request, request_from
+from highwater.spec.request import ONE_OR_SEVERAL, PACKINGS, Request, request_from
 
 SCHEMA_ID = "urn:highwater:schema:study"
 
@@ -27,13 +27,16 @@ def request_of(arguments: argparse.Namespace) -> Request:
     from_file = _read_yaml(path)
     if "model" in typed:
         from_file["model"] = typed["model"]
-    in_file = request_from(from_file, config_file=str(path))
-    return request_from({**to_builtins(in_file), **typed})
+    read = to_builtins(request_from(from_file, config_file=str(path)))
+    overridden = PACKINGS if any(name in typed for name in PACKINGS) else ()
+    return request_from({**{name: read[name] for name in from_file if name not in overridden}, **typed})
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same as the request, every setting spelled out."""
+    """The configuration that asks the same as the request, every setting spelled out that has a value in it."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
+    if request.token_budget is not None:
+        del settings["sequences_per_micro_batch"]
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=False).rstrip()
 

@@ -50,7 +50,7 @@ def _requests(model: str, gpus: int, trainer: Trainer, settings: Mapping[str, An
     degrees = [degree for degree in range(1, gpus + 1) if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None]
     common: dict[str, Any] = {"model": model, "gpus": [gpus], "ulysses": degrees, "device": "cuda", "dry_run": True}
     if trainer == "trinity":
-        same = ("objective", "entropy", "sequences_per_micro_batch")
+        same = ("objective", "entropy", *(() if "token_budget" in settings else ("sequences_per_micro_batch",)))
         common |= {name: getattr(PUBLISHED_SETTINGS["vanilla"], name) for name in same} | {"loss": "full", "strategy": "fsdp"}
         refused = sorted(set(settings) - _TRINITY_SETTINGS)
         if refused:

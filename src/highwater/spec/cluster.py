@@ -2,6 +2,7 @@
 
 import re
 from difflib import get_close_matches
+from os.path import commonprefix
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
@@ -104,12 +105,13 @@ def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind
     if found is not None:
         return found
     usable = {key: kind for key, kind in kinds.items() if kind.usable_bytes}
-    near = get_close_matches(name.lower(), usable, n=1, cutoff=0.4)
+    alike = get_close_matches(name.lower(), usable, n=len(usable), cutoff=0.4)
+    near = max(alike, key=lambda key: len(commonprefix((name.lower(), key))), default=None)  # noqa: RUF071 - names, not paths
     known = ", ".join(kind.name for kind in usable.values())
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
     memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
-    meant = f"use `--gpus {gpus}x{usable[near[0]].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
+    meant = f"use `--gpus {gpus}x{usable[near].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
     raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=meant)
 
 

@@ -47,6 +47,9 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
 ONE_OR_SEVERAL = ("gpus", "ulysses")
 """Lists that may be given as their only number."""
 
+PACKINGS = ("sequences_per_micro_batch", "token_budget")
+"""Both say how many sequences a micro-batch has: one of them is named, or none."""
+
 _SMALLEST_MEMORY_BYTES = 64 * MIB
 """Less than any trial needs: who asks for it has left out the unit."""
 
@@ -220,6 +223,11 @@ def request_from(values: Mapping[str, object], *, config_file: str | None = None
         raise UsageError(f"{where}no model is named", hint="name a directory or a catalog model: `highwater find Qwen3-0.6B`")
     values = {name: [value] if name in ONE_OR_SEVERAL and type(value) is int else value for name, value in values.items()}
     spell = _as_keyword if keywords else _as_key if config_file else _as_flag
+    if all(values.get(name) is not None for name in PACKINGS):
+        one, other = (_as_flag(name, "") if spell is _as_flag else name for name in PACKINGS)
+        raise UsageError(
+            f"{where}{one} and {other}: both say how many sequences a micro-batch has", hint=f"leave `{one}` or `{other}` out"
+        )
     try:
         return msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
@@ -235,6 +243,8 @@ def setting_flags(settings: Settings) -> tuple[str, ...]:
     words = ["--allocator", settings.allocator, "--loss", settings.loss]
     for name in Settings.__struct_fields__:
         value = getattr(settings, name)
+        if name == "sequences_per_micro_batch" and settings.token_budget_tokens is not None:
+            continue
         if name not in ("allocator", "loss") and value != getattr(Settings(), name):
             words.append(f"--{name.removesuffix('_tokens').replace('_', '-')}")
             words += [] if value is True else [str(value)]

@@ -65,7 +65,7 @@ class Settings(Noun, frozen=True, kw_only=True):
             raise UsageError(f"the objective {self.objective} has no critic", hint="use `--objective ppo`, or leave `--critic` out")
         if self.entropy != "none" and self.objective not in ("grpo", "ppo"):
             raise UsageError(f"the objective {self.objective} has no entropy in it", hint="use `--entropy none`")
-        if self.objective == "rw" and self.sequences_per_micro_batch % 2:
+        if self.objective == "rw" and self.token_budget_tokens is None and self.sequences_per_micro_batch % 2:
             raise UsageError(
                 f"a reward model is trained on pairs, and {self.sequences_per_micro_batch} sequences per micro-batch are not",
                 hint="use `--sequences-per-micro-batch 2`",
