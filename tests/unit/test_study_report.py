@@ -14,7 +14,7 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.report.secrets import HIDDEN, without_secrets
 from highwater.report.study_commands import find_words, try_words
 from highwater.report.study_markdown import study_markdown
-from highwater.report.study_parts import question_table
+from highwater.report.study_parts import predicted_cells, question_table
 from highwater.report.study_predicted import PredictedTrial
 from highwater.report.study_report import StudyReport, TrialReport, judged
 from highwater.search.campaign import CellAnswered, campaign
@@ -22,7 +22,7 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
-from highwater.spec.study import Expectation, Question
+from highwater.spec.study import Expectation, Question, RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
 from highwater.store.logs import LINES, log_end
@@ -95,6 +95,18 @@ def test_a_fit_below_the_margin_does_not_count() -> None:
     report = report_of(study_of(trial(8192, Outcome.FIT, used_bytes=79 * GIB), question=question))
     assert not report.trials[0].counts_as_fit
     assert report.cells[0].bracket[0].does_not_fit_tokens == 8192
+
+
+def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed() -> None:
+    def edge(*trials: RecordedTrial) -> tuple[str, ...]:
+        table = predicted_cells(report_of(study_of(*trials)))
+        assert table is not None
+        return table.rows[0][-2:]
+
+    assert edge() == ("-", "-")
+    assert edge(trial(8192, Outcome.OUT_OF_MEMORY)) == ("-", "8,192")
+    closed = (trial(8192, Outcome.FIT), trial(16384, Outcome.MEMORY_ONLY_FIT), trial(20480, Outcome.OUT_OF_MEMORY))
+    assert edge(*closed, trial(12288, None)) == ("16,384", "20,480")
 
 
 def test_a_study_that_is_not_finished_says_so() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from highwater.report.prediction import learned
-from highwater.report.study_report import FailedTrial, Judgement, StudyReport, TrialReport
+from highwater.report.study_report import CellReport, FailedTrial, Judgement, StudyReport, TrialReport
 from highwater.report.table import TextTable, answer_table, place, provenance
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
@@ -316,8 +316,7 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
             "-" if cell.predicted is None else _tokens(cell.predicted.capacity_tokens),
             "-" if cell.predicted is None else _tokens(cell.predicted.likely_tokens),
             *((_tokens(cell.begun_at_tokens),) if given else ()),
-            "-" if cell.answer is None else _tokens(cell.answer.reach_tokens),
-            "-" if cell.answer is None else format_tokens(cell.answer.does_not_fit_tokens),
+            *_edge(cell),
         )
         for cell in report.cells
     )
@@ -331,6 +330,15 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
         rows=tuple(rows),
         left_columns=1,
     )
+
+
+def _edge(cell: CellReport) -> tuple[str, str]:
+    """The longest length that fit and the next one, which did not: of a cell without an answer as far as its bracket has closed."""
+    if cell.answer is not None:
+        return _tokens(cell.answer.reach_tokens), format_tokens(cell.answer.does_not_fit_tokens)
+    if not cell.bracket:
+        return "-", "-"
+    return format_tokens(cell.bracket[-1].fits_tokens), format_tokens(cell.bracket[-1].does_not_fit_tokens)
 
 
 def _tokens(count: int | None) -> str:
