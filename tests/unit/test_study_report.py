@@ -163,7 +163,27 @@ def a_prediction() -> PredictedTrial:
 def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[str, object], said: str) -> None:
     report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes)))
     assert said in str(report.predictions.reason)
+    assert "formula" not in dict(question_table(report).rows)["ordered by"]
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "the formula"),
+        ({"device": "cpu"}, "a guess of what a token takes up, which each answered cell corrects; no prediction"),
+        ({"device": "cpu", "method": "linear"}, "its method: one length after the other"),
+        (
+            {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
+            "its method, from the shortest length: nobody recorded how much memory there is",
+        ),
+    ],
+)
+def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
+    changes: dict[str, object], said: str
+) -> None:
+    report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
+    assert dict(question_table(report).rows)["ordered by"] == said
 
 
 def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:

@@ -131,9 +131,21 @@ def _search(question: Question) -> str:
 def _beginning(report: StudyReport) -> str:
     beginning = report.beginning
     if beginning is None:
-        return "the formula"
+        return _unpredicted(report)
     named = " and ".join(map(_prediction, beginning.predictions))
     return named if beginning.reason is None else f"{named}; {beginning.reason}"
+
+
+def _unpredicted(report: StudyReport) -> str:
+    """What orders the trials of a search that was given no prediction: as `search.ordering` goes about it."""
+    question = report.study.question
+    if report.predictions.reason is None:
+        return "the formula"
+    if question.method == "linear":
+        return "its method: one length after the other"
+    if question.memory_budget_bytes is None and question.device_total_bytes is None:
+        return "its method, from the shortest length: nobody recorded how much memory there is"
+    return "a guess of what a token takes up, which each answered cell corrects; no prediction"
 
 
 def _prediction(named: str) -> str:
