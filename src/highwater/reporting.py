@@ -95,7 +95,7 @@ def _beginning(study: Study) -> Beginning | None:
     beside = Path(study.path or named).parent / Path(named).name
     path = next((place for place in (Path(named), beside) if place.is_file()), None)
     if path is None:
-        return Beginning(predictions=(named,), likely_tokens={}, reason="it is not there any more")
+        return Beginning(predictions=(named,), likely_tokens={}, reason="it is not found from here, nor beside the study")
     try:
         found = read_prediction(path, study.question)
     except HighwaterError as error:

@@ -140,7 +140,7 @@ def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome: Outco
 def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit() -> None:
     reported = report_of(study_of(trial(8192, Outcome.OUT_OF_MEMORY, used_bytes=GIB))).trials[0]
     tight = msgspec.structs.replace(reported, limit_bytes=a_prediction().interval.high_bytes - 1)
-    assert judged(tight) == "ran out as predicted"
+    assert judged(tight) == "ran out, as the upper end allows"
     assert judged(msgspec.structs.replace(tight, predicted=None)) == "unknown"
 
 
@@ -319,7 +319,7 @@ def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
     gone = study_report(study_of(schema_version=1, command=command)).beginning
     assert gone is not None
-    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not there any more")
+    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not found from here, nor beside the study")
     by_formula = study_of(schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))
     assert study_report(by_formula).beginning is None
 
@@ -333,7 +333,7 @@ def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
     found = study_report(study_of(schema_version=1, command=command)).beginning
     assert found is not None
-    assert found.reason == "it is not there any more"
+    assert found.reason == "it is not found from here, nor beside the study"
 
 
 SECRETS = (

@@ -50,7 +50,7 @@ _BESIDE: dict[Judgement, str] = {
     "inside": "inside the interval",
     "below": "below the interval",
     "above": "above the interval",
-    "ran out as predicted": "ran out, as the upper end allows",
+    "ran out, as the upper end allows": "ran out, as the upper end allows",
     "unknown": "-",
 }
 
