@@ -244,6 +244,33 @@ def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_
 
 
 @pytest.mark.parametrize(
+    ("named", "path", "words"),
+    [
+        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", "--loss", "full")),
+        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", "--loss", "full")),
+        (("--study", "b.jsonl"), "my a.jsonl", ("--loss", "full", "--study", "my a.jsonl")),
+        (("--study=b.jsonl",), "a.jsonl", ("--loss", "full", "--study", "a.jsonl")),
+        ((), "logs/tiny/study-1.jsonl", ("--loss", "full", "--study", "logs/tiny/study-1.jsonl")),
+    ],
+)
+def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
+    named: tuple[str, ...], path: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    find = ("highwater", "find", "tiny")
+    study = study_of(path=path.format(here=tmp_path), command=(*find, *named, "--loss", "full"))
+    assert report_of(study).commands[0].words == (*find, *words)
+    in_memory = msgspec.structs.replace(study, path=None)
+    assert report_of(in_memory).commands[0].words == in_memory.command
+
+
+def test_a_command_is_typed_without_the_name_of_your_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
+    assert report_of(study).commands[0].text == "highwater find tiny --study ~/'my kept/a.jsonl'"
+
+
+@pytest.mark.parametrize(
     ("typed", "shown"),
     [
         ("study-1.jsonl", "study-1.jsonl"),
