@@ -7,13 +7,12 @@ highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/st
 ```
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.foresight import read_prediction
+from highwater.report.study_commands import flag_value
 from highwater.report.study_predicted import predictions_of
 from highwater.report.study_report import Beginning, StudyReport, assembled, first_failed
 from highwater.report.text import plain_json
@@ -87,7 +86,7 @@ def _beginning(study: Study) -> Beginning | None:
         device = study.question.device
         likely_tokens = {each.cell.label_on(device): each.likely_tokens for each in recorded}
         return Beginning(predictions=tuple(dict.fromkeys(each.prediction for each in recorded)), likely_tokens=likely_tokens)
-    named = _value_of("--prediction", study.command)
+    named = flag_value("--prediction", study.command)
     if named in (None, "formula") or study.schema_version > 1:
         return None
     if named == "trace":
@@ -95,7 +94,7 @@ def _beginning(study: Study) -> Beginning | None:
     beside = Path(study.path or named).parent / Path(named).name
     path = next((place for place in (Path(named), beside) if place.is_file()), None)
     if path is None:
-        return Beginning(predictions=(named,), likely_tokens={}, reason="it is not there any more")
+        return Beginning(predictions=(named,), likely_tokens={}, reason="it is not found from here, nor beside the study")
     try:
         found = read_prediction(path, study.question)
     except HighwaterError as error:
@@ -103,10 +102,3 @@ def _beginning(study: Study) -> Beginning | None:
     device = study.question.device
     likely_tokens = {predicted.cell.label_on(device): predicted.likely_edge_tokens for predicted in found.cells}
     return Beginning(predictions=(named,), likely_tokens=likely_tokens)
-
-
-def _value_of(flag: str, words: Sequence[str]) -> str | None:
-    """The value of a flag as it was typed."""
-    found = [after for word, after in pairwise(words) if word == flag]
-    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-    return found[-1] if found else None

@@ -88,6 +88,16 @@ def test_a_search_that_was_cut_short_is_shown_with_the_command_that_resumes_it(h
     shown = highwater("show", "s.jsonl")
     assert "not searched yet" in shown.stdout
     assert f"next: highwater {' '.join(command)}  (answers the rest)" in shown.stderr
+    copy = tmp_path / "a copy.jsonl"
+    copy.write_text((tmp_path / "s.jsonl").read_text())
+    for reader in ("show", "report"):
+        following = shlex.split(
+            highwater(reader, "a copy.jsonl").stderr.splitlines()[-1].removeprefix("next: ").partition("  (")[0]
+        )
+        assert following[-2:] == ["--study", "a copy.jsonl"]
+    (tmp_path / "s.jsonl").unlink()
+    assert highwater(*following[1:]).returncode == 0
+    assert "not searched yet" not in highwater("show", "a copy.jsonl").stdout
     highwater(*command)
     assert "not searched yet" not in highwater("show", "s.jsonl").stdout
 

@@ -14,7 +14,7 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner
 from highwater.report.secrets import HIDDEN, without_secrets
 from highwater.report.study_commands import find_words, try_words
 from highwater.report.study_markdown import study_markdown
-from highwater.report.study_parts import question_table
+from highwater.report.study_parts import predicted_cells, question_table
 from highwater.report.study_predicted import PredictedTrial
 from highwater.report.study_report import StudyReport, TrialReport, judged
 from highwater.search.campaign import CellAnswered, campaign
@@ -22,7 +22,7 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
-from highwater.spec.study import Expectation, Question
+from highwater.spec.study import Expectation, Question, RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
 from highwater.store.logs import LINES, log_end
@@ -97,6 +97,18 @@ def test_a_fit_below_the_margin_does_not_count() -> None:
     assert report.cells[0].bracket[0].does_not_fit_tokens == 8192
 
 
+def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed() -> None:
+    def edge(*trials: RecordedTrial) -> tuple[str, ...]:
+        table = predicted_cells(report_of(study_of(*trials)))
+        assert table is not None
+        return table.rows[0][-2:]
+
+    assert edge() == ("-", "-")
+    assert edge(trial(8192, Outcome.OUT_OF_MEMORY)) == ("-", "8,192")
+    closed = (trial(8192, Outcome.FIT), trial(16384, Outcome.MEMORY_ONLY_FIT), trial(20480, Outcome.OUT_OF_MEMORY))
+    assert edge(*closed, trial(12288, None)) == ("16,384", "20,480")
+
+
 def test_a_study_that_is_not_finished_says_so() -> None:
     empty = report_of(study_of())
     assert not empty.is_complete
@@ -128,7 +140,7 @@ def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome: Outco
 def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit() -> None:
     reported = report_of(study_of(trial(8192, Outcome.OUT_OF_MEMORY, used_bytes=GIB))).trials[0]
     tight = msgspec.structs.replace(reported, limit_bytes=a_prediction().interval.high_bytes - 1)
-    assert judged(tight) == "ran out as predicted"
+    assert judged(tight) == "ran out, as the upper end allows"
     assert judged(msgspec.structs.replace(tight, predicted=None)) == "unknown"
 
 
@@ -151,7 +163,27 @@ def a_prediction() -> PredictedTrial:
 def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[str, object], said: str) -> None:
     report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes)))
     assert said in str(report.predictions.reason)
+    assert "formula" not in dict(question_table(report).rows)["ordered by"]
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "the formula"),
+        ({"device": "cpu"}, "a guess of what a token takes up, which each answered cell corrects; no prediction"),
+        ({"device": "cpu", "method": "linear"}, "its method: one length after the other"),
+        (
+            {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
+            "its method, from the shortest length: nobody recorded how much memory there is",
+        ),
+    ],
+)
+def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
+    changes: dict[str, object], said: str
+) -> None:
+    report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
+    assert dict(question_table(report).rows)["ordered by"] == said
 
 
 def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:
@@ -209,6 +241,33 @@ def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_
     assert again.words.count("--study") == 1
     lengths = [int(command.words[command.words.index("--length") + 1]) for command in edges]
     assert lengths == [196608, 204800, 196608, 204800]
+
+
+@pytest.mark.parametrize(
+    ("named", "path", "words"),
+    [
+        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", "--loss", "full")),
+        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", "--loss", "full")),
+        (("--study", "b.jsonl"), "my a.jsonl", ("--loss", "full", "--study", "my a.jsonl")),
+        (("--study=b.jsonl",), "a.jsonl", ("--loss", "full", "--study", "a.jsonl")),
+        ((), "logs/tiny/study-1.jsonl", ("--loss", "full", "--study", "logs/tiny/study-1.jsonl")),
+    ],
+)
+def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
+    named: tuple[str, ...], path: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    find = ("highwater", "find", "tiny")
+    study = study_of(path=path.format(here=tmp_path), command=(*find, *named, "--loss", "full"))
+    assert report_of(study).commands[0].words == (*find, *words)
+    in_memory = msgspec.structs.replace(study, path=None)
+    assert report_of(in_memory).commands[0].words == in_memory.command
+
+
+def test_a_command_is_typed_without_the_name_of_your_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
+    assert report_of(study).commands[0].text == "highwater find tiny --study ~/'my kept/a.jsonl'"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +346,7 @@ def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
     gone = study_report(study_of(schema_version=1, command=command)).beginning
     assert gone is not None
-    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not there any more")
+    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not found from here, nor beside the study")
     by_formula = study_of(schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))
     assert study_report(by_formula).beginning is None
 
@@ -301,7 +360,7 @@ def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
     found = study_report(study_of(schema_version=1, command=command)).beginning
     assert found is not None
-    assert found.reason == "it is not there any more"
+    assert found.reason == "it is not found from here, nor beside the study"
 
 
 SECRETS = (

@@ -11,6 +11,7 @@ from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, StudyError, UsageError
+from highwater.report.study_commands import resumed
 from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.model import load_model
@@ -167,7 +168,7 @@ def _after_find(study: Study) -> str:
 
 def _after_show(study: Study, shown_as: str) -> str:
     if not study.complete and study.command:
-        return f"{shlex.join(study.command)}  (answers the rest)"
+        return f"{shlex.join(resumed(study))}  (answers the rest)"
     other = "table" if shown_as == "published" else "published"
     return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 

@@ -8,6 +8,7 @@ from highwater import api, reporting
 from highwater.cli import console
 from highwater.cli.commands import newest_study
 from highwater.errors import EXIT_ANSWERED
+from highwater.report.study_commands import resumed
 from highwater.report.study_report import StudyReport
 from highwater.report.table import answer_table
 from highwater.store.directory import free_name
@@ -38,7 +39,7 @@ def _after(made: StudyReport, output: Path | None) -> str:
     """Go on with a search that is not finished; else the report as a page, or the study in another form."""
     study = made.study
     if not study.complete and study.command:
-        return f"{shlex.join(study.command)}  (answers the rest)"
+        return f"{shlex.join(resumed(study))}  (answers the rest)"
     path = shlex.quote(study.path or "")
     if output is None:
         return f"highwater report {path} -o {free_name('report.html')}"

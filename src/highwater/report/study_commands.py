@@ -1,7 +1,9 @@
 """Commands that do again what a study did: the whole search, and one trial on each side of every edge."""
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from highwater.errors import HighwaterError
@@ -25,8 +27,8 @@ class Command(Noun, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """As one types it."""
-        return shlex.join(self.words)
+        """As one types it, your own home directory without its name."""
+        return " ".join(map(_typed, self.words))
 
 
 def commands(study: Study) -> tuple[Command, ...]:
@@ -38,10 +40,34 @@ def _searches(study: Study) -> Iterator[Command]:
     typed = study.command
     if typed:
         rest = "shows its answers again" if study.complete else "answers the rest"
-        yield Command(what=f"as it was typed: the same study, which {rest}", words=typed)
+        words = resumed(study)
+        named = "" if words == typed else ", but for the study's own file"
+        yield Command(what=f"as it was typed{named}: the same study, which {rest}", words=words)
     again = typed if typed[:2] == ("highwater", "find") else find_words(study.question)
     name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
     yield Command(what="every trial anew, in a study of its own", words=(*_without(again, _STUDY_FLAG), _STUDY_FLAG, name))
+
+
+def resumed(study: Study) -> tuple[str, ...]:
+    """The command of a study, for the file that was read: another name, or none, could start another search from nothing."""
+    typed = study.command
+    if study.path is None or not typed:
+        return typed
+    named = flag_value(_STUDY_FLAG, typed)
+    if named is not None and Path(named).absolute() == Path(study.path).absolute():
+        return typed
+    return (*_without(typed, _STUDY_FLAG), _STUDY_FLAG, study.path)
+
+
+def flag_value(flag: str, words: Sequence[str]) -> str | None:
+    """The value of a flag as it was typed; the last one counts."""
+    found: str | None = None
+    for word, after in pairwise((*words, "")):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def _edges(study: Study) -> Iterator[Command]:
@@ -151,6 +177,14 @@ def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
         elif not word.startswith(f"{flag}="):
             kept.append(word)
     return tuple(kept)
+
+
+def _typed(word: str) -> str:
+    """A word for a shell; what lies in your own home directory begins with ``~``, which the shell fills in."""
+    home = Path(os.environ.get("HOME", "~"))
+    if not home.is_absolute() or home == Path("/") or not Path(word).is_relative_to(home) or Path(word) == home:
+        return shlex.quote(word)
+    return f"~/{shlex.quote(str(Path(word).relative_to(home)))}"
 
 
 def _distinct(counts: Iterable[int]) -> tuple[str, ...]:

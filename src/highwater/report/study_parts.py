@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from highwater.report.prediction import learned
-from highwater.report.study_report import FailedTrial, Judgement, StudyReport, TrialReport
+from highwater.report.study_report import CellReport, FailedTrial, Judgement, StudyReport, TrialReport
 from highwater.report.table import TextTable, answer_table, place, provenance
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
@@ -50,7 +50,7 @@ _BESIDE: dict[Judgement, str] = {
     "inside": "inside the interval",
     "below": "below the interval",
     "above": "above the interval",
-    "ran out as predicted": "ran out, as the upper end allows",
+    "ran out, as the upper end allows": "ran out, as the upper end allows",
     "unknown": "-",
 }
 
@@ -131,9 +131,21 @@ def _search(question: Question) -> str:
 def _beginning(report: StudyReport) -> str:
     beginning = report.beginning
     if beginning is None:
-        return "the formula"
+        return _unpredicted(report)
     named = " and ".join(map(_prediction, beginning.predictions))
     return named if beginning.reason is None else f"{named}; {beginning.reason}"
+
+
+def _unpredicted(report: StudyReport) -> str:
+    """What orders the trials of a search that was given no prediction: as `search.ordering` goes about it."""
+    question = report.study.question
+    if report.predictions.reason is None:
+        return "the formula"
+    if question.method == "linear":
+        return "its method: one length after the other"
+    if question.memory_budget_bytes is None and question.device_total_bytes is None:
+        return "its method, from the shortest length: nobody recorded how much memory there is"
+    return "a guess of what a token takes up, which each answered cell corrects; no prediction"
 
 
 def _prediction(named: str) -> str:
@@ -316,8 +328,7 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
             "-" if cell.predicted is None else _tokens(cell.predicted.capacity_tokens),
             "-" if cell.predicted is None else _tokens(cell.predicted.likely_tokens),
             *((_tokens(cell.begun_at_tokens),) if given else ()),
-            "-" if cell.answer is None else _tokens(cell.answer.reach_tokens),
-            "-" if cell.answer is None else format_tokens(cell.answer.does_not_fit_tokens),
+            *_edge(cell),
         )
         for cell in report.cells
     )
@@ -331,6 +342,15 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
         rows=tuple(rows),
         left_columns=1,
     )
+
+
+def _edge(cell: CellReport) -> tuple[str, str]:
+    """The longest length that fit and the next one, which did not: of a cell without an answer as far as its bracket has closed."""
+    if cell.answer is not None:
+        return _tokens(cell.answer.reach_tokens), format_tokens(cell.answer.does_not_fit_tokens)
+    if not cell.bracket:
+        return "-", "-"
+    return format_tokens(cell.bracket[-1].fits_tokens), format_tokens(cell.bracket[-1].does_not_fit_tokens)
 
 
 def _tokens(count: int | None) -> str:

@@ -17,7 +17,7 @@ from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
 from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__
 
-Judgement = Literal["inside", "below", "above", "ran out as predicted", "unknown"]
+Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
 """A measured figure beside its predicted interval; of a trial that ran out only more than its limit is known."""
 
 
@@ -229,7 +229,7 @@ def judged(trial: TrialReport) -> Judgement:
     if around is None or trial.outcome is None:
         return "unknown"
     if trial.outcome is Outcome.OUT_OF_MEMORY and trial.limit_bytes is not None:
-        return "ran out as predicted" if around.high_bytes > trial.limit_bytes else "above"
+        return "ran out, as the upper end allows" if around.high_bytes > trial.limit_bytes else "above"
     if not trial.outcome.is_fit or trial.device_used_bytes is None:
         return "unknown"
     if trial.device_used_bytes < around.low_bytes:
