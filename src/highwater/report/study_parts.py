@@ -113,11 +113,8 @@ def _sequences(question: Question) -> str:
 def _lengths(question: Question) -> str:
     grid = question.grid
     step = f"steps of {format_tokens(grid.step_tokens)}"
-    beyond = (
-        f", past the native length of {format_tokens(grid.beyond_step_tokens)}"
-        if grid.beyond_step_tokens != grid.step_tokens
-        else ""
-    )
+    further = f", past the native length of {format_tokens(grid.beyond_step_tokens)}"
+    beyond = further if grid.beyond_step_tokens != grid.step_tokens else ""
     return f"{format_tokens(grid.start_tokens)} to {format_tokens(grid.max_tokens)} tokens in {step}{beyond}"
 
 
