@@ -200,7 +200,7 @@ def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
 
 
 def test_simulated_trials_are_not_traced() -> None:
-    with pytest.raises(UsageError, match="trials on GPUs"):
+    with pytest.raises(UsageError, match="a dry run traces nothing"):
         find(Path("trace"))
 
 
