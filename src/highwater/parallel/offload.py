@@ -38,12 +38,11 @@ def adding_up(model: nn.Module) -> Generator[None]:
         sums.set_aside()
     try:
         yield
-    except BaseException:
         if isinstance(sums, HostGradients):
-            sums.give_back()  # whatever they are: who asked for the pass has to know
-        raise
-    if isinstance(sums, HostGradients):
-        sums.add_up()
+            sums.add_up()
+    finally:  # also of a pass that failed: another can begin
+        if isinstance(sums, HostGradients):
+            sums.give_back()
     if isinstance(model, OffloadedFsdp1):
         model.add_up()
 
@@ -79,7 +78,6 @@ class HostGradients:
         for unit in self._units:
             self._take(unit)
         self._add(until=0)
-        self.give_back()
 
     def give_back(self) -> None:
         """The sums are the parameters' gradients again."""
