@@ -102,16 +102,16 @@ def run(directory: Path, *, offload: bool) -> Pass:
         offload=offload,
     )
     trainer = Trainer(policy=trained, optimizer=make_optimizer(trained), mesh=mesh)
+    _emptied()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.reset_peak_host_memory_stats()
-    pinned_bytes = torch.cuda.host_memory_stats()["active_bytes.current"]
+    pinned_bytes = _pinned_bytes()
     backward_of(trainer, micro_batches())
     torch.cuda.synchronize()
     return Pass(
         gradients={name: local_shard(p.grad).to("cpu", copy=True) for name, p in trained.named_parameters()},
         allocated_bytes=torch.cuda.max_memory_allocated() - before_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved() - before_bytes,
-        pinned_bytes=torch.cuda.host_memory_stats()["active_bytes.peak"] - pinned_bytes,
+        pinned_bytes=_pinned_bytes() - pinned_bytes,
     )
 
 
@@ -121,9 +121,15 @@ def micro_batches() -> list[Batch]:
     return [pack([Document(each, each)]) for each in ids]
 
 
+def _pinned_bytes() -> int:
+    """Of the process, what PyTorch keeps included; its own count of what is in use never goes down (torch 2.11)."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+
 def _emptied() -> int:
-    """Bytes that others hold on the GPU."""
+    """Bytes that others hold on the GPU; neither there nor of pinned memory is anything kept."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
     return torch.cuda.memory_allocated()

@@ -31,6 +31,9 @@ Source: ATen/cuda/CublasHandlePool.cpp of PyTorch 2.11; read by ``highwater doct
 NCCL_BYTES: dict[int, int] = {1: 0, 2: round(0.82 * GIB), 4: round(0.82 * GIB), 8: round(1.06 * GIB)}
 """Outside the allocator, by number of GPUs: one communicator after its first collective. 2 and 4 read on H200s (NCCL 2.28.9) by
 ``highwater doctor --measure``; 8 from https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
+NCCL_SECOND_GROUP_BYTES = 196 * MIB
+"""What the communicator of fewer GPUs, which share a sequence, adds before its first all-to-all: no other collective runs on it.
+Read off the searches on four H200s with SP 2 (docs/results/find), 642 MiB with an all-to-all of 446."""
 NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
 """What the first all-to-all, Ulysses, adds to it. Same sources."""
 

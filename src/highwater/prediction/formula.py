@@ -21,6 +21,7 @@ from highwater.prediction.constants import (
     LIKELY_FILLED_SHARE,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_BYTES,
+    NCCL_SECOND_GROUP_BYTES,
     PAGE_TABLE_BYTES,
     PAGE_TABLE_COVERS_BYTES,
     MachineConstants,
@@ -319,7 +320,7 @@ def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> 
 def _nccl_terms(layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]) -> tuple[Term, ...]:
     """One communicator for all GPUs; a second where fewer share a sequence. Between the sizes that were read, the next larger."""
     own_group = 1 < layout.ulysses_degree < layout.gpus
-    group_bytes = _next_larger(nccl, layout.gpus) + (_next_larger(nccl, layout.ulysses_degree) if own_group else 0)
+    group_bytes = _next_larger(nccl, layout.gpus) + (NCCL_SECOND_GROUP_BYTES if own_group else 0)
     terms = (Term(name="NCCL", bytes=group_bytes),)
     if layout.ulysses_degree == 1:
         return terms
