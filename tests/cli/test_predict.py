@@ -64,7 +64,9 @@ def test_a_prediction_is_one_document(highwater: Run) -> None:
     assert document["method"] == "formula"
     first = document["cells"][0]
     assert first["capacity_tokens"] < first["does_not_fit_tokens"]
-    assert {phase["name"] for phase in first["footprint"]["phases"]} == {"loss", "backward of a layer"}
+    assert {phase["name"] for phase in first["footprint"]["phases"]} == {
+        *("loss", "backward of the last layer", "backward of a layer", "reduction of embedding and head")
+    }
 
 
 def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run) -> None:

@@ -16,9 +16,9 @@ DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
 LENGTHS = st.one_of(st.integers(2, 4096), st.integers(2, 2**22))
 PERSISTENT = {"states", "process"}
 SAVED = {"ids, cosines and sines", "kept by recompute", "activations of all layers"}
-GROWS_WITH_SHARDS = {"gradient reduction", "NCCL"}
-"""From one GPU to several there is a reduction, and the library that makes it."""
-GROWS_WITH_ULYSSES = {*GROWS_WITH_SHARDS, "exchange between GPUs", "NCCL, all-to-all"}
+GROWS_WITH_SHARDS = {"gradient reduction", "layers, gathered", "NCCL"}
+"""From one GPU to several a layer is gathered ahead, a sum is reduced to shares of it, and there is the library that does both."""
+GROWS_WITH_ULYSSES = {*GROWS_WITH_SHARDS, "one layer going backward", "NCCL, all-to-all"}
 
 
 @st.composite

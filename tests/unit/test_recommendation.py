@@ -207,7 +207,7 @@ def test_rollout_has_to_leave_the_trainer_a_gpu(gpus, rollout, hint):
 
 def test_little_headroom_comes_with_the_flag_that_asks_for_more():
     def shown(**more):
-        return plain_table(recommendation_tables(recommend(length="68k", **H20S, **more))[0])
+        return plain_table(recommendation_tables(recommend(length="72k", **H20S, **more))[0])
 
     assert "0.0 MiB of each GPU, at least; `--margin 2GiB` asks for more" in shown()
     assert "--margin" not in shown(margin="2GiB")

@@ -164,7 +164,7 @@ def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None
     text = study_markdown(report)
     assert "| predicted: interval " in text
     assert "| measured: device used " in text
-    assert "| 135.63 GiB to 152.88 GiB |" in text
+    assert "| 135.58 GiB to 152.87 GiB |" in text
     assert "GB" not in text.replace("GiB", "")
     assert text.count("OutOfMemoryError") >= len(report.failures)
 

@@ -19,7 +19,7 @@ import msgspec
 
 import highwater
 from highwater.launch.tracing import CachedTracer, fullest_rank, trace_directory
-from highwater.prediction.capacity import Prediction
+from highwater.prediction.capacity import Prediction, predict_cell
 from highwater.prediction.formula import likely_footprint
 from highwater.prediction.replay import replay
 from highwater.spec.codec import from_json
@@ -67,8 +67,12 @@ def main() -> None:
                     rows[name] = row = beside(study_name, spec, result, tracer(here))
                     if row["held_out"]:
                         row |= {"judged": {key: row["traced"][key] for key in ("fits", *PEAKS)}, "formula_judged": row["formula"]}
-                rows[name]["formula"] = by_formula(spec, rows[name]["capacity_bytes"])
-                FILE.write_text(json.dumps(rows, indent=1) + "\n")
+                    FILE.write_text(json.dumps(rows, indent=1) + "\n")
+        for path, study in studies():
+            for trial in study.trials:
+                if (known := rows.get(f"{path.stem}/{trial.spec.key}")) is not None:
+                    known["formula"] = by_formula(trial.spec, known["capacity_bytes"])
+        FILE.write_text(json.dumps(rows, indent=1) + "\n")
     for title, is_held_out in (("Held out", True), ("Development", False)):
         print(f"{title}\n\n{table([row for row in rows.values() if row['held_out'] is is_held_out])}\n")
     print(f"{beside_the_fullest_rank(rows)}\n")
@@ -161,17 +165,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += ["", f"{right} of {len(rows)} trials are told right: whether they fit"]
     for name, words in NAMES.items():
         known = [row for row in rows if name in row and row["measured"]["fits"] and row["traced"]["fits"]]
-        off = sorted(error(row, name) for row in known)
-        if off:
-            most = off[min(len(off) - 1, int(0.95 * len(off)))]
-            figures = f"{statistics.median(off):.3%} (median), {most:.3%} (95th percentile), {off[-1]:.3%} (most)"
-            lines.append(f"peak reserved, {words}: off by {figures}")
+        lines += [f"peak reserved, {words}: {off_by([error(row, name) for row in known])}"] if known else []
+    known = [row for row in rows if row["measured"]["fits"]]
+    lines.append(f"peak allocated, formula: {off_by([error(row, 'formula', 'peak_allocated_bytes') for row in known])}")
     return "\n".join(lines)
 
 
-def error(row: dict[str, Any], by: str) -> float:
-    """Of the reserved peak, absolute, as a share of what was measured."""
-    return abs(row[by]["peak_reserved_bytes"] / row["measured"]["peak_reserved_bytes"] - 1)
+def error(row: dict[str, Any], by: str, peak: str = "peak_reserved_bytes") -> float:
+    """Absolute, as a share of what was measured."""
+    return abs(row[by][peak] / row["measured"][peak] - 1)
+
+
+def off_by(errors: list[float]) -> str:
+    """The middle one, the 95th percentile, the largest."""
+    off = sorted(errors)
+    most = off[min(len(off) - 1, int(0.95 * len(off)))]
+    return f"off by {statistics.median(off):.3%} (median), {most:.3%} (95th percentile), {off[-1]:.3%} (most)"
 
 
 def beside_the_fullest_rank(rows: dict[str, dict[str, Any]]) -> str:
@@ -182,23 +191,24 @@ def beside_the_fullest_rank(rows: dict[str, dict[str, Any]]) -> str:
         if row["held_out"] and row["traced"]["fits"] and row["measured"]["fits"]:
             most = max(rank.memory.peak_reserved_bytes for rank in result.ranks)
             off.append(abs(row["traced"]["peak_reserved_bytes"] / most - 1))
-    off.sort()
-    figures = f"{statistics.median(off):.3%} (median), {off[int(0.95 * len(off))]:.3%} (95th percentile), {off[-1]:.3%} (most)"
-    return f"held out, traced, beside the most that any rank reserved: off by {figures}"
+    return f"held out, traced, beside the most that any rank reserved: {off_by(off)}"
 
 
 def capacities() -> str:
-    """What was predicted of each cell before, beside the edge that its trials have."""
-    headings = ("search", "cell", "predicted", "fit", "ran out", "steps off", "trials up to the edge")
+    """What was predicted of each cell before, beside the edge that its trials have; and what the formula of today says of it."""
+    headings = ("search", "cell", "predicted", "fit", "ran out", "steps off", "trials up to the edge", "formula: steps off")
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     for path, study in studies():
         if prediction_of(path).is_file():
-            for predicted in from_json(prediction_of(path).read_bytes(), Prediction).cells:
+            prediction = from_json(prediction_of(path).read_bytes(), Prediction)
+            for predicted in prediction.cells:
                 told = edge(study, predicted.cell)
                 if told is not None:
                     fit, ran_out, trials = told
-                    off = (predicted.likely_edge_tokens - fit) / (ran_out - fit)
-                    figures = (*map(format_tokens, (predicted.likely_edge_tokens, fit, ran_out)), f"{off:+.0f}", str(trials))
+                    by_trace = predicted.likely_edge_tokens
+                    formula = predict_cell(study.question, predicted.cell, prediction.room, likely_footprint).capacity_tokens
+                    off, formula_off = (f"{(length - fit) / (ran_out - fit):+.0f}" for length in (by_trace, formula))
+                    figures = (*map(format_tokens, (by_trace, fit, ran_out)), off, str(trials), formula_off)
                     lines.append(f"| {path.stem} | {predicted.cell.label} | {' | '.join(figures)} |")
     return "\n".join(lines)
 

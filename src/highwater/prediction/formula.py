@@ -17,6 +17,7 @@ from highwater.prediction.constants import (
     CONTEXT_BYTES,
     CONTEXT_OF_SEVERAL_BYTES,
     CPU_PROCESS_BYTES,
+    CUBLAS_WORKSPACES_BYTES,
     FILLED_SHARE,
     LIKELY_FILLED_SHARE,
     NCCL_ALL_TO_ALL_BYTES,
@@ -45,6 +46,8 @@ FAMILIES = ("llama", "ministral", "mistral", "mixtral", "olmo2", "phi3", "qwen2"
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or experts that are one."""
 CHUNK_BYTES: Mapping[Device, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Logits of one chunk where they are never whole. Source: engine/loss.py."""
+TILE_BYTES: Mapping[Device, int] = {"cuda": 128 * MIB, "cpu": MIB}
+"""One of the three products of a tile where an MLP goes in tiles. Source: engine/gated_mlp.py."""
 ELEMENT_BYTES: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
 """Activations, logits and gathered weights: bfloat16 on a GPU, float32 on the CPU."""
 _ID_BYTES = 8
@@ -98,13 +101,16 @@ def footprint(
     always = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
         Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
+        Term(name="workspaces of cuBLAS", bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
-        Term(name="embedding and head, gathered", bytes=_gathered_root(step)),
-        Term(name="activations of all layers" if settings.recompute == "none" else "kept by recompute", bytes=_kept(step)),
     )
+    root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
+    last, before = ((*always, root, _kept_term(step, layers)) for layers in (shape.layers, shape.layers - 1))
     phases = (
-        Phase(name="loss", terms=present(*always, *_loss_terms(step))),
-        Phase(name="backward of a layer", terms=present(*always, *_layer_terms(step))),
+        Phase(name="loss", terms=present(*last, *_loss_terms(step))),
+        Phase(name="backward of the last layer", terms=present(*last, *_layer_terms(step))),
+        Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(_layer_parameters(shape)))),
+        Phase(name="reduction of embedding and head", terms=present(*always, *_root_terms(step))),
     )
     return Footprint(
         phases=phases,
@@ -185,32 +191,40 @@ def _batch(step: _Step) -> int:
     return step.tokens * (_IDS * _ID_BYTES + 2 * step.element * step.shape.head_dim)
 
 
-def _gathered_root(step: _Step) -> int:
-    """Embedding and head, V x E each, or once if tied: gathered from the first layer to the last gradient."""
-    return step.element * step.shape.vocab_size * step.shape.hidden_size * (2 if _has_own_head(step) else 1)
+def _root_parameters(step: _Step) -> int:
+    """Embedding and head, V x E each, or once if tied or if a number stands in the place of the vocabulary: gathered from the first
+    layer to the last gradient.
+    """
+    has_own_head = not step.shape.tied_embeddings and step.settings.objective != "rw"
+    return step.shape.vocab_size * step.shape.hidden_size * (2 if has_own_head else 1)
 
 
-def _has_own_head(step: _Step) -> bool:
-    """A head beside the embedding: not where they are tied, nor where a number stands in the place of the vocabulary."""
-    return not step.shape.tied_embeddings and step.settings.objective != "rw"
+def _kept_term(step: _Step, layers: int) -> Term:
+    """Of so many layers."""
+    name = "activations of all layers" if step.settings.recompute == "none" else "kept by recompute"
+    return Term(name=name, bytes=step.tokens * layers * _kept(step))
 
 
 def _kept(step: _Step) -> int:
-    """T x E for each layer, its input, and what its attention returns if that is kept; without recompute all that its backward
+    """Per token and layer: its input (E), and what its attention returns if that is kept; without recompute all that its backward
     pass reads. Source: engine/recompute.py.
     """
     if step.settings.recompute != "none":
         attention = 0 if step.settings.recompute == "layer" else step.element * step.query + 4 * step.shape.query_heads
-        return step.tokens * step.shape.layers * (step.element * step.shape.hidden_size + attention)
-    return step.tokens * step.shape.layers * (_attention_kept(step) + _mlp_bytes(step) // 2)
+        return step.element * step.shape.hidden_size + attention
+    return _attention_kept(step) + _mlp_bytes(step) // 2
 
 
 def _loss_terms(step: _Step) -> tuple[Term, ...]:
-    """The last layer's output; hidden states of trained tokens and their gradient; logits; the head's gradient."""
+    """The last layer's output, and that layer while it is gathered ahead; hidden states of trained tokens and their gradient; logits;
+    the head's gradient.
+    """
     hidden = step.element * step.shape.hidden_size
     head = step.shape.vocab_size * step.shape.hidden_size
+    is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
+    ahead = Term(name="layers, gathered", bytes=step.element * _layer_parameters(step.shape) if is_ahead else 0)
     if step.settings.objective == "rw":
-        return (Term(name="hidden states", bytes=hidden * step.tokens),)
+        return (Term(name="hidden states", bytes=hidden * step.tokens), ahead)
     logits = step.element * step.shape.vocab_size * step.trained
     head_gradient = step.element * head
     if not step.settings.holds_logits:
@@ -221,37 +235,69 @@ def _loss_terms(step: _Step) -> tuple[Term, ...]:
         Term(name="logits", bytes=logits),
         Term(name="statistics of tokens", bytes=4 * _ROW_NUMBERS * step.trained),
         Term(name="gradient of the head", bytes=head_gradient),
+        ahead,
     )
 
 
 def _layer_terms(step: _Step) -> tuple[Term, ...]:
-    """The last layer: recomputed and going backward, while all inputs are kept and the next layer is being gathered."""
-    shape, layout, settings = step.shape, step.layout, step.settings
-    parameters = _layer_parameters(shape)
-    working_set = max(_attention_bytes(step), 0 if step.has_tiles else _attention_kept(step) + _mlp_bytes(step))
-    if settings.recompute == "none":
-        working_set = max(0, working_set - _kept(step) // (step.tokens * shape.layers))
+    """A layer recomputed and going backward; its weights, and the next one's if they come from other GPUs."""
+    gathered = _layer_parameters(step.shape) * (2 if step.layout.shard_degree > 1 else 1)
+    # The head's is the embedding's, too, where they are tied; what else the embedding has comes after the layers.
+    head = 0 if step.settings.objective == "rw" else step.shape.vocab_size * step.shape.hidden_size
     return (
-        Term(name="one layer going backward", bytes=step.tokens * working_set),
-        Term(name="exchange between GPUs", bytes=step.tokens * _exchange_bytes(step)),
-        # Its weights and the next layer's; and its own gradients so far.
-        Term(name="layers, gathered", bytes=3 * step.element * parameters),
-        Term(name="gradient reduction", bytes=4 * parameters if layout.shard_degree > 1 else 0),
-        Term(name="shards from the host", bytes=8 * parameters // layout.shard_degree if _is_offloaded(step) else 0),
-        Term(name="gradient of embedding and head", bytes=_gathered_root(step)),
+        Term(name="one layer going backward", bytes=_working_set(step)),
+        Term(name="layers, gathered", bytes=step.element * gathered),
+        Term(name="gradient of the head", bytes=step.element * head),
     )
+
+
+def _reduction(parameters: int) -> Term:
+    """Gradients of one unit in float32, on their way to the shards while the next one goes backward."""
+    return Term(name="gradient reduction", bytes=4 * parameters)
+
+
+def _root_terms(step: _Step) -> tuple[Term, ...]:
+    """Last of all: a gradient as it was computed, V x E, those of embedding and head in float32, and this GPU's share of their sum."""
+    parameters, degree = _root_parameters(step), step.layout.shard_degree
+    share = parameters // degree if degree > 1 else 0
+    return (
+        Term(name="gradient of embedding or head", bytes=step.element * step.shape.vocab_size * step.shape.hidden_size),
+        _reduction(parameters + share),
+    )
+
+
+def _working_set(step: _Step) -> int:
+    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; without recompute less what is kept of it anyway."""
+    kept = _kept(step) if step.settings.recompute == "none" else 0
+    attention = step.tokens * max(0, _attention_bytes(step) - kept) + step.element * _mlp_parameters(step.shape)
+    if not step.has_tiles:
+        return max(attention, step.tokens * max(0, _attention_kept(step) + _mlp_bytes(step) - kept))
+    tile = min(step.element * step.tokens * step.shape.intermediate_size, TILE_BYTES[step.device])
+    return max(
+        attention,
+        step.tokens * max(0, _tiles_bytes(step) - kept) + 3 * tile + 4 * _mlp_parameters(step.shape),
+    )
+
+
+def _tiles_bytes(step: _Step) -> int:
+    """Per token, besides a tile's three products and the gradients of the MLP's weights, which are summed in float32: what the
+    attention keeps, two gradients of the residual stream, and of Ulysses a copy of the attention's output. Source: traces.
+    """
+    copy = step.query if step.layout.ulysses_degree > 1 else 0
+    return _attention_kept(step) + step.element * (2 * step.shape.hidden_size + copy)
 
 
 def _attention_bytes(step: _Step) -> int:
     """Per token, at the peak of a layer whose MLP goes in tiles: its attention's backward pass.
 
     The normed input and the residual's gradient; q and k before their norm; q, k, v as the attention takes them; its output and
-    its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for every query head.
+    its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for every query head; and
+    three float32 numbers a head.
     Source: docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
     """
     query, key, attended = step.query, step.key, step.attended_key
     tensors = step.element * (2 * step.shape.hidden_size + (query + key) + 2 * (query + 2 * attended) + 2 * query)
-    return tensors + 4 * query + 2 * step.element * query
+    return tensors + 4 * query + 2 * step.element * query + 3 * 4 * step.shape.query_heads
 
 
 def _attention_kept(step: _Step) -> int:
@@ -271,20 +317,14 @@ def _mlp_bytes(step: _Step) -> int:
     return step.element * 13 * shape.intermediate_size // 2
 
 
-def _exchange_bytes(step: _Step) -> int:
-    """Per token: Ulysses sends a copy of q, k, v and of the output. Not measured yet."""
-    if step.layout.ulysses_degree == 1:
-        return 0
-    return step.element * (2 * step.query + 2 * step.attended_key)
-
-
 def _layer_parameters(shape: ModelShape) -> int:
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
     return (shape.parameters - outside) // shape.layers
 
 
-def _is_offloaded(step: _Step) -> bool:
-    return step.settings.offload and step.device == "cuda"
+def _mlp_parameters(shape: ModelShape) -> int:
+    """Of a layer; of experts all of them."""
+    return 3 * shape.experts * shape.hidden_size * shape.intermediate_size
 
 
 def context_bytes(device: Device, *, gpus: int) -> int:
