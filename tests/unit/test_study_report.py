@@ -343,12 +343,53 @@ def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
     assert report.beginning.reason is None
     assert report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
+    assert report.cells[0].expected_tokens == report.cells[0].begun_at_tokens
+    assert report.cells[0].expected_by == "docs/results/find/edge-4b-1-full.prediction.json"
     command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
     gone = study_report(study_of(schema_version=1, command=command)).beginning
     assert gone is not None
     assert (gone.predictions, gone.reason) == (("gone.json",), "it is not found from here, nor beside the study")
     by_formula = study_of(schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))
     assert study_report(by_formula).beginning is None
+
+
+def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says() -> None:
+    told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
+    report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
+    cell = report.cells[0]
+    assert (cell.expected_tokens, cell.expected_by, cell.begun_at_tokens) == (12_345, "formula", None)
+    assert cell.predicted is not None
+    assert cell.predicted.likely_tokens != 12_345
+    table = predicted_cells(report)
+    assert table is not None
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["predicted before its trials: likely"] == "12,345 by the formula then"
+    assert row["predicted by today's formula: likely"] == f"{cell.predicted.likely_tokens:,}"
+    assert "12,345 by the formula then" in study_markdown(report)
+    assert "as the study recorded it before the cell's first trial" in study_markdown(report)
+
+
+def test_what_was_recorded_is_shown_where_todays_formula_says_nothing() -> None:
+    told = Expectation(cell=QUESTION.cells[0], likely_tokens=0, prediction="formula")
+    silent = msgspec.structs.replace(QUESTION, data="my.batches:packed")
+    table = predicted_cells(report_of(study_of(question=silent, expectations=(told,))))
+    assert table is not None
+    assert table.rows[0][1:4] == ("-", "-", "none by the formula then")
+
+
+def test_each_cell_says_what_predicted_it_before_its_trials() -> None:
+    question = question_of(loss="full")
+    vanilla, env = question.cells
+    told = (
+        Expectation(cell=vanilla, likely_tokens=4096, prediction="formula"),
+        Expectation(cell=env, likely_tokens=8192, prediction="kept/a|b.json"),
+    )
+    report = study_report(study_of(question=question, expectations=told))
+    assert [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells] == [(4096, None), (8192, 8192)]
+    table = predicted_cells(report)
+    assert table is not None
+    assert [row[3] for row in table.rows] == ["4,096 by the formula then", "8,192 by a|b.json"]
+    assert "8,192 by a\\|b.json" in study_markdown(report)
 
 
 def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing() -> None:

@@ -277,6 +277,10 @@ class Study(Noun, frozen=True, kw_only=True):
         """The cell's answer; None where there is none yet."""
         return next((answer for answer in self.answers if answer.cell == cell), None)
 
+    def expectation_of(self, cell: Cell) -> Expectation | None:
+        """What was recorded of the cell before its first trial; None where nothing was."""
+        return next((expectation for expectation in self.expectations if expectation.cell == cell), None)
+
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
         place = cell.layout, cell.settings
