@@ -29,6 +29,8 @@ from highwater.store.logs import LINES, log_end
 from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
+BUDGETED = question_of(token_budget="16k").cells
+
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path) -> None:
@@ -171,6 +173,14 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[
     ("changes", "said"),
     [
         ({}, "the formula"),
+        ({"method": "linear"}, "its method: one length after the other"),
+        ({"cells": BUDGETED}, "its token budget, from the longest length that it holds"),
+        ({"cells": BUDGETED, "method": "linear"}, "its method: one length after the other"),
+        ({"cells": BUDGETED, "device": "cpu"}, "its token budget, from the longest length that it holds"),
+        (
+            {"proof": "memory", "timeout_s": 300.0},
+            "the formula, after a full trial of the shortest length, by whose time others are judged",
+        ),
         ({"device": "cpu"}, "a guess of what a token takes up, which each answered cell corrects; no prediction"),
         ({"device": "cpu", "method": "linear"}, "its method: one length after the other"),
         (
@@ -325,6 +335,29 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
     report = study_report(study_of(expectations=told))
     ordered = dict(question_table(report).rows)["ordered by"]
     assert ordered == "the prediction a.json, in ~/kept and a trace made along the way and the prediction b.json"
+
+
+@pytest.mark.parametrize("prediction", ["trace", "a.json"])
+def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(prediction: str) -> None:
+    told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
+    linear = msgspec.structs.replace(QUESTION, method="linear")
+    report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))
+    ordered = dict(question_table(report).rows)["ordered by"]
+    assert ordered.startswith("its method: one length after the other; ")
+    assert ordered.endswith(f"{'a trace made along the way' if prediction == 'trace' else 'the prediction a.json'} ordered nothing")
+    assert (report.cells[0].expected_tokens, report.cells[0].begun_at_tokens) == (4096, None)
+
+
+def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_those() -> None:
+    question = question_of(loss="full")
+    vanilla, env = question.cells
+    trials = [RecordedTrial(spec=question.trial(cell, 8192)) for cell in question.cells]
+    told = (
+        Expectation(cell=vanilla, likely_tokens=4096, prediction="formula"),
+        Expectation(cell=env, likely_tokens=8192, prediction="a.json"),
+    )
+    report = study_report(study_of(*trials, question=question, expectations=told))
+    assert dict(question_table(report).rows)["ordered by"] == "the prediction a.json; where that says nothing, the formula"
 
 
 def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_home(

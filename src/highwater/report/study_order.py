@@ -7,21 +7,28 @@ from highwater.report.study_report import StudyReport
 
 
 def ordered_by(report: StudyReport) -> str:
-    """What ordered the trials, in words."""
-    beginning = report.beginning
+    """What ordered the trials, in words: as `search.campaign` goes about it."""
+    question, beginning = report.study.question, report.beginning
+    named = "" if beginning is None else " and ".join(map(_prediction, beginning.predictions))
+    if question.method == "linear":
+        unheard = f"; {named} ordered nothing" if named else ""
+        return f"its method: one length after the other{unheard}"
+    first = ", after a full trial of the shortest length, by whose time others are judged" if question.proof == "memory" else ""
     if beginning is None:
-        return _unpredicted(report)
-    named = " and ".join(map(_prediction, beginning.predictions))
-    return named if beginning.reason is None else f"{named}; {beginning.reason}"
+        return _unpredicted(report) + first
+    if beginning.reason is not None:
+        return f"{named}{first}; {beginning.reason}"
+    is_silent = any(cell.bracket and cell.begun_at_tokens is None for cell in report.cells)
+    return f"{named}{first}{f'; where that says nothing, {_unpredicted(report)}' if is_silent else ''}"
 
 
 def _unpredicted(report: StudyReport) -> str:
-    """What orders the trials of a search that was given no prediction: as `search.ordering` goes about it."""
+    """What orders the trials of a bisection that was given no prediction: as `search.ordering` goes about it."""
     question = report.study.question
+    if question.cells[0].settings.token_budget_tokens is not None:
+        return "its token budget, from the longest length that it holds"
     if report.predictions.reason is None:
         return "the formula"
-    if question.method == "linear":
-        return "its method: one length after the other"
     if question.memory_budget_bytes is None and question.device_total_bytes is None:
         return "its method, from the shortest length: nobody recorded how much memory there is"
     return "a guess of what a token takes up, which each answered cell corrects; no prediction"

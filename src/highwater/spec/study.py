@@ -228,7 +228,7 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
 
 
 class Expectation(Noun, frozen=True, kw_only=True):
-    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials."""
+    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials, if they were bisected."""
 
     cell: Cell
     likely_tokens: int
