@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from highwater.answered import answered
 from highwater.errors import MachineError, UsageError
 from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import check_prediction, expectation, foresight
@@ -83,11 +84,11 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
     ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``, ``loss="chunked"``, ``dry_run=True``.
     ``on_event`` hears each trial as it starts and ends. Blocks for as long as the trials take; called again after an
-    interruption it goes on where it was.
+    interruption it goes on where it was. A ``study`` that has every answer is returned as it is where there is no GPU to ask.
     Raises HighwaterError for what cannot be asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
-    return answer(request, prepare(request), on_event=on_event)
+    return answered(request) or answer(request, prepare(request), on_event=on_event)
 
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:

@@ -4,10 +4,17 @@ The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package
 """
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import SIMULATED, Run, refusal
+
+from highwater.errors import EXIT_MACHINE
+from highwater.store.journal import read_study
+
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 PYNVML = """
 class NVMLError(Exception): pass
@@ -87,3 +94,41 @@ def test_a_source_tree_without_metadata_can_be_searched_with(highwater: Run, tmp
     (tmp_path / "sitecustomize.py").write_text(hidden)
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
     assert done.returncode == 0, done.stderr
+
+
+def typed_again(study: Path) -> tuple[str, ...]:
+    """The command of a study of docs/results/find, about a copy of its file."""
+    words = read_study(study).command[1:]
+    return (*words, "--study", study.name)
+
+
+@pytest.mark.parametrize("name", ["edge-4b-1-full", "qwen3-4b-card-full", "grpo-0.6b-1", "long-8b-2"])
+@pytest.mark.parametrize("device", [(), ("--device", "cuda")])
+def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(
+    highwater: Run, tmp_path: Path, name: str, device: tuple[str, ...]
+) -> None:
+    copy = Path(shutil.copy(FOUND / f"{name}.jsonl", tmp_path))
+    before = copy.read_bytes()
+    done = highwater(*typed_again(copy), *device)
+    assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
+    note, following = done.stderr.splitlines()
+    assert note == f"note: no GPU is visible, and none is needed: {copy.name} has every answer; nothing is run"
+    assert highwater(*shlex.split(following.removeprefix("next: "))[1:]).returncode == 0
+    assert copy.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(highwater: Run, tmp_path: Path) -> None:
+    lines = (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines(keepends=True)
+    last = max(at for at, line in enumerate(lines) if '"kind":"cell_answered"' in line)
+    begun = tmp_path / "my study.jsonl"
+    begun.write_text("".join(lines[:last]))
+    problem, hint = refusal(highwater(*typed_again(begun)), EXIT_MACHINE)
+    assert problem == "no GPU is visible, and the search in my study.jsonl is not finished: 1 of 2 cells have no final answer"
+    assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
+
+
+def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
+    problem, _ = refusal(highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE)
+    assert problem == "the driver shows no GPU here"

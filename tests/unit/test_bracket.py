@@ -161,14 +161,40 @@ def test_linear_scans_upwards_and_stops_at_the_first_that_fails(size, data):
         assert trials == min(capacity + 1, size) - start + 1
 
 
-@given(st.integers(2, 200), st.data())
-def test_linear_scans_downwards_from_a_start_that_fails(size, data):
+@given(st.integers(2, 5000), st.data())
+def test_linear_takes_a_start_that_fails_as_bisect_takes_a_hint(size, data):
     start = data.draw(st.integers(2, size))
     capacity = data.draw(st.integers(0, start - 1))
     bracket = Bracket(size, first=start, method="linear")
-    assert search(bracket, capacity) == start - capacity + (capacity > 0)
+    trials = search(bracket, capacity)
+    assert trials == search(Bracket(size, first=start), capacity) <= bound(capacity) + HINT_COST
     assert bracket.fits == capacity
     assert bracket.is_proven
+
+
+@given(st.integers(2, 5000))
+def test_a_linear_start_that_is_one_step_too_long_takes_two_trials(start):
+    assert search(Bracket(5000, first=start, method="linear"), start - 1) == 2
+
+
+def test_a_repeat_of_a_linear_start_that_fails_does_not_end_the_scan():
+    bracket = Bracket(40, first=5, method="linear")
+    for index, fits in [(5, True), (6, False), (5, False), (6, True)]:
+        bracket.tell(index, fits)
+    assert bracket.ask() == 7
+    bracket.tell(7, fits=True)
+    assert bracket.ask() == 8
+
+
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+def test_where_a_budget_packs_less_further_up_that_is_tried_right_after_the_start(method):
+    bracket = Bracket(100, 31, method, least_packed=61)
+    bracket.tell(31, fits=False)
+    assert bracket.ask() == 61
+    bracket.tell(61, fits=False)
+    while (index := bracket.ask()) is not None:
+        bracket.tell(index, fits=False)
+    assert (bracket.fits, bracket.end) == (0, 1)
 
 
 @pytest.mark.parametrize("least_packed", [1, 11])

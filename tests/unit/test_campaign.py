@@ -189,6 +189,33 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(budg
     assert answer.monotone
 
 
+@given(budget=st.integers(6, 2 * GRID_SIZE), held=st.integers(1, 2 * GRID_SIZE), max_index=st.integers(GRID_SIZE, 8 * GRID_SIZE))
+def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_costs_few_trials(budget, held, max_index):
+    """What fits depends on the tokens of a GPU alone: a start that fills the budget there says nothing of longer ones."""
+    cells = tuple(
+        Cell(layout=Layout(gpus=4, ulysses_degree=sp), settings=Settings(token_budget_tokens=budget * STEP)) for sp in (1, 2, 4)
+    )
+    grid = Grid(
+        start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=max_index * STEP
+    )
+    question = ask(cells=cells, grid=grid, method="linear")
+
+    def law(spec: TrialSpec) -> Outcome:
+        return packs_up_to(held * STEP * spec.layout.context_degree)(spec)
+
+    events = events_of(question, law)
+    for cell in cells:
+        answer = next(event.answer for event in events if isinstance(event, CellAnswered) and event.answer.cell == cell)
+        first, *_ = (event for event in events if isinstance(event, TrialFinished) and event.cell == cell)
+        trials = [question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)]
+        if first.result.outcome is Outcome.FIT:
+            continue  # an upward scan, to the first length that does not
+        longest = max((trial.length_tokens for trial in trials if law(trial) is Outcome.FIT), default=0)
+        assert answer.capacity_tokens == longest
+        assert answer.monotone
+        assert answer.trials <= bound(longest // STEP) + HINT_COST + 1
+
+
 @pytest.mark.parametrize(("method", "expected"), [("linear", None), ("bisect", 0)])
 def test_a_token_budget_of_which_memory_holds_no_length_takes_two_trials(method, expected):
     """The shortest, which fills it, and the one that leaves the most of it empty."""

@@ -41,6 +41,26 @@ def test_a_replayed_cell_heeds_the_hosts_memory_and_says_what_would_be_needed_wh
     assert none.headroom_bytes < 0
 
 
+@pytest.mark.parametrize(
+    ("gpus", "ulysses", "budget", "longest"),
+    [("1", 1, 20480, 20480), ("1", 1, 36864, 20480), ("1", 1, 45056, 0), ("2", 2, 36864, 40960)],
+)
+def test_a_token_budget_hides_no_length_that_a_shipped_trace_fits(gpus, ulysses, budget, longest):
+    """Shorter lengths fill it, and need more than one that leaves almost half of it empty: 20,480 alone of 36,864 on one GPU."""
+    asked = {"gpus": f"{gpus}xA100-80GB", "gpu_memory": "40GiB", "trainer": "trinity", "ulysses": [ulysses]}
+    asked |= {"token_budget": budget, "allocator": "native", "offload": False}
+    (found,) = highwater.predict("Qwen3-0.6B", max_length=ulysses * budget, **asked).cells
+    assert found.replayed is not None
+    fit = [
+        length
+        for length in range(4096, ulysses * budget + 1, 4096)
+        if highwater.predict("Qwen3-0.6B", length=length, **asked).cells[0].capacity_tokens
+    ]
+    assert found.capacity_tokens == max(fit, default=0) == longest
+    assert found.replayed.fits == bool(fit)
+    assert found.does_not_fit_tokens not in fit
+
+
 def test_every_rung_is_predicted_offload_last():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB")
     labels = [(cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells]

@@ -22,7 +22,7 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
-from highwater.spec.study import Expectation, Question, RecordedTrial
+from highwater.spec.study import Question, RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
 from highwater.store.logs import LINES, log_end
@@ -167,25 +167,6 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "the formula"),
-        ({"device": "cpu"}, "a guess of what a token takes up, which each answered cell corrects; no prediction"),
-        ({"device": "cpu", "method": "linear"}, "its method: one length after the other"),
-        (
-            {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
-            "its method, from the shortest length: nobody recorded how much memory there is",
-        ),
-    ],
-)
-def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
-    changes: dict[str, object], said: str
-) -> None:
-    report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
-    assert dict(question_table(report).rows)["ordered by"] == said
-
-
 def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:
     shape = msgspec.structs.replace(QUESTION.model.shape, model_type="mamba")
     model = msgspec.structs.replace(QUESTION.model, shape=shape)
@@ -314,53 +295,6 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
     monkeypatch.setenv("HOME", str(tmp_path / home))
     study = msgspec.structs.replace(study_of(), path=str(tmp_path / "mine" / "kept" / "study-1.jsonl"))
     assert dict(question_table(report_of(study)).rows)["study"] == shown.format(top=tmp_path)
-
-
-def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
-    told = tuple(Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=each) for each in named)
-    report = study_report(study_of(expectations=told))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    assert ordered == "the prediction a.json, in ~/kept and a trace made along the way and the prediction b.json"
-
-
-def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.json").write_text("{}")
-    command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(tmp_path / "a.json"))
-    ordered = dict(question_table(study_report(study_of(schema_version=1, command=command))).rows)["ordered by"]
-    assert ordered.startswith("the prediction a.json, in ~; a.json is not a prediction of this version")
-
-
-def test_a_report_says_where_the_search_was_told_to_begin() -> None:
-    report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
-    assert report.beginning is not None
-    assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
-    assert report.beginning.reason is None
-    assert report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
-    command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
-    gone = study_report(study_of(schema_version=1, command=command)).beginning
-    assert gone is not None
-    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not found from here, nor beside the study")
-    by_formula = study_of(schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))
-    assert study_report(by_formula).beginning is None
-
-
-def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing() -> None:
-    assert study_report(study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))).beginning is None
-
-
-def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    pipe = fifo(tmp_path / "prediction.json")
-    command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
-    found = study_report(study_of(schema_version=1, command=command)).beginning
-    assert found is not None
-    assert found.reason == "it is not found from here, nor beside the study"
 
 
 SECRETS = (

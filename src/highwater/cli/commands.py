@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from highwater import api
+from highwater.answered import answered
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
@@ -30,6 +31,10 @@ def find(arguments: argparse.Namespace) -> int:
         load_model(request.model)  # raises for one that is not there: the configuration has to work
         console.answer(to_yaml(request))
         return EXIT_ANSWERED
+    known = answered(request)
+    if known is not None:
+        console.notes(known.notes)
+        return _say_found(arguments, known)
     planned = api.prepare(request)
     console.notes(planned.notes)
     _note_resumed(request, planned.question)
@@ -40,12 +45,7 @@ def find(arguments: argparse.Namespace) -> int:
         say_interrupted(api.study_file(request, planned.question))
         return exit_code_of(interrupt)
     console.notes([note for note in study.notes if note not in planned.notes])
-    if arguments.json:
-        console.answer_json(study)
-        return exit_code(study)
-    console.answer_table(answer_table(study))
-    console.next_command(_after_find(study))
-    return exit_code(study)
+    return _say_found(arguments, study)
 
 
 def try_(arguments: argparse.Namespace) -> int:
@@ -147,6 +147,16 @@ def say_interrupted(path: Path | None) -> None:
         return
     console.talk(f"interrupted: the study keeps every finished trial, {study.finished_trials} so far: {path}")
     console.next_command(f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)")
+
+
+def _say_found(arguments: argparse.Namespace, study: Study) -> int:
+    """The answer, as JSON or as a table with the next command; the exit code."""
+    if arguments.json:
+        console.answer_json(study)
+        return exit_code(study)
+    console.answer_table(answer_table(study))
+    console.next_command(_after_find(study))
+    return exit_code(study)
 
 
 def _note_resumed(request: Request, question: Question) -> None:

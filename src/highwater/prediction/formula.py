@@ -216,9 +216,7 @@ def _kept(step: _Step) -> int:
 
 
 def _loss_terms(step: _Step) -> tuple[Term, ...]:
-    """The last layer's output, and that layer while it is gathered ahead; hidden states of trained tokens and their gradient; logits;
-    the head's gradient.
-    """
+    """The last layer's output, and a layer gathered ahead; hidden states of trained tokens and their gradient; logits; the head's."""
     hidden = step.element * step.shape.hidden_size
     head = step.shape.vocab_size * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
@@ -257,7 +255,7 @@ def _reduction(parameters: int) -> Term:
 
 
 def _root_terms(step: _Step) -> tuple[Term, ...]:
-    """Last of all: a gradient as it was computed, V x E, those of embedding and head in float32, and this GPU's share of their sum."""
+    """Last of all: a gradient as it was computed, V x E; those of embedding and head in float32, and this GPU's share of the sum."""
     parameters, degree = _root_parameters(step), step.layout.shard_degree
     share = parameters // degree if degree > 1 else 0
     return (
@@ -267,7 +265,7 @@ def _root_terms(step: _Step) -> tuple[Term, ...]:
 
 
 def _working_set(step: _Step) -> int:
-    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; without recompute less what is kept of it anyway."""
+    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; without recompute less what is kept anyway."""
     kept = _kept(step) if step.settings.recompute == "none" else 0
     attention = step.tokens * max(0, _attention_bytes(step) - kept) + step.element * _mlp_parameters(step.shape)
     if not step.has_tiles:

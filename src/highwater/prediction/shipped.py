@@ -20,6 +20,7 @@ from highwater.prediction.trinity import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.packing import least_packed
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Cell, Question
 
@@ -51,7 +52,11 @@ def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
 
 
 def replay_cell(question: Question, cell: Cell, room: Room, guessed: CellPrediction) -> CellPrediction:
-    """The cell's longest length by replay, from where the closed form guesses it."""
+    """The cell's longest length by replay, from where the closed form guesses it.
+
+    A token budget packs the fewest tokens of one length, the most of the shorter ones, and ever more above it: fitting is looked
+    for from that length on, as for our own steps, and below it where it does not fit itself.
+    """
     grid, size = question.grid, max(1, question.size_of(cell))
     if guessed.binding == "host":
         size = grid.index_at_most(guessed.capacity_tokens)
@@ -67,7 +72,9 @@ def replay_cell(question: Question, cell: Cell, room: Room, guessed: CellPredict
         replays[index] = _replayed(place, tokens, cell.settings.allocator, capacity_bytes, index == 1)
         return replays[index].fits
 
-    longest = edge(min(size, max(1, grid.index_at_most(guessed.capacity_tokens))), size, fits)
+    shortest = least_packed(question, cell, size)
+    start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
+    longest = edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
     at = max(1, longest)
     found = predict_at(question, cell, room, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)

@@ -1,11 +1,10 @@
 """The parts of a study's report, as text before anybody decides how it is drawn: each a table, or lines."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from highwater.report.prediction import learned
+from highwater.report.study_order import file_and_folder, ordered_by, short_name
 from highwater.report.study_report import CellReport, FailedTrial, Judgement, StudyReport, TrialReport
 from highwater.report.table import TextTable, answer_table, place, provenance
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
@@ -42,7 +41,7 @@ WORDS = (
     "**bracket** of a cell: the longest length that fit, and the shortest above it that did not. Each trial can narrow it; a "
     "timeout or a crash says nothing about memory and leaves it as it was.",
     "**capacity**: the longest length that fit, with the next one tried and failed.",
-    "**predicted** figures come from a formula, without a trial; every other figure is what the column's heading says.",
+    "**predicted** figures come from a formula or a trace, without a trial; every other figure is what the column's heading says.",
 )
 _LONGEST_REASON = 240
 """Characters of a reason in a list; the whole of it stands among the failures."""
@@ -87,20 +86,10 @@ def question_table(report: StudyReport) -> TextTable:
         ("search", _search(question)),
         ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
         ("data", question.data or "synthetic sequences"),
-        ("ordered by", _beginning(report)),
-        ("study", "not recorded" if report.study.path is None else _file(report.study.path)),
+        ("ordered by", ordered_by(report)),
+        ("study", "not recorded" if report.study.path is None else file_and_folder(report.study.path)),
     ]
     return TextTable(title="the question", columns=("what", "value"), rows=tuple(rows), left_columns=2)
-
-
-def _file(path: str) -> str:
-    """A file's name, then its folder, however it was typed: as seen from here, or from your own home directory without its name."""
-    name, folder = Path(path).name, Path(path).parent.resolve()
-    home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
-    starts = {home: Path("~"), Path.cwd(): Path(), root: root}  # the later of equal ones: a home of `/` is nobody's
-    start = next(above for above in (folder, *folder.parents) if above in starts)
-    folder = starts[start] / folder.relative_to(start)
-    return name if folder == Path() else f"{name}, in {folder}"
 
 
 def _sequences(question: Question) -> str:
@@ -123,32 +112,6 @@ def _search(question: Question) -> str:
     margin = f", a length has to leave {format_bytes(question.margin_bytes)}" if question.margin_bytes else ""
     timeout = "" if question.timeout_s is None else f", full trials up to {format_seconds(question.timeout_s)}"
     return f"{question.method}, proof {question.proof}{timeout}{confirmed}{margin}"
-
-
-def _beginning(report: StudyReport) -> str:
-    beginning = report.beginning
-    if beginning is None:
-        return _unpredicted(report)
-    named = " and ".join(map(_prediction, beginning.predictions))
-    return named if beginning.reason is None else f"{named}; {beginning.reason}"
-
-
-def _unpredicted(report: StudyReport) -> str:
-    """What orders the trials of a search that was given no prediction: as `search.ordering` goes about it."""
-    question = report.study.question
-    if report.predictions.reason is None:
-        return "the formula"
-    if question.method == "linear":
-        return "its method: one length after the other"
-    if question.memory_budget_bytes is None and question.device_total_bytes is None:
-        return "its method, from the shortest length: nobody recorded how much memory there is"
-    return "a guess of what a token takes up, which each answered cell corrects; no prediction"
-
-
-def _prediction(named: str) -> str:
-    if named == "trace":
-        return "a trace made along the way"
-    return f"the prediction {_file(named) if Path(named).is_absolute() else named}"
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:
@@ -315,16 +278,16 @@ def _predicted_row(trial: TrialReport) -> tuple[str, ...]:
 
 
 def predicted_cells(report: StudyReport) -> TextTable | None:
-    """Each cell's capacity beside what was predicted of it, by formula and by what the search was given."""
-    given = report.beginning is not None and bool(report.beginning.likely_tokens)
-    if report.predictions.reason is not None and not given:
+    """Each cell's capacity beside what was predicted of it: by the formula of today, and before its trials."""
+    is_foretold = any(cell.expected_tokens is not None for cell in report.cells)
+    if report.predictions.reason is not None and not is_foretold:
         return None
     rows = (
         (
             cell.label,
             "-" if cell.predicted is None else _tokens(cell.predicted.capacity_tokens),
             "-" if cell.predicted is None else _tokens(cell.predicted.likely_tokens),
-            *((_tokens(cell.begun_at_tokens),) if given else ()),
+            *((_expected(cell),) if is_foretold else ()),
             *_edge(cell),
         )
         for cell in report.cells
@@ -332,13 +295,20 @@ def predicted_cells(report: StudyReport) -> TextTable | None:
     return TextTable(
         title=f"longest length of each cell: predicted, and {report.label}",
         columns=(
-            *("cell", "predicted by formula: upper end fits", "predicted by formula: likely"),
-            *(("predicted, as the search was given: likely",) if given else ()),
+            *("cell", "predicted by today's formula: upper end fits", "predicted by today's formula: likely"),
+            *(("predicted before its trials: likely",) if is_foretold else ()),
             *(f"{report.label}: longest that fit", f"{report.label}: next, did not"),
         ),
         rows=tuple(rows),
         left_columns=1,
     )
+
+
+def _expected(cell: CellReport) -> str:
+    """With what said so, which may differ from cell to cell."""
+    if cell.expected_tokens is None or cell.expected_by is None:
+        return "-"
+    return f"{_tokens(cell.expected_tokens)} by {short_name(cell.expected_by)}"
 
 
 def _edge(cell: CellReport) -> tuple[str, str]:
@@ -355,8 +325,10 @@ def _tokens(count: int | None) -> str:
 
 
 def prediction_notes(report: StudyReport) -> Iterator[str]:
-    """What the intervals promise, and how far these trials are a test of them."""
+    """What was predicted when, what the intervals promise, and how far these trials are a test of them."""
     predictions = report.predictions
+    if any(cell.expected_by == "formula" for cell in report.cells):
+        yield "the formula then: that of the highwater which searched, as the study recorded it before the cell's first trial"
     if predictions.reason is not None:
         yield f"nothing is predicted by formula: {predictions.reason}"
         return

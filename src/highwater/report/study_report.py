@@ -80,9 +80,15 @@ class CellReport(Noun, frozen=True, kw_only=True):
     """None: the search has not come to an end there."""
     bracket: tuple[BracketStep, ...]
     predicted: PredictedCell | None = None
-    """By formula."""
+    """By formula, that of the highwater that made the report."""
+    expected_tokens: int | None = None
+    """Longest length that was likely to fit, as predicted before the cell's first trial: as the study recorded it; of a study
+    from before that was recorded, as the prediction that its command names has it."""
+    expected_by: str | None = None
+    """What predicted that: ``formula``, as it was then, ``trace``, or a file."""
     begun_at_tokens: int | None = None
-    """The length that the search was told to begin with, by the prediction that it was given."""
+    """The length that the search was told to begin with, by the prediction that it was given; None of a linear search, which
+    heeds none."""
 
 
 class FailedTrial(Noun, frozen=True, kw_only=True):
@@ -102,7 +108,7 @@ class FailedTrial(Noun, frozen=True, kw_only=True):
 
 
 class Beginning(Noun, frozen=True, kw_only=True):
-    """What ordered the trials of the search, besides the formula."""
+    """What the search was given to order its trials by; a linear one heeds its method alone."""
 
     predictions: tuple[str, ...]
     """Each that was named: ``trace``, or a file."""
@@ -130,7 +136,7 @@ class StudyReport(Noun, frozen=True, kw_only=True):
     failures: tuple[FailedTrial, ...]
     predictions: Predictions
     beginning: Beginning | None = None
-    """None: the formula's edge."""
+    """None: nothing was given. `study_order` says what ordered the trials then."""
     commands: tuple[Command, ...]
     study: Study
     """As it was read, less what looks like a secret."""
@@ -239,13 +245,18 @@ def judged(trial: TrialReport) -> Judgement:
 
 def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: Beginning | None) -> CellReport:
     label = cell.label_on(study.question.device)
+    given_tokens = None if beginning is None else beginning.likely_tokens.get(label)
+    recorded = study.expectation_of(cell)
+    named = beginning.predictions[-1] if beginning is not None and given_tokens is not None else None
     return CellReport(
         label=label,
         cell=cell,
         answer=study.answer_of(cell),
         bracket=tuple(_bracket(study, cell)),
         predicted=predicted,
-        begun_at_tokens=None if beginning is None else beginning.likely_tokens.get(label),
+        expected_tokens=given_tokens if recorded is None else recorded.likely_tokens,
+        expected_by=named if recorded is None else recorded.prediction,
+        begun_at_tokens=given_tokens if study.question.method == "bisect" else None,
     )
 
 

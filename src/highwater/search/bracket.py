@@ -10,6 +10,8 @@ Trials for a capacity at index n, on any monotone law (``tests/unit/test_bracket
     with a longer hint    at most ``HINT_COST`` more, however wrong it is
     with n or n + 1       2, the fewest that prove an answer
     with ``least_packed`` at most one more, also for n = 0
+
+That is ``bisect``, and ``linear`` from a start that does not fit. From one that fits ``linear`` takes each index up to n + 1.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ class Contradiction:
 class Bracket:
     """The longest index in 1..``size`` that fits, found one observed outcome at a time.
 
-    ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan.
+    ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan from there.
     ``least_packed`` is the index that takes the least memory, which a token budget makes another than 1: nothing is said to fit
     nowhere before it was tried.
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
@@ -52,9 +54,10 @@ class Bracket:
     def ask(self) -> int | None:
         """The index to try next; None when the outcomes make an answer."""
         if self.end == self.fits + 1:
-            is_open = self._least_packed <= self._size and self._least_packed not in self._failed | self._undecided
-            return self._least_packed if is_open and not self._fit else None
-        return self._next_in_scan() if self._method == "linear" else self._next_in_bisection()
+            return self._least_packed if self._is_least_packed_open and not self._fit else None
+        if self._is_scanning:
+            return self.fits + 1 if self._fit else self._first
+        return self._next_in_bisection()
 
     def tell(self, index: int, fits: bool) -> None:
         """Record that ``index`` fit, or that it did not."""
@@ -98,25 +101,47 @@ class Bracket:
         gap = self.end - self.fits - 1
         if gap <= 0:
             return 0 if self.ask() is None else 1
-        if self._method == "bisect" and self.end <= self._size:
+        if not self._is_scanning and self.end <= self._size:
             return gap.bit_length()
         return 2 if not self._fit else 1
 
-    def _next_in_scan(self) -> int:
-        """Upwards from the start; below a start that failed, downwards, to the first that fits."""
+    @property
+    def _is_scanning(self) -> bool:
+        """A linear search scans upwards from its start. One that did not fit is no more than a hint that was too long.
+
+        The published scan ends there and says that nothing fits. What does fit is as well found by bisection: an answer is a
+        pair of neighbours that were tried, whichever were tried before.
+        """
+        if self._method == "bisect":
+            return False
         if self._fit:
-            return self.fits + 1
-        return self.end - 1 if self._failed or self._undecided else self._first
+            return self._first in self._fit or self._first not in self._failed | self._undecided
+        return self._first < self.end
 
     def _next_in_bisection(self) -> int:
+        if self._is_least_packed_above:
+            return self._least_packed
         for index in (*self._around_the_hint, self._least_packed):
             if self.fits < index < self.end:
                 return index
-        if self.end > self._size:
+        if self.end > self._size and not any(index < self.fits for index in self._failed):  # else what is above may pack as much
             distance = self.fits - self._first + 1
             return min(self.fits + distance, self._size)
         middle = (self.fits + self.end) // 2
         return min(middle, max(2 * self.fits, 1))
+
+    @property
+    def _is_least_packed_open(self) -> bool:
+        return self._least_packed <= self._size and self._least_packed not in self._failed | self._fit | self._undecided
+
+    @property
+    def _is_least_packed_above(self) -> bool:
+        """An index did not fit, and a higher one, which is still to be tried, takes the least memory: that one says the most.
+
+        Where it fits, the answer is no lower, whatever fits below; where it does not, nothing is likely to, and index 1 proves
+        it. So it goes with a carried start that fit where a token budget held it once, and now holds it twice.
+        """
+        return not self._fit and self.does_not_fit == self.end and self.end < self._least_packed and self._is_least_packed_open
 
     @property
     def _around_the_hint(self) -> tuple[int, ...]:

@@ -228,7 +228,7 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
 
 
 class Expectation(Noun, frozen=True, kw_only=True):
-    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials."""
+    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials, if they were bisected."""
 
     cell: Cell
     likely_tokens: int
@@ -276,6 +276,10 @@ class Study(Noun, frozen=True, kw_only=True):
     def answer_of(self, cell: Cell) -> CellAnswer | None:
         """The cell's answer; None where there is none yet."""
         return next((answer for answer in self.answers if answer.cell == cell), None)
+
+    def expectation_of(self, cell: Cell) -> Expectation | None:
+        """What was recorded of the cell before its first trial; None where nothing was."""
+        return next((expectation for expectation in self.expectations if expectation.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""

@@ -1,0 +1,74 @@
+"""Answered: the study that a request names, where it has every answer already and this machine has no GPU to ask anew."""
+
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError, StudyError
+from highwater.launch.probe import probe
+from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, Machine
+from highwater.spec.plan import plan
+from highwater.spec.request import Request
+from highwater.spec.study import Question, Study
+from highwater.store.journal import read_study
+
+
+def answered(request: Request) -> Study | None:
+    """The named study, which asks what is asked and has every answer; None where the question has to be asked, or refused, here.
+
+    Only where no GPU is visible: elsewhere a search is resumed, which finds its trials recorded. Nothing is run or written.
+    Raises MachineError for a study that asks the same and is not finished: it cannot be resumed here.
+    """
+    if request.study is None or request.dry_run or request.device == "cpu" or probe().gpus:
+        return None
+    study = _study_of_gpus(Path(request.study))
+    if study is None or not _asks_the_same(request, study.question):
+        return None
+    open_cells = len(study.question.cells) - sum(answer.limit not in ("time", "inconclusive") for answer in study.answers)
+    shown = f"highwater show {shlex.quote(request.study)}"
+    if open_cells:
+        cells = f"{open_cells} of {len(study.question.cells)} cells have no final answer"
+        raise MachineError(
+            f"no GPU is visible, and the search in {request.study} is not finished: {cells}",
+            hint=f"`{shown}` shows what it has; the same command goes on with it on {study.question.device_name}",
+        )
+    note = f"no GPU is visible, and none is needed: {request.study} has every answer; nothing is run"
+    return msgspec.structs.replace(study, notes=(note, *study.notes))
+
+
+def _study_of_gpus(path: Path) -> Study | None:
+    """What is wrong with a file is told where it would be written."""
+    with suppress(StudyError):
+        study = read_study(path)
+        return study if study.question.device == "cuda" and not study.question.simulated else None
+    return None
+
+
+def _asks_the_same(request: Request, question: Question) -> bool:
+    """The request, asked of a machine with the GPUs that the study ran on, is the study's question."""
+    with suppress(HighwaterError):
+        return plan(request, _machine_of(question)).question.key == question.key
+    return False
+
+
+def _machine_of(question: Question) -> Machine:
+    """As much of it as a plan looks at. Its host held what trials keep there, or they would not have been started."""
+    gpu = Gpu(
+        index=0,
+        name=question.device_name,
+        memory_total_bytes=question.device_total_bytes or 0,
+        memory_used_bytes=0,
+        compute_capability=OLDEST_CAPABILITY,
+        processes=(),
+    )
+    return Machine(
+        gpus=(gpu,) * max(cell.layout.gpus for cell in question.cells),
+        driver_version=None,
+        cpu_cores=1,
+        host_memory_total_bytes=sys.maxsize,
+        host_memory_available_bytes=sys.maxsize,
+        versions={},
+    )
