@@ -5,6 +5,8 @@ import pytest
 import highwater
 from highwater.api import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
+from highwater.prediction import shipped
+from highwater.prediction.affine import AffineLog
 from highwater.prediction.calibration import calibrate
 from highwater.prediction.capacity import Room, predict_cell, predict_cells
 from highwater.prediction.formula import likely_footprint
@@ -39,6 +41,14 @@ def test_a_replayed_cell_heeds_the_hosts_memory_and_says_what_would_be_needed_wh
     assert none.replayed is not None
     assert none.capacity_tokens == 0
     assert none.headroom_bytes < 0
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B"])
+def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
+    first = highwater.predict(model, gpus="1xA100-80GB", trainer="trinity")
+    shipped._replayed.cache_clear()
+    monkeypatch.setattr(AffineLog, "least_bytes", lambda *_: 0)
+    assert highwater.predict(model, gpus="1xA100-80GB", trainer="trinity") == first
 
 
 def test_every_rung_is_predicted_offload_last():
