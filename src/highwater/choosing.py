@@ -29,7 +29,7 @@ _NAMED = ("objective", "critic", "entropy", "rope")
 _APART = (5 / 4, 4 / 3, 2, 4)
 """How many times one length of the chooser the next is, at least: the least of these with which there are not too many."""
 _REPLAYED_APART = 2
-"""Of predictions for Trinity-RFT's trainer, where each answer replays a trace for every cell: 2 s instead of 10 ms."""
+"""Of predictions for Trinity-RFT's trainer, where each answer replays a trace for every cell: 1 s instead of 10 ms."""
 _MOST_ANSWERS = 400
 """About 2 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}

@@ -16,6 +16,7 @@ TABLES = (
     "find/speeds.py --table",
     "predict/events.py --table",
     "predict/intervals.py",
+    "predict/outside.py",
     "predict/second_check.py --table",
     "predict/traced.py --table",
 )

@@ -6,10 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.prediction.affine import affine
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.prediction.replay import replay
 from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.settings import Allocator
 
 STEPS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()), min_size=1, max_size=40)
 """Fixed bytes, bytes per token, stream; and whether the oldest that is alive is freed afterwards."""
+WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)
 
 
 def log(steps: list[tuple[int, int, int, bool]], tokens: int) -> EventLog:
@@ -46,6 +50,25 @@ def test_the_lines_through_two_lengths_give_any_other(steps: list[tuple[int, int
     lines = affine({64: log(steps, 64), 1024: log(steps, 1024)})
     assert lines.at(tokens) == renumbered(log(steps, tokens))
     assert msgspec.json.decode(msgspec.json.encode(lines), type=type(lines)) == lines
+
+
+@given(STEPS, st.integers(0, 10**4))
+def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(
+    steps: list[tuple[int, int, int, bool]], tokens: int
+) -> None:
+    lines = affine({64: log(steps, 64), 1024: log(steps, 1024)})
+    free = replay(lines.at(tokens), allocator="expandable")
+    assert WORKSPACES + lines.least_bytes(tokens) == free.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+@given(steps=STEPS, tokens=st.integers(0, 10**4), lacking_bytes=st.integers(1, 2**30))
+def test_no_allocator_does_with_less_than_what_is_alive_at_once(
+    allocator: Allocator, steps: list[tuple[int, int, int, bool]], tokens: int, lacking_bytes: int
+) -> None:
+    lines = affine({64: log(steps, 64), 1024: log(steps, 1024)})
+    capacity_bytes = WORKSPACES + lines.least_bytes(tokens) - lacking_bytes
+    assert not replay(lines.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes).fits
 
 
 def test_what_is_on_no_line_is_refused() -> None:

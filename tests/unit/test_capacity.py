@@ -5,6 +5,8 @@ import pytest
 import highwater
 from highwater.api import predict_against
 from highwater.errors import MachineError, ModelError, UsageError
+from highwater.prediction import shipped
+from highwater.prediction.affine import AffineLog
 from highwater.prediction.calibration import calibrate
 from highwater.prediction.capacity import Room, predict_cell, predict_cells
 from highwater.prediction.formula import likely_footprint
@@ -59,6 +61,14 @@ def test_a_token_budget_hides_no_length_that_a_shipped_trace_fits(gpus, ulysses,
     assert found.capacity_tokens == max(fit, default=0) == longest
     assert found.replayed.fits == bool(fit)
     assert found.does_not_fit_tokens not in fit
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B"])
+def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
+    first = highwater.predict(model, gpus="1xA100-80GB", trainer="trinity")
+    shipped._replayed.cache_clear()
+    monkeypatch.setattr(AffineLog, "least_bytes", lambda *_: 0)
+    assert highwater.predict(model, gpus="1xA100-80GB", trainer="trinity") == first
 
 
 def test_every_rung_is_predicted_offload_last():

@@ -33,7 +33,7 @@ def guide(arguments: argparse.Namespace) -> int:
     console.notes(made.notes)
     if output is not None:
         if output.suffix == guiding.PAGE and arguments.predict and arguments.trainer == "trinity":
-            console.talk("the page's chooser: half a minute for each model and number of GPUs whose traces are replayed")
+            console.talk("the page's chooser: a quarter of a minute for each model and number of GPUs whose traces are replayed")
         console.talk(f"the guide: {guiding.write_guide(output, made)}")
     if arguments.json:
         console.answer_json(guide_rows(made))

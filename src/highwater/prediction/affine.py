@@ -4,6 +4,7 @@ A step whose tensors are whole, with no tiles and no chunks, allocates the same 
 what repeats from layer to layer compresses to almost nothing.
 """
 
+from highwater.prediction.allocator import round_size
 from highwater.spec.codec import Noun
 from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
 
@@ -34,7 +35,7 @@ class AffineLog(Noun, frozen=True, kw_only=True):
     def at(self, tokens: int) -> EventLog:
         """The log of a micro-batch of so many tokens on the rank."""
         first_phase, release = len(self.kinds), len(self.kinds) + len(self.phases)
-        sizes = [kind.fixed_bytes + kind.bytes_per_token * tokens for kind in self.kinds]
+        sizes = self._sizes(tokens)
         events: list[Event] = []
         count = 0
         for code in self.events:
@@ -49,6 +50,24 @@ class AffineLog(Noun, frozen=True, kw_only=True):
         return EventLog(
             source="traced", versions=self.versions, operators=self.operators, modules=self.modules, events=tuple(events)
         )
+
+    def least_bytes(self, tokens: int) -> int:
+        """The most that is alive at once, in whole blocks: with less, no allocator has a place for it."""
+        blocks = [round_size(size) if size else 0 for size in self._sizes(tokens)]
+        allocated: list[int] = []
+        alive = most = 0
+        for code in self.events:
+            if code < 0:
+                alive -= allocated[code]
+            elif code < len(blocks):
+                allocated.append(blocks[code])
+                alive += blocks[code]
+                most = max(most, alive)
+        return most
+
+    def _sizes(self, tokens: int) -> list[int]:
+        """Of each kind."""
+        return [kind.fixed_bytes + kind.bytes_per_token * tokens for kind in self.kinds]
 
 
 def affine(logs: dict[int, EventLog]) -> AffineLog:

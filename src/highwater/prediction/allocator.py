@@ -11,7 +11,6 @@ Not simulated: graph pools, ``max_split_size_mb``, the garbage collector.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from highwater.units import MIB
 
@@ -46,8 +45,7 @@ class _Block:
 
     address: int
     size: int
-    stream: int
-    is_small: bool
+    pool: "_Pool"
     is_expandable: bool
     is_mapped: bool = True
     is_allocated: bool = False
@@ -56,35 +54,43 @@ class _Block:
 
 
 @dataclass(slots=True)
-class _FreeBlocks:
-    """Blocks of one stream and pool, ordered by size, then by address."""
+class _Blocks:
+    """Blocks by size, then by address."""
 
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+    ordered: list[tuple[int, int, _Block]] = field(default_factory=list)
 
     def add(self, block: _Block) -> None:
-        key = (block.size, block.address)
-        insort(self.keys, key)
-        self.blocks[key] = block
+        insort(self.ordered, (block.size, block.address, block))
 
     def remove(self, block: _Block) -> None:
-        key = (block.size, block.address)
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
+        del self.ordered[bisect_left(self.ordered, (block.size, block.address))]
 
-    def at_least(self, size: int) -> list[_Block]:
-        """Blocks of this size or more, the best fit first."""
-        return [self.blocks[key] for key in self.keys[bisect_left(self.keys, (size,)) :]]
+    def first_of(self, size: int) -> int:
+        """Where the smallest one stands that holds ``size``; behind the last where none does."""
+        return bisect_left(self.ordered, (size,))
 
     def all(self) -> list[_Block]:
-        return [self.blocks[key] for key in self.keys]
+        return [block for _, _, block in self.ordered]
 
     def by_address(self) -> list[_Block]:
-        return sorted(self.blocks.values(), key=lambda block: block.address)
+        return sorted(self.all(), key=lambda block: block.address)
 
 
-_Place = tuple[int, bool]
-"""A stream, and whether the pool is the small one."""
+@dataclass(slots=True, kw_only=True)
+class _Pool:
+    """What one stream has free for small blocks, or for large ones, and what of its expandable ranges is not mapped."""
+
+    is_small: bool
+    free: _Blocks = field(default_factory=_Blocks)
+    unmapped: _Blocks = field(default_factory=_Blocks)
+
+
+class _Pools(dict[tuple[int, bool], _Pool]):
+    """By stream, and whether for small blocks; empty where there was none yet."""
+
+    def __missing__(self, place: tuple[int, bool]) -> _Pool:
+        pool = self[place] = _Pool(is_small=place[1])
+        return pool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,8 +109,7 @@ class CachingAllocator:
     peak_reserved_bytes: int = 0
     retries: int = 0
     """Times that all cached blocks were released to serve an allocation."""
-    _free: dict[_Place, _FreeBlocks] = field(default_factory=dict)
-    _unmapped: dict[_Place, _FreeBlocks] = field(default_factory=dict)
+    _pools: _Pools = field(default_factory=_Pools)
     _live: dict[int, _Block] = field(default_factory=dict)
     _awaited: dict[int, None] = field(default_factory=dict)
     """Given back and not free yet."""
@@ -114,12 +119,12 @@ class CachingAllocator:
     def allocate(self, size: int, *, stream: int = 0) -> int:
         """Serve ``size`` bytes on a stream; returns the handle to free them by. Raises CapacityError."""
         rounded = round_size(size)
-        place = (stream, rounded <= SMALL_BYTES)
-        block = self._best_fit(place, rounded) or self._new_block(place, rounded)
+        pool = self._pools[stream, rounded <= SMALL_BYTES]
+        block = self._best_fit(pool, rounded) or self._new_block(pool, rounded)
         if block is None:
             self.retries += 1
             self.release_cached()
-            block = self._new_block(place, rounded)
+            block = self._new_block(pool, rounded)
         if block is None:
             raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
         block = self._split(block, rounded)
@@ -140,7 +145,7 @@ class CachingAllocator:
         block.is_allocated = False
         self._merge(block, block.before)
         self._merge(block, block.after)
-        self._free_blocks(block).add(block)
+        block.pool.free.add(block)
 
     def give_back(self, handle: int) -> None:
         """No longer allocated, but used on another stream: free when ``free`` says so, or when memory runs short."""
@@ -163,44 +168,40 @@ class CachingAllocator:
         for handle in tuple(self._awaited):
             self.free(handle)
         for is_small in (False, True):
-            for (_, small), free in list(self._free.items()):
-                if small is not is_small:
+            for pool in self._pools.values():
+                if pool.is_small is not is_small:
                     continue
-                for block in free.all():
+                for block in pool.free.all():
                     if block.is_expandable:
                         self._unmap(block)
                     elif block.before is None and block.after is None:
-                        free.remove(block)
+                        pool.free.remove(block)
                         self._reserve(-block.size)
 
-    def _best_fit(self, place: _Place, size: int) -> _Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block that holds it; among expandable ones, the one that can grow the least."""
-        candidates = self._free.setdefault(place, _FreeBlocks()).at_least(size)
-        if not candidates:
+        ordered, best = pool.free.ordered, pool.free.first_of(size)
+        if best == len(ordered):
             return None
-        best = candidates[0]
         if self.is_expandable:
-            for other in candidates[1:]:
-                if _growable_size(other) >= _growable_size(best):
-                    break
-                best = other
-        self._free[place].remove(best)
-        return best
+            while best + 1 < len(ordered) and _growable_size(ordered[best + 1][2]) < _growable_size(ordered[best][2]):
+                best += 1
+        return ordered.pop(best)[2]
 
-    def _new_block(self, place: _Place, size: int) -> _Block | None:
+    def _new_block(self, pool: _Pool, size: int) -> _Block | None:
         """A block from the device; None where the capacity does not hold it."""
         segment_bytes = segment_size(size)
         is_checked = self.is_share or not self.is_expandable
         if is_checked and self._exceeds(segment_bytes):
             return None
         if self.is_expandable:
-            return self._grown_block(place, size)
+            return self._grown_block(pool, size)
         self._reserve(segment_bytes)
-        return _Block(self._addresses(segment_bytes), segment_bytes, place[0], place[1], is_expandable=False)
+        return _Block(self._addresses(segment_bytes), segment_bytes, pool, is_expandable=False)
 
-    def _grown_block(self, place: _Place, size: int) -> _Block | None:
+    def _grown_block(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages until a free block is large enough (try_allocate_expandable_block)."""
-        block = self._growth_start(place, size)
+        block = self._growth_start(pool, size)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -209,96 +210,91 @@ class CachingAllocator:
             if not self._map(following, min(size - block.size, following.size)):
                 return None
             block = following
-        self._free_blocks(block).remove(block)
+        block.pool.free.remove(block)
         return block
 
-    def _growth_start(self, place: _Place, size: int) -> _Block:
+    def _growth_start(self, pool: _Pool, size: int) -> _Block:
         """Where free or unmapped neighbours have room for ``size``; a new address range where none has (find_expandable_block)."""
-        for unmapped in self._unmapped.setdefault(place, _FreeBlocks()).by_address():
+        for unmapped in pool.unmapped.by_address():
             before = unmapped.before
             start = before if before is not None and not before.is_allocated else unmapped
             if _room_from(start, size):
                 return start
-        start = self._addresses(_EXTENT_BYTES)
-        block = _Block(start, _EXTENT_BYTES, place[0], place[1], is_expandable=True, is_mapped=False)
-        self._unmapped[place].add(block)
+        block = _Block(self._addresses(_EXTENT_BYTES), _EXTENT_BYTES, pool, is_expandable=True, is_mapped=False)
+        pool.unmapped.add(block)
         return block
 
     def _map(self, block: _Block, size: int) -> bool:
         """Give an unmapped block pages for ``size``, whole ones; the rest stays unmapped (map_block)."""
-        page = _page_bytes(block)
+        page = _page_bytes(block.pool)
         mapped = -(-size // page) * page
         if self._exceeds(mapped):
             return False
-        unmapped = self._unmapped[block.stream, block.is_small]
+        unmapped = block.pool.unmapped
         unmapped.remove(block)
         if mapped < block.size:
-            rest = _Block(block.address + mapped, block.size - mapped, block.stream, block.is_small, True, is_mapped=False)
-            _link(block, rest, block.after)
+            rest = _Block(block.address + mapped, block.size - mapped, block.pool, is_expandable=True, is_mapped=False)
+            _link(rest, block.after)
+            _link(block, rest)
             block.size = mapped
             unmapped.add(rest)
         block.is_mapped = True
         self._merge(block, block.before)
         self._merge(block, block.after)
-        self._free_blocks(block).add(block)
+        block.pool.free.add(block)
         self._reserve(mapped)
         return True
 
     def _unmap(self, block: _Block) -> None:
         """Take the whole pages out of a free block; what is left at its ends stays free (unmap_block)."""
-        page = _page_bytes(block)
+        page = _page_bytes(block.pool)
         start = -(-block.address // page) * page
         stop = (block.address + block.size) // page * page
         if start >= stop:
             return
-        free = self._free_blocks(block)
+        free = block.pool.free
         free.remove(block)
         if start > block.address:
-            head = _Block(block.address, start - block.address, block.stream, block.is_small, True)
-            _link(block.before, head, block)
+            head = _Block(block.address, start - block.address, block.pool, is_expandable=True)
+            _link(block.before, head)
+            _link(head, block)
             free.add(head)
         if stop < block.address + block.size:
-            tail = _Block(stop, block.address + block.size - stop, block.stream, block.is_small, True)
-            _link(block, tail, block.after)
+            tail = _Block(stop, block.address + block.size - stop, block.pool, is_expandable=True)
+            _link(tail, block.after)
+            _link(block, tail)
             free.add(tail)
         block.address, block.size, block.is_mapped = start, stop - start, False
         self._merge(block, block.before)
         self._merge(block, block.after)
-        self._unmapped[block.stream, block.is_small].add(block)
+        block.pool.unmapped.add(block)
         self._reserve(start - stop)
 
     def _split(self, block: _Block, size: int) -> _Block:
         """The part of a block that is asked for; the rest is free again, unless it is too little (should_split)."""
         rest = block.size - size
-        least = MIN_BLOCK_BYTES if block.is_small or self.is_expandable else SMALL_BYTES + 1
+        least = MIN_BLOCK_BYTES if block.pool.is_small or self.is_expandable else SMALL_BYTES + 1
         if rest < least:
             return block
-        part = _Block(block.address, size, block.stream, block.is_small, block.is_expandable)
-        _link(block.before, part, block)
+        part = _Block(block.address, size, block.pool, block.is_expandable)
+        _link(block.before, part)
+        _link(part, block)
         block.address += size
         block.size = rest
-        self._free_blocks(block).add(block)
+        block.pool.free.add(block)
         return part
 
     def _merge(self, block: _Block, neighbour: _Block | None) -> None:
         """Take a neighbour in that is free like this one, or unmapped like this one (try_merge_blocks)."""
         if neighbour is None or neighbour.is_allocated or neighbour.is_mapped != block.is_mapped:
             return
-        where = self._free if neighbour.is_mapped else self._unmapped
-        where[neighbour.stream, neighbour.is_small].remove(neighbour)
+        (neighbour.pool.free if neighbour.is_mapped else neighbour.pool.unmapped).remove(neighbour)
         if neighbour is block.before:
             block.address = neighbour.address
-            block.before = neighbour.before
-            if block.before is not None:
-                block.before.after = block
+            _link(neighbour.before, block)
         else:
-            block.after = neighbour.after
-            if block.after is not None:
-                block.after.before = block
+            _link(block, neighbour.after)
         block.size += neighbour.size
-
-    def _free_blocks(self, block: _Block) -> _FreeBlocks:
-        return self._free.setdefault((block.stream, block.is_small), _FreeBlocks())
 
     def _exceeds(self, size: int) -> bool:
         return self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes
@@ -329,8 +325,8 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
-def _page_bytes(block: _Block) -> int:
-    return SMALL_SEGMENT_BYTES if block.is_small else LARGE_SEGMENT_BYTES
+def _page_bytes(pool: _Pool) -> int:
+    return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
 
 
 def _growable_size(block: _Block) -> int:
@@ -346,10 +342,9 @@ def _room_from(block: _Block | None, size: int) -> bool:
     return room >= size
 
 
-def _link(*blocks: "_Block | None") -> None:
+def _link(one: _Block | None, other: _Block | None) -> None:
     """Make these neighbours, in this order."""
-    for one, other in pairwise(blocks):
-        if one is not None:
-            one.after = other
-        if other is not None:
-            other.before = one
+    if one is not None:
+        one.after = other
+    if other is not None:
+        other.before = one

@@ -42,8 +42,9 @@ FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
 docs/results/find: expandable, less than the fullest trials that fit had filled (0.988 to 0.999); native, the least of what trials
 that fit had filled at their edges (0.879 to 0.989: it depends on the order of allocations, which no formula knows)."""
 LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.998, "native": 0.94}
-"""What a prediction by formula is the middle of, and where a search begins: between the most that a trial which fit had filled
-and the least that one which ran out would have, and the middle of what was seen. What it promises is in its interval (calibration.py)."""
+"""What a prediction by formula is the middle of, and where a search begins: between the most that a trial which fit had filled and
+the least that one which ran out would have; native, the middle of what was seen. What it promises is in its interval
+(calibration.py)."""
 
 
 class MachineConstants(Noun, frozen=True, kw_only=True):

@@ -216,7 +216,9 @@ def _kept(step: _Step) -> int:
 
 
 def _loss_terms(step: _Step) -> tuple[Term, ...]:
-    """The last layer's output, and a layer gathered ahead; hidden states of trained tokens and their gradient; logits; the head's."""
+    """The last layer's output, hidden states of trained tokens and their gradient, logits, the head's gradient; a layer gathered
+    ahead.
+    """
     hidden = step.element * step.shape.hidden_size
     head = step.shape.vocab_size * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
@@ -255,7 +257,7 @@ def _reduction(parameters: int) -> Term:
 
 
 def _root_terms(step: _Step) -> tuple[Term, ...]:
-    """Last of all: a gradient as it was computed, V x E; those of embedding and head in float32, and this GPU's share of the sum."""
+    """One gradient as it was computed, V x E; those of embedding and head in float32, and this GPU's share of their sum."""
     parameters, degree = _root_parameters(step), step.layout.shard_degree
     share = parameters // degree if degree > 1 else 0
     return (

@@ -60,7 +60,7 @@ def replay(
     cuBLAS's, of which a trace knows nothing.
     """
     device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share)
-    handles: dict[int, tuple[int, Allocate, str]] = {}
+    handles: dict[int, int] = {}
     phase, fits, number, peak_at = "setup", True, 0, 0
     by_phase: dict[str, int] = {}
     peak_phase = phase
@@ -71,17 +71,17 @@ def replay(
             match event:
                 case Allocate():
                     if event.bytes:
-                        handles[event.id] = (device.allocate(event.bytes, stream=event.stream), event, phase)
+                        handles[event.id] = device.allocate(event.bytes, stream=event.stream)
                     if device.allocated_bytes > by_phase.get(phase, 0):
                         by_phase[phase] = device.allocated_bytes
                         if device.allocated_bytes == device.peak_allocated_bytes:
                             peak_at, peak_phase = number + 1, phase
                 case Free():
-                    found = handles.pop(event.id, None)
-                    if found is not None and device.is_held(found[0]):
-                        device.free(found[0])
+                    handle = handles.pop(event.id, None)
+                    if handle is not None and device.is_held(handle):
+                        device.free(handle)
                 case GiveBack() if event.id in handles:
-                    device.give_back(handles[event.id][0])
+                    device.give_back(handles[event.id])
                 case GiveBack():
                     pass
                 case Enter():

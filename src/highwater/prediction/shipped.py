@@ -12,7 +12,7 @@ import msgspec
 
 from highwater.prediction.affine import AffineLog
 from highwater.prediction.capacity import CellPrediction, Room, predict_at, predict_cells
-from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, TRINITY_OUTSIDE_BYTES
 from highwater.prediction.exact import edge, ended
 from highwater.prediction.replay import Replayed, needed, replay
 from highwater.prediction.terms import Term
@@ -69,8 +69,12 @@ def replay_cell(question: Question, cell: Cell, room: Room, guessed: CellPredict
 
     def fits(index: int) -> bool:
         tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index))
-        replays[index] = _replayed(place, tokens, cell.settings.allocator, capacity_bytes, index == 1)
-        return replays[index].fits
+        found = _replayed(place, tokens, cell.settings.allocator, capacity_bytes)
+        if found is None and index == 1:
+            found = _needed(place, tokens, cell.settings.allocator)
+        if found is not None:
+            replays[index] = found
+        return found is not None and found.fits
 
     shortest = least_packed(question, cell, size)
     start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
@@ -87,16 +91,22 @@ def replay_cell(question: Question, cell: Cell, room: Room, guessed: CellPredict
 
 
 @lru_cache(maxsize=1024)
-def _replayed(
-    place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator, capacity_bytes: int, is_shortest: bool
-) -> Replayed:
-    """One replay, a fifth of a second: of two lengths that give a GPU as many tokens, the first alone takes it.
+def _replayed(place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator, capacity_bytes: int) -> Replayed | None:
+    """One replay, a sixth of a second, or None where it does not fit; what is alive at once may be too much without one.
 
-    Where not even the shortest fits, what it would need.
+    Of two lengths that give a GPU as many tokens, the first alone takes it.
     """
-    events = _logs()[place].at(tokens)
-    found = replay(events, allocator=allocator, capacity_bytes=capacity_bytes)
-    return needed(events, allocator=allocator) if is_shortest and not found.fits else found
+    log = _logs()[place]
+    if log.least_bytes(tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
+        return None
+    found = replay(log.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes)
+    return found if found.fits else None
+
+
+@lru_cache(maxsize=1024)
+def _needed(place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator) -> Replayed:
+    """What the shortest would need, where not even that fits."""
+    return needed(_logs()[place].at(tokens), allocator=allocator)
 
 
 @cache
