@@ -70,7 +70,7 @@ def test_a_host_that_is_too_small_is_what_is_blamed():
 
 
 def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
-    asked = {"gpus": "2xH200-141GB", "length": "64k"}
+    asked = {"gpus": "2xH200-141GB", "length": "128k"}
     what = recommend("Qwen3-30B-A3B", **asked, host_memory="400GiB").remedies[-1].what
     needed = re.search(r"([\d.]+ GiB) at least", what)
     assert needed is not None, what

@@ -40,7 +40,9 @@ def test_no_length_needs_less_memory_than_a_shorter_one(model, layout, rung, one
 @given(st.sampled_from(catalog_names()), LAYOUTS, RUNGS, LENGTHS)
 def test_each_saving_setting_needs_no_more_memory_than_its_opposite(model, layout, rung, length):
     spec = trial(length, model=model, layout=layout, settings=rung)
-    savings = [{"allocator": "expandable"}, {"recompute": "layer"}, {"offload": True}]
+    savings = [{"allocator": "expandable"}, {"offload": True}]
+    if length >= 2**13:  # below that an MLP's gradients, summed in float32 over its tiles, may weigh more than the activations
+        savings.append({"recompute": "layer"})
     if length >= 2**18:  # below that its sum of the head's gradient, in float32, may weigh more than the logits it saves
         savings.append({"loss": "chunked"})
     for saving in savings:

@@ -44,6 +44,8 @@ from highwater.units import MIB
 
 FAMILIES = ("llama", "ministral", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or experts that are one."""
+HEAD_NORMS = ("olmo2", "qwen3", "qwen3_moe")
+"""Those whose layers norm queries and keys, and keep them as they were before."""
 CHUNK_BYTES: Mapping[Device, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Logits of one chunk where they are never whole. Source: engine/loss.py."""
 TILE_BYTES: Mapping[Device, int] = {"cuda": 128 * MIB, "cpu": MIB}
@@ -170,11 +172,14 @@ class _Step:
         return max(self.shape.kv_heads, self.layout.ulysses_degree) * self.shape.head_dim
 
     @property
+    def before_norm(self) -> int:
+        """Numbers of queries and keys that are kept as they were before their norm."""
+        return self.query + self.key if self.shape.model_type in HEAD_NORMS else 0
+
+    @property
     def has_tiles(self) -> bool:
-        """The MLP goes in tiles; experts never do."""
-        if self.shape.experts > 1 or self.settings.mlp_tiles == 1:
-            return False
-        return self.settings.recompute != "none" or self.settings.mlp_tiles is not None
+        """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
+        return self.shape.experts == 1 and (self.settings.recompute != "none" or self.settings.mlp_tiles is not None)
 
 
 def _step(shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device) -> _Step:
@@ -212,7 +217,10 @@ def _kept(step: _Step) -> int:
     if step.settings.recompute != "none":
         attention = 0 if step.settings.recompute == "layer" else step.element * step.query + 4 * step.shape.query_heads
         return step.element * step.shape.hidden_size + attention
-    return _attention_kept(step) + _mlp_bytes(step) // 2
+    shape, hidden = step.shape, step.shape.hidden_size
+    mlp = 0 if step.has_tiles else 4 * shape.intermediate_size
+    experts = shape.experts_per_token * (mlp + 2 * hidden) if shape.experts > 1 else mlp
+    return _attention_kept(step) + step.element * (hidden + experts)
 
 
 def _loss_terms(step: _Step) -> tuple[Term, ...]:
@@ -267,21 +275,20 @@ def _root_terms(step: _Step) -> tuple[Term, ...]:
 
 
 def _working_set(step: _Step) -> int:
-    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; without recompute less what is kept anyway."""
-    kept = _kept(step) if step.settings.recompute == "none" else 0
+    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; less what is kept of it besides its input."""
+    kept = _kept(step) - (0 if step.settings.recompute == "none" else step.element * step.shape.hidden_size)
     attention = step.tokens * max(0, _attention_bytes(step) - kept) + step.element * _mlp_parameters(step.shape)
     if not step.has_tiles:
-        return max(attention, step.tokens * max(0, _attention_kept(step) + _mlp_bytes(step) - kept))
-    tile = min(step.element * step.tokens * step.shape.intermediate_size, TILE_BYTES[step.device])
-    return max(
-        attention,
-        step.tokens * max(0, _tiles_bytes(step) - kept) + 3 * tile + 4 * _mlp_parameters(step.shape),
-    )
+        return max(attention, step.tokens * max(0, _beside_mlp(step) + _mlp_bytes(step) - kept))
+    whole, tiles = step.element * step.tokens * step.shape.intermediate_size, step.settings.mlp_tiles
+    tile = min(whole, TILE_BYTES[step.device]) if tiles is None else -(-whole // tiles)
+    # A tile's three products, and the gradients of the weights, which are summed in float32.
+    return max(attention, step.tokens * max(0, _beside_mlp(step) - kept) + 3 * tile + 4 * _mlp_parameters(step.shape))
 
 
-def _tiles_bytes(step: _Step) -> int:
-    """Per token, besides a tile's three products and the gradients of the MLP's weights, which are summed in float32: what the
-    attention keeps, two gradients of the residual stream, and of Ulysses a copy of the attention's output. Source: traces.
+def _beside_mlp(step: _Step) -> int:
+    """Per token, while the MLP goes backward: what the attention keeps, two gradients of the residual stream, and of Ulysses a copy
+    of the attention's output. Source: traces.
     """
     copy = step.query if step.layout.ulysses_degree > 1 else 0
     return _attention_kept(step) + step.element * (2 * step.shape.hidden_size + copy)
@@ -290,30 +297,31 @@ def _tiles_bytes(step: _Step) -> int:
 def _attention_bytes(step: _Step) -> int:
     """Per token, at the peak of a layer whose MLP goes in tiles: its attention's backward pass.
 
-    The normed input and the residual's gradient; q and k before their norm; q, k, v as the attention takes them; its output and
-    its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for every query head; and
-    three float32 numbers a head.
+    The normed input and the residual's gradient; q and k before their norm, where they have one; q, k, v as the attention takes
+    them; its output and its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for
+    every query head; and three float32 numbers a head.
     Source: docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
     """
-    query, key, attended = step.query, step.key, step.attended_key
-    tensors = step.element * (2 * step.shape.hidden_size + (query + key) + 2 * (query + 2 * attended) + 2 * query)
+    query, attended = step.query, step.attended_key
+    tensors = step.element * (2 * step.shape.hidden_size + step.before_norm + 2 * (query + 2 * attended) + 2 * query)
     return tensors + 4 * query + 2 * step.element * query + 3 * 4 * step.shape.query_heads
 
 
 def _attention_kept(step: _Step) -> int:
     """Per token: what the attention keeps while the MLP goes backward, and the residual stream."""
-    query, key, attended = step.query, step.key, step.attended_key
-    return step.element * (3 * step.shape.hidden_size + (query + key) + (query + 2 * attended) + query)
+    query, attended = step.query, step.attended_key
+    return step.element * (3 * step.shape.hidden_size + step.before_norm + (query + 2 * attended) + query)
 
 
 def _mlp_bytes(step: _Step) -> int:
     """Per token: an MLP in one piece going backward: gate, up, their product and activation, and the gradients.
 
-    Source: docs/results/layer, 6.5 products of T x F for Qwen3-0.6B; for each expert a copy of the token and its gradient too.
+    Source: docs/results/layer, 6.5 products of T x F for Qwen3-0.6B. Of experts four for each that a token goes to, and five of its
+    copies and their gradients (T x E): a trace of Qwen3-30B-A3B.
     """
     shape = step.shape
     if shape.experts > 1:
-        return 2 * step.element * shape.experts_per_token * (2 * shape.hidden_size + 3 * shape.intermediate_size)
+        return step.element * shape.experts_per_token * (5 * shape.hidden_size + 4 * shape.intermediate_size)
     return step.element * 13 * shape.intermediate_size // 2
 
 
