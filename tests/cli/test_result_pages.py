@@ -13,11 +13,13 @@ TABLES = (
     *(f"find/measure.py --page {page} --table" for page in ("sft", "published", "edges", "long")),
     "find/memory_only.py --table",
     "find/saves.py --table",
+    "find/offload_step.py --table",
     "find/speeds.py --table",
     "predict/events.py --table",
     "predict/intervals.py",
     "predict/outside.py",
     "predict/second_check.py --table",
+    "predict/terms.py --table",
     "predict/traced.py --table",
 )
 OTHERS = ("predict/histories.py --table", "predict/peers.py --table")
