@@ -28,7 +28,7 @@ from highwater.prediction.constants import (
     MachineConstants,
 )
 from highwater.prediction.streams import cached_bytes
-from highwater.prediction.terms import Footprint, Phase, Term, present
+from highwater.prediction.terms import WORKSPACES, Footprint, Phase, Term, present
 from highwater.spec.footprint import (
     PROCESS_BYTES,
     device_state_bytes,
@@ -103,7 +103,7 @@ def footprint(
     always = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
         Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
-        Term(name="workspaces of cuBLAS", bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
+        Term(name=WORKSPACES, bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
     )
     root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
