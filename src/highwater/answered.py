@@ -40,10 +40,10 @@ def answered(request: Request) -> Study | None:
 
 
 def _study_of_gpus(path: Path) -> Study | None:
-    """What is wrong with a file is told where it would be written."""
-    with suppress(StudyError):
-        study = read_study(path)
-        return study if study.question.device == "cuda" and not study.question.simulated else None
+    """What is wrong with a file is told where it would be written; what is none, a pipe for example, is not waited for."""
+    with suppress(StudyError, OSError):
+        study = read_study(path) if path.is_file() else None
+        return study if study is not None and study.question.device == "cuda" and not study.question.simulated else None
     return None
 
 

@@ -12,6 +12,7 @@ RESULTS = ROOT / "docs" / "results"
 TABLES = (
     *(f"find/measure.py --page {page} --table" for page in ("sft", "published", "edges", "long")),
     "find/memory_only.py --table",
+    "find/offload_step.py --table",
     "find/saves.py --table",
     "find/offload_step.py --table",
     "find/speeds.py --table",

@@ -4,6 +4,7 @@ The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package
 """
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -131,4 +132,10 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
 def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
     problem, _ = refusal(highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE)
+    assert problem == "the driver shows no GPU here"
+
+
+def test_a_study_that_is_no_file_is_not_waited_for_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "study.jsonl")
+    problem, _ = refusal(highwater("find", "Qwen3-0.6B", "--study", "study.jsonl", "--device", "cuda"), EXIT_MACHINE)
     assert problem == "the driver shows no GPU here"

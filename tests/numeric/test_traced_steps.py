@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from traces import alive_at, requested_bytes, traced, trial  # noqa: E402
 
 from highwater.engine.tracer import EventLedger  # noqa: E402
-from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES  # noqa: E402
 from highwater.prediction.formula import footprint  # noqa: E402
 from highwater.prediction.replay import replay  # noqa: E402
 from highwater.spec.events import Allocate, EventLog, Free, GiveBack  # noqa: E402
@@ -69,12 +68,12 @@ FORMULA_TOLERANCE = 0.01
 CPU_TOLERANCE = 0.005
 """Relative: the CPU's norms and attention keep another few numbers per token."""
 REAL = [
-    pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), 0.02, id="rw"),
-    pytest.param("Qwen3-0.6B", 131_072, {"objective": "ppo", "critic": True, "loss": "chunked"}, Layout(), 0.005, id="ppo"),
-    pytest.param("Qwen3-30B-A3B", 131_072, {"loss": "chunked"}, Layout(gpus=8, ulysses_degree=8), 0.03, id="experts"),
+    pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), id="rw"),
+    pytest.param("Qwen3-0.6B", 131_072, {"objective": "ppo", "critic": True, "loss": "chunked"}, Layout(), id="ppo"),
+    pytest.param("Qwen3-30B-A3B", 131_072, {"loss": "chunked"}, Layout(gpus=8, ulysses_degree=8), id="experts"),
 ]
-"""And how far, relatively, the two may be apart. The formula counts more: a reward model's tied embedding has its gradient from
-the first layer on; of an expert model's head and embedding both gradients, of which one comes last."""
+REAL_TOLERANCE = 0.001
+"""Relative: beside a whole model, a few rows of numbers per token are less than that."""
 ON_THE_CPU = """
 import sys, torch
 from highwater.bench import layer
@@ -131,7 +130,7 @@ def test_a_reward_model_has_states_and_no_logits(specs: dict[str, TrialSpec], lo
     assert states == pytest.approx(16 * (shape.parameters + shape.hidden_size), rel=1e-3)
     largest = max(event.bytes for event in logs["rw"].events if isinstance(event, Allocate))
     assert largest < 2 * LENGTH * shape.vocab_size / 10
-    assert peak_bytes(logs["rw"]) < peak_bytes(logs["ppo"]) / 4
+    assert peak_bytes(logs["rw"]) < peak_bytes(logs["ppo"]) / 3
 
 
 def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pass_ends(
@@ -190,19 +189,18 @@ def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("model", "length", "settings", "layout", "tolerance"), REAL)
-def test_real_models_peak_near_the_formula(
-    tmp_path: Path, model: str, length: int, settings: dict[str, Any], layout: Layout, tolerance: float
+@pytest.mark.parametrize(("model", "length", "settings", "layout"), REAL)
+def test_real_models_peak_where_the_formula_says(
+    tmp_path: Path, model: str, length: int, settings: dict[str, Any], layout: Layout
 ) -> None:
     config = json.loads(Path(load_model(model).directory, "config.json").read_text())
     spec = trial(tmp_path / "model", config, length_tokens=length, settings=Settings(**settings), layout=layout)
     (log,) = traced({"real": spec}, tmp_path).values()
-    assert peak_bytes(log) == pytest.approx(formula_bytes(spec), rel=tolerance)
-    assert peak_bytes(log) < formula_bytes(spec)
+    assert peak_bytes(log) == pytest.approx(formula_bytes(spec), rel=REAL_TOLERANCE)
 
 
 def peak_bytes(log: EventLog) -> int:
-    return replay(log, allocator="expandable").peak_allocated_bytes - sum(CUBLAS_WORKSPACES_BYTES)
+    return replay(log, allocator="expandable").peak_allocated_bytes
 
 
 def experts_bytes_per_token(logs: dict[str, EventLog]) -> float:

@@ -30,7 +30,7 @@ from highwater.prediction.residuals import study_residuals
 from highwater.report.prediction import prediction_table
 from highwater.spec.cluster import Cluster
 from highwater.spec.codec import from_builtins, from_json, to_json
-from highwater.spec.constants import Constants, Reading
+from highwater.spec.constants import CUBLAS_WORKSPACES, Constants, Reading
 from highwater.spec.events import Allocate, Enter, EventLog
 from highwater.spec.trial import TrialSpec
 from highwater.units import GIB, MIB
@@ -131,6 +131,20 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take() -> None:
         (found,) = predict_exactly(question, Room(device_bytes=40 * GIB, constants=constants), empty)
         assert found.replayed is not None
         assert found.replayed.peak_allocated_bytes == workspaces
+
+
+def test_a_formula_has_the_workspaces_that_cublas_was_seen_to_take(tmp_path: Path) -> None:
+    def take_less(document: dict[str, Any]) -> None:
+        for each in document["constants"]:
+            for reading in each["readings"]:
+                if reading["name"] in CUBLAS_WORKSPACES:
+                    reading["allocator_bytes"] = 4 * MIB
+
+    asked = {"gpus": "2xH200-141GB", "length": 8192, "loss": "full"}
+    come_along, own = (highwater.predict("Qwen3-4B", constants=file, **asked) for file in (H200, changed(take_less, tmp_path)))
+    for one, other in zip(come_along.cells, own.cells, strict=True):
+        assert one.footprint.allocated_bytes - other.footprint.allocated_bytes == 64 * MIB - 8 * MIB
+        assert all("workspaces of cuBLAS" in {term.name for term in phase.terms} for phase in other.footprint.phases)
 
 
 def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path: Path) -> None:

@@ -112,6 +112,13 @@ def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, devic
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
+def test_a_single_layer_goes_backward_as_the_last_one(shape, rung, layout, device, length):
+    single = msgspec.structs.replace(shape, layers=1)
+    _, last, other, _ = footprint(single, rung, layout, length_tokens=length, device=device).phases
+    assert other.terms == last.terms
+
+
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_has_a_name(shape, rung, layout, device, length):
     wider = msgspec.structs.replace(layout, gpus=2 * layout.gpus)
     fewer, more = (footprint(shape, rung, each, length_tokens=length, device=device) for each in (layout, wider))

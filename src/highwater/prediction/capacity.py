@@ -220,7 +220,7 @@ def predict_at(
     )
     if room.constants is not None:
         outside = outside_terms(question.model.shape, cell.settings, cell.layout, question.device, room.constants)
-        footprint = msgspec.structs.replace(footprint, outside=outside)
+        footprint = footprint.with_libraries(outside=outside, workspaces_bytes=sum(room.cublas_workspaces_bytes))
     room_bytes = room.device_bytes - question.margin_bytes
     needed, used = footprint.needed_bytes, footprint.within(room_bytes)
     around = None

@@ -28,7 +28,7 @@ from highwater.prediction.constants import (
     MachineConstants,
 )
 from highwater.prediction.streams import cached_bytes
-from highwater.prediction.terms import Footprint, Phase, Term, present
+from highwater.prediction.terms import WORKSPACES, Footprint, Phase, Term, present
 from highwater.spec.footprint import (
     PROCESS_BYTES,
     device_state_bytes,
@@ -103,15 +103,17 @@ def footprint(
     always = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
         Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
-        Term(name="workspaces of cuBLAS", bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
+        Term(name=WORKSPACES, bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
     )
     root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
-    last, before = ((*always, root, _kept_term(step, layers)) for layers in (shape.layers, shape.layers - 1))
+    # A single layer is the last one: no other goes backward with one input less, nor while one is reduced.
+    layers_before, reduced = (shape.layers - 1, _layer_parameters(shape)) if shape.layers > 1 else (1, 0)
+    last, before = ((*always, root, _kept_term(step, layers)) for layers in (shape.layers, layers_before))
     phases = (
         Phase(name="loss", terms=present(*last, *_loss_terms(step))),
         Phase(name="backward of the last layer", terms=present(*last, *_layer_terms(step))),
-        Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(_layer_parameters(shape)))),
+        Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(reduced))),
         Phase(name="reduction of embedding and head", terms=present(*always, *_root_terms(step))),
     )
     return Footprint(

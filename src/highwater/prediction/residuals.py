@@ -5,8 +5,6 @@ from importlib.resources import files
 from itertools import zip_longest
 from typing import Literal, TypeGuard
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
 from highwater.prediction.formula import likely_footprint, outside_terms, refuse_unknown_family
@@ -73,7 +71,9 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is not None:
             spec = trial.spec
             footprint = likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
-            footprint = msgspec.structs.replace(footprint, outside=_outside(shape, spec, trial.result, own))
+            footprint = footprint.with_libraries(
+                outside=_outside(shape, spec, trial.result, own), workspaces_bytes=sum(_workspaces_bytes(trial.result, own))
+            )
             found = residual(spec, trial.result, "formula", footprint.needed_bytes, cached_bytes=footprint.cached_bytes)
             if found is not None:
                 told.setdefault(spec.key, found)
@@ -106,7 +106,7 @@ def traced_residual(
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
     allocator, is_share = spec.settings.allocator, spec.memory_budget_bytes is not None
-    workspaces = own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+    workspaces = _workspaces_bytes(result, own)
     replayed = replay(log, allocator=allocator, capacity_bytes=capacity, is_share=is_share, workspaces_bytes=workspaces)
     if not replayed.fits:
         return None
@@ -121,6 +121,10 @@ def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[Machi
 
 def _outside(shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None) -> tuple[Term, ...]:
     return outside_terms(shape, spec.settings, spec.layout, spec.device, own if _is_of(own, result) else None)
+
+
+def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tuple[int, ...]:
+    return own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
 
 
 def residual(spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, *, cached_bytes: int = 0) -> Residual | None:

@@ -4,6 +4,9 @@ import msgspec
 
 from highwater.spec.codec import Noun
 
+WORKSPACES = "workspaces of cuBLAS"
+"""A term of every phase on a GPU: what a library keeps in the allocator."""
+
 
 class Term(Noun, frozen=True, kw_only=True):
     """One part of the memory, by its name."""
@@ -79,6 +82,15 @@ class Footprint(Noun, frozen=True, kw_only=True):
     def needed_bytes(self) -> int:
         """What a GPU has to have: less than that runs out."""
         return self.device_used_bytes - self.cached_bytes
+
+    def with_libraries(self, *, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
+        """The same with what libraries were measured to take: outside the allocator, and cuBLAS's workspaces in it."""
+
+        def measured(term: Term) -> Term:
+            return Term(name=term.name, bytes=workspaces_bytes) if term.name == WORKSPACES else term
+
+        phases = tuple(Phase(name=phase.name, terms=present(*map(measured, phase.terms))) for phase in self.phases)
+        return msgspec.structs.replace(self, phases=phases, outside=outside)
 
     def within(self, room_bytes: int) -> "Footprint":
         """The same on a GPU with so much: nothing stays cached that there is no room for."""
