@@ -30,7 +30,7 @@ def answered(request: Request) -> Study | None:
     open_cells = len(study.question.cells) - sum(answer.limit not in ("time", "inconclusive") for answer in study.answers)
     shown = f"highwater show {shlex.quote(request.study)}"
     if open_cells:
-        cells = f"{open_cells} of {len(study.question.cells)} cells have no final answer"
+        cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer"
         raise MachineError(
             f"no GPU is visible, and the search in {request.study} is not finished: {cells}",
             hint=f"`{shown}` shows what it has; the same command goes on with it on {study.question.device_name}",

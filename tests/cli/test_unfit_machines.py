@@ -125,7 +125,7 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
     begun = tmp_path / "my study.jsonl"
     begun.write_text("".join(lines[:last]))
     problem, hint = refusal(highwater(*typed_again(begun)), EXIT_MACHINE)
-    assert problem == "no GPU is visible, and the search in my study.jsonl is not finished: 1 of 2 cells have no final answer"
+    assert problem == "no GPU is visible, and the search in my study.jsonl is not finished: 1 of 2 cells without a final answer"
     assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
 
 

@@ -39,8 +39,8 @@ NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {1: 0, 2: round(0.44 * GIB), 4: round(1.
 
 FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
 """Share of the allocator's memory that live tensors fill before it runs out, by allocator: what dry runs take. Fitted to
-docs/results/find: expandable, less than the fullest trials that fit had filled (0.988 to 0.999); native, the least of what trials
-that fit had filled at their edges (0.879 to 0.989: it depends on the order of allocations, which no formula knows)."""
+docs/results/find: expandable, less than the fullest trials that fit had filled (0.988 to 0.999); native, about the least of what
+trials that fit had filled at their edges (0.859 to 0.974): there the order of allocations decides, which no formula knows."""
 LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.998, "native": 0.94}
 """What a prediction by formula is the middle of, and where a search begins: between the most that a trial which fit had filled and
 the least that one which ran out would have; native, the middle of what was seen. What it promises is in its interval

@@ -99,9 +99,11 @@ def footprint(
     ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for optimizers that are not ours.
     """
     step = _step(shape, settings, layout, length_tokens, device)
-    states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    states_bytes = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    states = Term(name="states", bytes=states_bytes * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
+    # Offloaded by FSDP1, all that is left of them on a GPU are gradients, which come as the inputs of their layers go.
+    is_late = settings.offload and settings.strategy == "fsdp" and device == "cuda"
     always = (
-        Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
         Term(name="process", bytes=CPU_PROCESS_BYTES if device == "cpu" else 0),
         Term(name=WORKSPACES, bytes=sum(CUBLAS_WORKSPACES_BYTES) if device == "cuda" else 0),
         Term(name="ids, cosines and sines", bytes=_batch(step)),
@@ -109,12 +111,14 @@ def footprint(
     root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
     # A single layer is the last one: no other goes backward with one input less, nor while one is reduced.
     layers_before, reduced = (shape.layers - 1, _layer_parameters(shape)) if shape.layers > 1 else (1, 0)
-    last, before = ((*always, root, _kept_term(step, layers)) for layers in (shape.layers, layers_before))
+    held = Term(name="states", bytes=states.bytes * (shape.layers - 1) // shape.layers) if is_late else states
+    last = (*(() if is_late else (states,)), *always, root, _kept_term(step, shape.layers))
+    before = (held, *always, root, _kept_term(step, 1 if is_late else layers_before))
     phases = (
         Phase(name="loss", terms=present(*last, *_loss_terms(step))),
         Phase(name="backward of the last layer", terms=present(*last, *_layer_terms(step))),
         Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(reduced))),
-        Phase(name="reduction of embedding and head", terms=present(*always, *_root_terms(step))),
+        Phase(name="reduction of embedding and head", terms=present(states, *always, *_root_terms(step))),
     )
     return Footprint(
         phases=phases,
