@@ -25,9 +25,9 @@ COMMAND = f"highwater guide {STUDIES} --predict {' '.join(PREDICTED)} --gpus {' 
 OF_THE_H200 = f"""\
 This is the guide of the H200, from this project's own studies; [docs/results/find](results/find/README.md) says how they were made.
 
-- **measured** on whole cards (139.80 GiB): 0.6B, 1.7B and 4B on one GPU, 8B on two; what is marked ≥ is the longest that was \
-tried there. Most studies were allowed **79.15 GiB** of each card, all on four GPUs among them, which is what an A100-80GB has: \
-their capacities are the least that a whole H200 holds, and stand in tables of their own.
+- **measured** on whole cards (139.80 GiB): 0.6B, 1.7B and 4B on one GPU, 8B on two and on four; what is marked ≥ is the longest \
+that was tried there. Most studies were allowed **79.15 GiB** of each card, GRPO on four GPUs among them, which is what an \
+A100-80GB has: their capacities are the least that a whole H200 holds, and stand in tables of their own.
 - **predicted**, in tables of their own, too: whole cards, 1 to 8 of them, models up to 32B.
 
 `{COMMAND}` makes it."""
