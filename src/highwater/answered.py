@@ -27,7 +27,7 @@ def answered(request: Request) -> Study | None:
     study = _study_of_gpus(Path(request.study))
     if study is None or not _asks_the_same(request, study.question):
         return None
-    open_cells = len(study.question.cells) - sum(answer.limit not in ("time", "inconclusive") for answer in study.answers)
+    open_cells = len(study.question.cells) - sum(not answer.is_undecided for answer in study.answers)
     shown = f"highwater show {shlex.quote(request.study)}"
     if open_cells:
         cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer"

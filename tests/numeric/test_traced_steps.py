@@ -130,7 +130,8 @@ def test_a_reward_model_has_states_and_no_logits(specs: dict[str, TrialSpec], lo
     assert states == pytest.approx(16 * (shape.parameters + shape.hidden_size), rel=1e-3)
     largest = max(event.bytes for event in logs["rw"].events if isinstance(event, Allocate))
     assert largest < 2 * LENGTH * shape.vocab_size / 10
-    assert peak_bytes(logs["rw"]) < peak_bytes(logs["ppo"]) / 3
+    pairs, ppo = (replay(logs[name], allocator="expandable", workspaces_bytes=()).peak_allocated_bytes for name in ("rw", "ppo"))
+    assert pairs < ppo / 4
 
 
 def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pass_ends(

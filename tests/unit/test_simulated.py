@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
-from highwater.prediction.constants import CONTEXT_BYTES
+from highwater.prediction.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.spec.layout import Layout
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.settings import Settings
@@ -40,14 +40,18 @@ def test_no_length_needs_less_memory_than_a_shorter_one(model, layout, rung, one
 @given(st.sampled_from(catalog_names()), LAYOUTS, RUNGS, LENGTHS)
 def test_each_saving_setting_needs_no_more_memory_than_its_opposite(model, layout, rung, length):
     spec = trial(length, model=model, layout=layout, settings=rung)
-    savings = [{"allocator": "expandable"}, {"offload": True}]
-    if length >= 2**13:  # below that an MLP's gradients, summed in float32 over its tiles, may weigh more than the activations
-        savings.append({"recompute": "layer"})
+    savings = [{"allocator": "expandable"}, {"recompute": "layer"}, {"offload": True}]
     if length >= 2**18:  # below that its sum of the head's gradient, in float32, may weigh more than the logits it saves
         savings.append({"loss": "chunked"})
     for saving in savings:
         saved = msgspec.structs.replace(spec, settings=msgspec.structs.replace(rung, **saving))
-        assert FormulaLaw()(saved) <= FormulaLaw()(spec)
+        sums = 0
+        if (
+            "recompute" in saving and length < 2**13
+        ):  # an MLP's gradients are summed over its tiles, in float32, whatever the length
+            shape = load_model(model).shape
+            sums = 4 * 3 * shape.hidden_size * shape.intermediate_size / FILLED_SHARE[rung.allocator]
+        assert FormulaLaw()(saved) <= FormulaLaw()(spec) + sums
 
 
 def test_a_law_given_a_shape_does_not_read_the_models_directory():

@@ -22,6 +22,7 @@ from highwater.report.study_markdown import study_markdown
 from highwater.report.study_page import study_page
 from highwater.report.study_parts import HEADINGS, memory_table
 from highwater.report.study_pictures import bracket_picture, memory_picture
+from highwater.spec.study import RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome
 from highwater.units import GIB
 
@@ -123,8 +124,8 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
 
 
 @pytest.mark.parametrize("trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len)
-def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials: tuple[object, ...]) -> None:
-    report = report_of(study_of(*trials))  # type: ignore[arg-type]
+def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials: tuple[RecordedTrial, ...]) -> None:
+    report = report_of(study_of(*trials))
     page = Page(study_page(report))
     assert "Unfinished" in page.text("strong")
     assert "Unfinished" in study_markdown(report)

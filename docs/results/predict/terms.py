@@ -1,4 +1,4 @@
-"""The formula's peak of allocated bytes beside that of a trace, for models, layouts and settings that no GPU has tried.
+"""The formula's peak of allocated bytes beside that of a trace, of models, layouts and settings that no search has a trial of.
 
 ``python docs/results/predict/terms.py`` (no GPU, half a minute a trace) goes on with ``terms.json`` beside it; ``--table`` only
 prints. The file holds what the traces said, the table asks the formula of today. Traces of what was tried, on one to four H200s,
@@ -8,6 +8,7 @@ have every peak of allocated bytes to the byte (``traced.py``); these are the on
 import argparse
 import json
 import statistics
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def traced(model: str, gpus: int, ulysses: int, length: int, settings: dict[str,
     asked = {"gpus": f"{gpus}xH200-141GB", "gpu_memory": "4TiB", "ulysses": [ulysses], "length": length, "exact": True}
     (cell,) = highwater.predict(model, **asked, **settings).cells
     document = to_builtins(cell)
-    return {"cell": document["cell"], "peak_allocated_bytes": document["replayed"]["peak_allocated_bytes"]}
+    return {
+        "cell": document["cell"],
+        "peak_allocated_bytes": document["replayed"]["peak_allocated_bytes"],
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:

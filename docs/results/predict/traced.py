@@ -167,8 +167,22 @@ def table(rows: list[dict[str, Any]]) -> str:
         known = [row for row in rows if name in row and row["measured"]["fits"] and row["traced"]["fits"]]
         lines += [f"peak reserved, {words}: {off_by([error(row, name) for row in known])}"] if known else []
     known = [row for row in rows if row["measured"]["fits"]]
-    lines.append(f"peak allocated, formula: {off_by([error(row, 'formula', 'peak_allocated_bytes') for row in known])}")
+    for name in ("formula_judged", "formula"):
+        off = [error(row, name, "peak_allocated_bytes") for row in known if name in row]
+        lines += [f"peak allocated, {NAMES[name]}: {off_by(off)}"] if off else []
+    lines += [filled(rows, allocator) for allocator in ("native", "expandable")]
     return "\n".join(lines)
+
+
+def filled(rows: list[dict[str, Any]], allocator: str) -> str:
+    """How much of the allocator's memory the formula's tensors fill: the fullest trial that fit, and the emptiest that did not."""
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        if row["capacity_bytes"] and (("Env" in row["rung"]) == (allocator == "expandable")):
+            shares[row["measured"]["fits"]].append(row["formula"]["peak_allocated_bytes"] / row["capacity_bytes"])
+    return (
+        f"filled, {allocator}: {max(shares[True]):.4f} where it fit, at most; {min(shares[False]):.4f} where it ran out, at least"
+    )
 
 
 def error(row: dict[str, Any], by: str, peak: str = "peak_reserved_bytes") -> float:

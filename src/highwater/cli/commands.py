@@ -131,7 +131,7 @@ def compare_search(arguments: argparse.Namespace) -> int:
 def exit_code(study: Study) -> int:
     """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no answer."""
     answers = study.answers
-    if not study.complete or any(answer.reach_tokens is None or answer.limit in ("time", "inconclusive") for answer in answers):
+    if not study.complete or any(answer.reach_tokens is None or answer.is_undecided for answer in answers):
         return EXIT_INCONCLUSIVE
     return EXIT_ANSWERED if any(answer.reach_tokens for answer in answers) else EXIT_ANSWERED_NO
 

@@ -163,6 +163,11 @@ class _Step:
         return ELEMENT_BYTES[self.device]
 
     @property
+    def table(self) -> int:
+        """Parameters of the embedding, or of the head: V x E."""
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
     def query(self) -> int:
         """Numbers of all query heads per token."""
         return self.shape.query_heads * self.shape.head_dim
@@ -207,7 +212,7 @@ def _root_parameters(step: _Step) -> int:
     layer to the last gradient.
     """
     has_own_head = not step.shape.tied_embeddings and step.settings.objective != "rw"
-    return step.shape.vocab_size * step.shape.hidden_size * (2 if has_own_head else 1)
+    return step.table * (2 if has_own_head else 1)
 
 
 def _kept_term(step: _Step, layers: int) -> Term:
@@ -234,16 +239,15 @@ def _loss_terms(step: _Step) -> tuple[Term, ...]:
     ahead.
     """
     hidden = step.element * step.shape.hidden_size
-    head = step.shape.vocab_size * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
     ahead = Term(name="layers, gathered", bytes=step.element * _layer_parameters(step.shape) if is_ahead else 0)
     if step.settings.objective == "rw":
         return (Term(name="hidden states", bytes=hidden * step.tokens), ahead)
     logits = step.element * step.shape.vocab_size * step.trained
-    head_gradient = step.element * head
+    head_gradient = step.element * step.table
     if not step.settings.holds_logits:
         logits = min(logits, CHUNK_BYTES[step.device])
-        head_gradient += 4 * head  # summed over chunks in float32
+        head_gradient += 4 * step.table  # summed over chunks in float32
     return (
         Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
         Term(name="logits", bytes=logits),
@@ -257,7 +261,7 @@ def _layer_terms(step: _Step) -> tuple[Term, ...]:
     """A layer recomputed and going backward; its weights, and the next one's if they come from other GPUs."""
     gathered = _layer_parameters(step.shape) * (2 if step.layout.shard_degree > 1 else 1)
     # The head's is the embedding's, too, where they are tied; what else the embedding has comes after the layers.
-    head = 0 if step.settings.objective == "rw" else step.shape.vocab_size * step.shape.hidden_size
+    head = 0 if step.settings.objective == "rw" else step.table
     return (
         Term(name="one layer going backward", bytes=_working_set(step)),
         Term(name="layers, gathered", bytes=step.element * gathered),
@@ -275,7 +279,7 @@ def _root_terms(step: _Step) -> tuple[Term, ...]:
     parameters, degree = _root_parameters(step), step.layout.shard_degree
     share = parameters // degree if degree > 1 else 0
     return (
-        Term(name="gradient of embedding or head", bytes=step.element * step.shape.vocab_size * step.shape.hidden_size),
+        Term(name="gradient of embedding or head", bytes=step.element * step.table),
         _reduction(parameters + share),
     )
 

@@ -2,7 +2,8 @@
 
 FSDP gathers and reduces on streams of its own, and a block that was cut for one stream serves no other. The largest unit, the root
 (embedding and head), decides what they keep: it stays reserved after its one use a micro-batch, counts in what the driver reports,
-and is given back before the allocator gives up. So it decides no capacity.
+and is given back before the allocator gives up. So it decides no capacity. Not in it: where sequences are so short that no free
+block holds all gradients of the root in float32, a new one for them stays, too (docs/results/predict, intervals).
 Source: the streams in traces of the trials in docs/results/find, and the bytes that those trials reserved (docs/results/predict).
 """
 

@@ -215,6 +215,11 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
         """Longest length that memory was seen to hold, by either proof."""
         return self.capacity_tokens if self.memory_only is None else self.memory_only.length_tokens
 
+    @property
+    def is_undecided(self) -> bool:
+        """A longer length may fit: time ended the search, or no attempt told."""
+        return self.limit in ("time", "inconclusive")
+
 
 class RecordedTrial(Noun, frozen=True, kw_only=True):
     """One launch of one trial, as the study has it."""

@@ -51,7 +51,7 @@ class Journal:
         self.notes = notes
         self._descriptor = descriptor
         self._record = record
-        self._undecided = {answer.cell for answer in record.answers if answer.limit in ("inconclusive", "time")}
+        self._undecided = {answer.cell for answer in record.answers if answer.is_undecided}
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
         """The result of this launch of this trial; None when it has to be run.
