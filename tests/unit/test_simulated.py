@@ -46,9 +46,8 @@ def test_each_saving_setting_needs_no_more_memory_than_its_opposite(model, layou
     for saving in savings:
         saved = msgspec.structs.replace(spec, settings=msgspec.structs.replace(rung, **saving))
         sums = 0
-        if (
-            "recompute" in saving and length < 2**13
-        ):  # an MLP's gradients are summed over its tiles, in float32, whatever the length
+        if "recompute" in saving and length < 2**13:
+            # Over the tiles of an MLP its gradients are summed in float32, however short the sequence.
             shape = load_model(model).shape
             sums = 4 * 3 * shape.hidden_size * shape.intermediate_size / FILLED_SHARE[rung.allocator]
         assert FormulaLaw()(saved) <= FormulaLaw()(spec) + sums

@@ -286,7 +286,7 @@ def _root_terms(step: _Step) -> tuple[Term, ...]:
 
 def _working_set(step: _Step) -> int:
     """Its attention, after its MLP's gradients, or its MLP, whatever takes more; less what is kept of it besides its input."""
-    kept = _kept(step) - (0 if step.settings.recompute == "none" else step.element * step.shape.hidden_size)
+    kept = _kept(step) - step.element * step.shape.hidden_size
     attention = step.tokens * max(0, _attention_bytes(step) - kept) + step.element * _mlp_parameters(step.shape)
     if not step.has_tiles:
         return max(attention, step.tokens * max(0, _beside_mlp(step) + _mlp_bytes(step) - kept))
