@@ -26,6 +26,8 @@ from highwater.units import GIB, format_tokens
 
 STUDIES = Path(__file__).parents[1] / "find"
 FILE = Path(__file__).with_suffix(".json")
+TIMEOUT_S = 600.0
+"""Of a trial; what takes longer is in no row, and is tried again the next time."""
 HEADINGS = ("search", "length", "predicted, GiB", "measured without the cap", "capped at what was predicted", "headroom, MiB")
 
 
@@ -42,7 +44,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else []
     if not arguments.table:
-        runner, end = TorchrunRunner(log_directory=arguments.log_dir, timeout_s=300), time.monotonic() + 60 * arguments.minutes
+        runner, end = (
+            TorchrunRunner(log_directory=arguments.log_dir, timeout_s=TIMEOUT_S),
+            time.monotonic() + 60 * arguments.minutes,
+        )
         which, of = arguments.part
         asked = [pair for pair in capped() if pair[1].cell.layout.gpus in arguments.gpus]
         asked = [pair for pair in asked if arguments.searches is None or pair[0] in arguments.searches]
@@ -50,8 +55,10 @@ def main() -> None:
             if time.monotonic() < end and not any(
                 row["search"] == name and row["rung"] == cell.cell.settings.label for row in rows
             ):
-                rows.append(row(name, cell, spec, runner.run(spec)))
-                arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+                result = runner.run(spec)
+                if result.outcome is not Outcome.TIMEOUT:
+                    rows.append(row(name, cell, spec, result))
+                    arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
