@@ -5,13 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from places import machine_with, question_of
-from studies import QUESTION, REAL, fifo, real_report, report_of, study_of, trial
+from studies import QUESTION, REAL, real_report, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.cli.flags import typed_values
 from highwater.cli.parser import parse
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner
-from highwater.report.secrets import HIDDEN, without_secrets
 from highwater.report.study_commands import find_words, try_words
 from highwater.report.study_markdown import study_markdown
 from highwater.report.study_parts import predicted_cells, question_table
@@ -25,7 +24,6 @@ from highwater.spec.request import request_from
 from highwater.spec.study import Question, RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
-from highwater.store.logs import LINES, log_end
 from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
@@ -295,115 +293,6 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
     monkeypatch.setenv("HOME", str(tmp_path / home))
     study = msgspec.structs.replace(study_of(), path=str(tmp_path / "mine" / "kept" / "study-1.jsonl"))
     assert dict(question_table(report_of(study)).rows)["study"] == shown.format(top=tmp_path)
-
-
-SECRETS = (
-    "HF_TOKEN=hf_abcdefghijklmnopqrst",
-    'headers: {"Authorization": "Bearer abcdefgh12345678"}',
-    "loading with token hf_abcdefghijklmnopqrst",
-    "api_key='Zm9vYmFyYmF6'",
-    "WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567",
-    "https://user:hunter22@mirror.example/simple",
-    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
-    "AKIAIOSFODNN7EXAMPLE",
-    "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-    "--password=correct-horse",
-    "password: swordfish",
-    "mail: {'password': 'sword-fish'}",
-    "db password=tuna",
-    "PASSWD: 123456",
-    "client_secret: swordfish",
-    "api_key: swordfish",
-    "token: swordfish",
-    '"hf_token": "swordfish"',
-    "highwater find --hf-token swordfish",
-)
-
-
-@pytest.mark.parametrize("text", SECRETS)
-def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> None:
-    hidden = without_secrets(text)
-    assert HIDDEN in hidden
-    study = study_of(trial(8192, Outcome.CRASHED, text=text), command=("highwater", "find", text))
-    document = to_json(report_of(study, LogEnd(lines=(text,))))
-    value = text.split("=")[-1].split()[-1].strip("\"'}")
-    assert value not in document
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "65,536 tokens: memory ran out: rank 0, forward: OutOfMemoryError: CUDA out of memory",
-        "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by signal 11 (SIGSEGV)",
-        "vanilla, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
-        "logs/qwen3-0.6b-79gib-full/Qwen3-0.6B/gpu-1/sp-1/vanilla/model_len-188416.log",
-        "ValueError: a start length of 1 token: use 2 or more",
-        "eos_token: <|im_end|>, max_token: 512, password=None, 'api_key': null",
-        "--token-budget 16384 --per-token 3",
-    ],
-)
-def test_what_is_no_secret_stays(text: str) -> None:
-    assert without_secrets(text) == text
-
-
-def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret() -> None:
-    for path in REAL:
-        assert HIDDEN not in to_json(study_report(path).study)
-
-
-def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path: Path) -> None:
-    log = tmp_path / "moved" / "gpu-1" / "sp-1" / "env" / "model_len-8192.attempt-2.log"
-    log.parent.mkdir(parents=True)
-    log.write_bytes(b"\n".join([b"old", *(b"line %d" % i for i in range(LINES - 1)), b"10%\r99%\x1b[31m red\x1b[0m \xff"]))
-    study = str(tmp_path / "moved" / "study-1.jsonl")
-    found = log_end("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
-    assert found.lines == (*(f"line {i}" for i in range(1, LINES - 1)), "10%", "99% red \ufffd")
-    assert log_end(str(log), None) == found
-    assert log_end("logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log", str(tmp_path / "study-1.jsonl")) == found
-    assert log_end(str(log.with_name("model_len-4096.log")), study).reason == "it is not there any more"
-    assert log_end(None, study).reason == "no log is recorded"
-
-
-LAUNCHER = """E1122 02:35:47.289000 20798 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)
-Traceback (most recent call last):
-  File "torch/distributed/launcher/api.py", line 383, in launch_agent
-    raise ChildFailedError(
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-  exitcode  : -9 (pid: 20803)
-"""
-
-
-def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did(tmp_path: Path) -> None:
-    log = tmp_path / "model_len-8192.log"
-    log.write_text(f"Traceback (most recent call last):\n    ~~~^^^^\nRuntimeError: no memory\n{LAUNCHER}")
-    assert log_end(str(log), None).lines == ("Traceback (most recent call last):", "RuntimeError: no memory")
-    log.write_text(LAUNCHER)
-    assert log_end(str(log), None).lines[-1] == "  exitcode  : -9 (pid: 20803)"
-
-
-def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(tmp_path: Path) -> None:
-    log = tmp_path / "model_len-8192.log"
-    said = "RuntimeError: no memory"
-    log.write_text(f"begins\n{said}, 5 GiB\n" + "a peer's traceback\n" * 2 * LINES + LAUNCHER)
-    assert log_end(str(log), None, said=said).lines == ("begins", f"{said}, 5 GiB")
-    assert set(log_end(str(log), None, said="another error").lines) == {"a peer's traceback"}
-
-
-@pytest.mark.parametrize("name", ["id_rsa", "model_len-8192.log.key", "../model_len-1.txt", "/etc/passwd"])
-def test_what_is_not_called_like_a_log_is_not_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / "id_rsa").write_text("private")
-    assert log_end(str(tmp_path / name), None) == LogEnd(reason="it is not called as the log of a trial is, and is not read")
-
-
-def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "id_rsa").write_text("private")
-    (tmp_path / "model_len-1.log").symlink_to(tmp_path / "id_rsa")
-    fifo(tmp_path / "model_len-2.log")
-    for name in ("model_len-1.log", "model_len-2.log", "model_len-3\0.log", "gpu-1/../../model_len-4.log"):
-        assert log_end(str(tmp_path / name), str(tmp_path / "study.jsonl")).lines == ()
 
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
