@@ -1,6 +1,6 @@
 """What the reference trainer does that its shipped traces have not, each tried on all 80 cells of the published A100 table.
 
-``python docs/results/predict/hypotheses.py`` (no GPU, no trace; about twenty minutes on one CPU core) edits the events of the
+``python docs/results/predict/hypotheses.py`` (no GPU, no trace; six minutes on one CPU core) edits the events of the
 shipped traces, replays them, and prints a row for each. Sources: Trinity-RFT's ``trainer/verl/fsdp_workers.py`` and
 ``scripts/context_length_test``; ``torch.distributed.fsdp``.
 """
