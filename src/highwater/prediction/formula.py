@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from highwater.errors import ModelError
+from highwater.prediction.cached import cached_bytes
 from highwater.prediction.constants import (
     CONTEXT_BYTES,
     CONTEXT_OF_SEVERAL_BYTES,
@@ -27,7 +28,6 @@ from highwater.prediction.constants import (
     PAGE_TABLE_COVERS_BYTES,
     MachineConstants,
 )
-from highwater.prediction.streams import cached_bytes
 from highwater.prediction.terms import WORKSPACES, Footprint, Phase, Term, present
 from highwater.spec.footprint import (
     PROCESS_BYTES,
@@ -120,12 +120,13 @@ def footprint(
         Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(reduced))),
         Phase(name="reduction of embedding and head", terms=present(states, *always, *_root_terms(step))),
     )
+    passing_bytes = max(phase.bytes for phase in phases) - states.bytes
     return Footprint(
         phases=phases,
         outside=outside_terms(shape, settings, layout, device),
         host=present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
-        cached_bytes=cached_bytes(shape, settings, layout) if device == "cuda" else 0,
+        cached_bytes=cached_bytes(shape, settings, layout, passing_bytes=passing_bytes) if device == "cuda" else 0,
     )
 
 

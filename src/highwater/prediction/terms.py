@@ -37,7 +37,7 @@ class Footprint(Noun, frozen=True, kw_only=True):
     filled_share: float
     """Share of the allocator's memory that live tensors can fill."""
     cached_bytes: int = 0
-    """What the allocator keeps besides for other streams, and gives back where it has to: reserved, but not needed."""
+    """What the allocator keeps besides between its uses, and gives back where it has to: reserved, but not needed."""
 
     @property
     def peak(self) -> Phase:
@@ -60,7 +60,7 @@ class Footprint(Noun, frozen=True, kw_only=True):
         unfilled_bytes = self.reserved_bytes - self.cached_bytes - self.allocated_bytes
         return present(
             Term(name="what the allocator cannot fill", bytes=unfilled_bytes),
-            Term(name="kept for other streams", bytes=self.cached_bytes),
+            Term(name="kept until memory runs short", bytes=self.cached_bytes),
         )
 
     @property

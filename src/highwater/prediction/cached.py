@@ -1,0 +1,62 @@
+"""Cached: what the caching allocator keeps reserved between its uses, until memory runs short.
+
+FSDP gathers and reduces on streams of its own, and a block that was cut for one stream serves no other. On the main stream, a block
+serves no request longer than itself. The largest unit, the root (embedding and head), decides what is kept so: it stays reserved
+after its one use a micro-batch, counts in what the driver reports, and is given back before the allocator gives up. So it decides
+no capacity.
+Source: the streams and free blocks in traces of the trials in docs/results/find, and the bytes that those trials reserved
+(docs/results/predict).
+"""
+
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
+
+_WEIGHT, _GRADIENT = 2, 4
+"""Bytes of an element: gathered in bfloat16, reduced in float32."""
+_HOLE_FROM = 7 / 3
+"""Of that block: itself, the root as it was gathered and its gradients in bfloat16, half of it each, which cut what activations
+left into holes, and what is between. 21 traces of five models on 4 and 8 GPUs have a new block up to 2.18 and none from 2.48 on.
+"""
+
+
+def cached_bytes(shape: ModelShape, settings: Settings, layout: Layout, *, passing_bytes: int) -> int:
+    """Of one GPU, once every unit has passed; ``passing_bytes`` is the most that is alive besides what always is."""
+    if settings.strategy == "fsdp":
+        return _lent(shape, layout) * settings.trained_models
+    return _of_other_streams(shape, settings, layout) + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
+
+
+def _too_long_for_a_hole(shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int) -> int:
+    """All gradients of the root in float32 go into one block before they are reduced, in a hole that activations left, if it is
+    long enough. Where sequences are short it is not: a new block is taken, and kept.
+    """
+    whole = _GRADIENT * _root(shape, has_head=settings.objective != "rw")
+    is_new = layout.shard_degree > 1 and passing_bytes < _HOLE_FROM * whole
+    return whole if is_new else 0
+
+
+def _of_other_streams(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    policy = _root(shape, has_head=settings.objective != "rw")
+    trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
+    gathered = trained + (policy if settings.objective == "grpo" else 0)  # the reference is another model under FSDP2
+    return _GRADIENT * trained // layout.shard_degree + _gathering(gathered, layout)
+
+
+def _gathering(parameters: int, layout: Layout) -> int:
+    """A shard on its way in and what is gathered of it; one GPU gathers nothing."""
+    degree = layout.shard_degree
+    return 0 if degree == 1 else _WEIGHT * (parameters + parameters // degree)
+
+
+def _lent(shape: ModelShape, layout: Layout) -> int:
+    """FSDP1 lends units to another stream: alone on a GPU its host runs ahead by a whole pass, else it waits after two units."""
+    if layout.shard_degree == 1:
+        return _WEIGHT * shape.parameters
+    root = _root(shape, has_head=True)
+    return _WEIGHT * (root + (shape.parameters - root) // shape.layers)
+
+
+def _root(shape: ModelShape, *, has_head: bool) -> int:
+    """Parameters of embedding and head, or of the embedding where they are tied or a number stands in the vocabulary's place."""
+    return shape.vocab_size * shape.hidden_size * (2 if has_head and not shape.tied_embeddings else 1)
