@@ -30,7 +30,7 @@ def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, ti
     del config["vocab_size"], config["num_hidden_layers"]
     (tiny / "config.json").write_text(json.dumps(config))
     problem, hint = refusal(highwater("find", str(tiny), *SIMULATED), 2)
-    assert problem == f"{tiny}/config.json has no vocab_size, num_hidden_layers"
+    assert problem == f"{tiny}/config.json, of the family qwen3, has no vocab_size, num_hidden_layers"
     assert highwater("find", *hint.split("`")[1].split()[2:], *SIMULATED).returncode == 0
 
 
