@@ -17,6 +17,37 @@ def rewrite(tiny: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("find", *SIMULATED, "--start-length", "8k"),
+        ("find", *SIMULATED, "--max-length", "8k"),
+        ("try", *SIMULATED, "--length", "8k"),
+        ("predict", *GPUS, "--length", "8k"),
+        ("predict", *GPUS, "--length", "8k", "--exact"),
+        ("predict", *GPUS, "--max-length", "8k"),
+        ("recommend", *GPUS, "--length", "8k"),
+    ],
+)
+def test_a_length_past_a_sliding_window_is_refused_and_the_hint_works(highwater: Run, tiny: Path, words: tuple[str, ...]) -> None:
+    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    command, *rest = words
+    problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
+    assert problem.startswith("8,192 tokens are past the sliding window of 4,096 in which tiny attends")
+    flag, value = hint.split("`")[1].split()
+    mended = [value if word == "8k" else word for word in rest if word != "--exact"]
+    assert flag in mended
+    assert highwater(command, str(tiny), *mended).returncode == 0
+
+
+def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: Path) -> None:
+    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
+        assert done.returncode == 0
+        assert "note: lengths end at 4,096: tiny attends in a sliding window of as many tokens" in done.stderr
+        assert "high-water mark: 4,096 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         (
