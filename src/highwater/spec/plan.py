@@ -297,9 +297,20 @@ def _cells(
         else:
             skipped.append((f"SP={degree} on {counted_ranks(gpus, device)}", obstacle))
     if not layouts:
-        raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint="use `--ulysses 1`")
+        works = _degrees(shape, counts, device)
+        raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint=f"use {works}")
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
     return cells, tuple(f"{what} is skipped: {why}" for what, why in skipped)
+
+
+def _degrees(shape: ModelShape, counts: tuple[int, ...], device: Device) -> str:
+    """Every degree that some of these counts of GPUs can share a sequence by, as flags."""
+    works = [
+        f"`--ulysses {degree}`"
+        for degree in range(1, max(counts) + 1)
+        if any(ulysses_obstacle(shape, gpus=gpus, degree=degree, device=device) is None for gpus in counts)
+    ]
+    return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 
 
 def _within_token_budget(cells: tuple[Cell, ...], grid: Grid, device: Device) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
