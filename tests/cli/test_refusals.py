@@ -30,7 +30,7 @@ def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, ti
     del config["vocab_size"], config["num_hidden_layers"]
     (tiny / "config.json").write_text(json.dumps(config))
     problem, hint = refusal(highwater("find", str(tiny), *SIMULATED), 2)
-    assert problem == f"{tiny}/config.json has no vocab_size, num_hidden_layers"
+    assert problem == f"{tiny}/config.json, of the family qwen3, has no vocab_size, num_hidden_layers"
     assert highwater("find", *hint.split("`")[1].split()[2:], *SIMULATED).returncode == 0
 
 
@@ -109,6 +109,19 @@ def test_a_value_that_cannot_work_is_refused_and_the_hint_does(
     if words[0] not in ("--margin",):  # its hint names no value
         assert mended[1] in hint
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, *words, *mended).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("find", "Qwen3-0.6B", *SIMULATED), ("try", "Qwen3-0.6B", "--length", "4k", *SIMULATED), ("predict", "Qwen3-0.6B")],
+)
+def test_a_degree_that_does_not_work_is_answered_with_all_that_do(highwater: Run, words: tuple[str, ...]) -> None:
+    gpus = ("--gpus", "8xH100-80GB" if words[0] == "predict" else "8")
+    problem, hint = refusal(highwater(*words, *gpus, "--ulysses", "3"), 2)
+    assert problem == "SP=3 on 8 GPUs: 3 does not divide 8 GPUs"
+    assert hint == "use `--ulysses 1`, `--ulysses 2`, `--ulysses 4` or `--ulysses 8`"
+    for offered in hint.split("`")[1::2]:
+        assert highwater(*words, *gpus, *offered.split()).returncode == 0
 
 
 def test_on_the_cpu_a_shorter_timeout_will_do(highwater: Run) -> None:

@@ -327,3 +327,13 @@ def test_every_rung_has_the_settings_that_the_request_names() -> None:
     cells = plan(request_from({"model": "Qwen3-0.6B", "gpus": [4], **named}), machine_with(4)).question.cells
     assert len(cells) > 1
     assert all(getattr(cell.settings, name) == value for cell in cells for name, value in named.items())
+
+
+def test_a_degree_that_does_not_work_is_answered_with_all_that_do(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
+    with pytest.raises(UsageError) as refusal:
+        plan(request_from({"model": model, "gpus": [4, 6], "ulysses": [4]}), machine_with(8))
+    degrees = [int(flag.split()[1]) for flag in refusal.value.hint.split("`")[1::2]]
+    assert degrees == [1, 2, 3, 6]
+    for degree in degrees:
+        assert plan(request_from({"model": model, "gpus": [4, 6], "ulysses": [degree]}), machine_with(8)).question.cells

@@ -26,7 +26,7 @@ from highwater.report.table import published_line
 from highwater.search.campaign import CellAnswered, Event
 from highwater.spec.allocator import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.hardware import Machine
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model, window_tokens
 from highwater.spec.request import Request, request_from
 from highwater.spec.settings import Allocator, Settings
 from highwater.units import format_tokens, parse_bytes
@@ -144,10 +144,12 @@ def _allocator_options(environment: Mapping[str, str]) -> list[str]:
 
 def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
     """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine without one."""
+    window = window_tokens(model)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
     if machine.gpus or machine.unreadable_gpus or not small:
-        return {"device": "cuda", "max_length": _NO_CEILING}
-    return {"device": "cpu", "max_length": max(_CPU_CEILING_TOKENS, start_tokens), "memory": _CPU_MEMORY}
+        return {"device": "cuda"} if window else {"device": "cuda", "max_length": _NO_CEILING}
+    longest = max(_CPU_CEILING_TOKENS, start_tokens)
+    return {"device": "cpu", "max_length": min(longest, window or longest), "memory": _CPU_MEMORY}
 
 
 def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | int]) -> Request:

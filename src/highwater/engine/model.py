@@ -173,6 +173,8 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
     """The model's config, its RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     _refuse_changed_logits(config)
+    if getattr(config, "head_dim", 0) is None:  # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
+        config.head_dim = config.hidden_size // config.num_attention_heads
     scale_rope(config, length_tokens=length_tokens, rope=rope)
     config.use_cache = False
     return config

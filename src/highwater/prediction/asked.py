@@ -13,7 +13,7 @@ from highwater.prediction.shipped import predict_trinity
 from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.model import load_model
-from highwater.spec.plan import plan, ulysses_obstacle
+from highwater.spec.plan import plan, refuse_past_window, ulysses_obstacle
 from highwater.spec.published import PUBLISHED_SETTINGS
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Question
@@ -37,9 +37,12 @@ def predicted_question(
         raise UsageError(f"one length, and a {named[0].replace('_', ' ')}", hint=f"leave `--{named[0].replace('_', '-')}` out")
     if length_tokens is not None and length_tokens < 2:
         raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
+    in_windows = trainer != "highwater"
     if length_tokens is not None:
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-    plans = [plan(request, where.machine()) for request in _requests(model, where.gpus, trainer, settings)]
+        if not in_windows:
+            refuse_past_window(load_model(model), length_tokens, flag="--length")
+    plans = [plan(request, where.machine(), in_windows=in_windows) for request in _requests(model, where.gpus, trainer, settings)]
     cells = tuple(cell for each in plans for cell in each.question.cells)
     return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
 

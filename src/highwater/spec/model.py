@@ -7,6 +7,7 @@ from typing import Any
 
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
+from highwater.spec.families import has_sliding_layers, value_of
 
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -23,6 +24,10 @@ WITHOUT_ROPE = frozenset(
 A list, because a config.json tells nothing: many with RoPE leave it to their type's default. Types that are not here have it.
 """
 
+_LARGEST_SIZE = 2**31 - 1
+_MOST_PARAMETERS = 10**15
+"""No model has a size or a count beyond these, and bytes of one that had would not fit into the 64 bits of a document."""
+_BEFORE_SCALING = "original_max_position_embeddings"
 STATE_BYTES_PER_PARAMETER = 16
 """float32: parameter, gradient and both moments of AdamW."""
 
@@ -92,15 +97,27 @@ def load_model(name_or_path: str) -> Model:
     directory = directory.resolve()
     if not _is_utf_8(str(directory)):
         raise ModelError(f"the directory {directory} is not named in UTF-8", hint="rename it: a study has to name it")
+    source = str(directory / "config.json")
     config = read_config(directory / "config.json")
+    shape = shape_of(config, source=source)
     return Model(
         name=directory.name,
         directory=str(directory),
-        config_digest=digest(config),
-        shape=shape_of(config, source=str(directory / "config.json")),
-        own_rope_scaling=_own_rope_scaling(config),
-        rope=config.get("text_config", config).get("model_type") not in WITHOUT_ROPE,
+        config_digest=_digest(config, source),
+        shape=shape,
+        own_rope_scaling=_own_rope_scaling(config, source),
+        rope=shape.model_type not in WITHOUT_ROPE,
     )
+
+
+def window_tokens(model: Model) -> int | None:
+    """The longest document that every layer of a model attends to whole: its sliding window; None where it has none.
+
+    Read off its config, as transformers reads it, and no field of the model: what a study asked stays what it was.
+    """
+    path = Path(model.directory, "config.json")
+    config = read_config(path)
+    return _optional_size(config, "sliding_window", str(path)) if has_sliding_layers(config) else None
 
 
 def catalog_names() -> list[str]:
@@ -109,37 +126,92 @@ def catalog_names() -> list[str]:
 
 
 def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
-    """The shape in a parsed ``config.json``; ``source`` names it in errors.
+    """The shape in a parsed ``config.json``; ``source`` names it in errors. What it lacks is as its class in transformers has it.
 
-    Raises ModelError for missing fields, sizes that are no positive integers, and encoder-decoder models.
+    Raises ModelError for missing fields, sizes that cannot be, encoder-decoder models, and those that read more than text.
     """
-    config = config.get("text_config", config)
-    missing = [field for field in MIN_FIELDS if config.get(field) is None]
-    if missing:
+    family = _family(config, source)
+    heads, hidden = _size(config, "num_attention_heads", source), _size(config, "hidden_size", source)
+    kv_heads = _optional_size(config, "num_key_value_heads", source) or heads
+    head_dim = _optional_size(config, "head_dim", source) or hidden // heads
+    if head_dim < 1 or heads % kv_heads:
         raise ModelError(
-            f"{source} has no {', '.join(missing)}",
-            hint="use the config.json of a decoder-only causal language model, or `highwater find Qwen3-0.6B`",
+            f"{heads} query heads do not go with {kv_heads} key/value heads and a hidden size of {hidden} in {source}",
+            hint="set num_key_value_heads to a divisor of num_attention_heads, and head_dim to a whole number, 1 or more",
         )
-    if config.get("is_encoder_decoder"):
-        raise ModelError(f"{source} describes an encoder-decoder model", hint="use a decoder-only causal language model")
-    heads = _size(config, "num_attention_heads", source)
-    hidden = _size(config, "hidden_size", source)
     experts = _optional_size(config, "num_experts", source) or _optional_size(config, "num_local_experts", source) or 1
-    expert_width = _optional_size(config, "moe_intermediate_size", source) if experts > 1 else None
-    return ModelShape(
-        model_type=str(config["model_type"]),
+    expert_width = _optional_size(config, "moe_intermediate_size", source) if experts > 1 or family == "qwen3_moe" else None
+    shape = ModelShape(
+        model_type=family,
         hidden_size=hidden,
         layers=_size(config, "num_hidden_layers", source),
         query_heads=heads,
-        kv_heads=_optional_size(config, "num_key_value_heads", source) or heads,
-        head_dim=_optional_size(config, "head_dim", source) or hidden // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         intermediate_size=expert_width or _optional_size(config, "intermediate_size", source) or 4 * hidden,
         vocab_size=_size(config, "vocab_size", source),
         native_length_tokens=_size(config, "max_position_embeddings", source),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=_tied_embeddings(config, source),
         experts=experts,
         experts_per_token=_optional_size(config, "num_experts_per_tok", source) or 1,
     )
+    if shape.experts_per_token > shape.experts > 1:
+        raise ModelError(
+            f"each token goes to {shape.experts_per_token} experts of {shape.experts} in {source}",
+            hint=f"set num_experts_per_tok to {shape.experts} or less",
+        )
+    if shape.parameters > _MOST_PARAMETERS:
+        raise ModelError(f"{source} describes {shape.parameters} parameters, more than any model has", hint="check its sizes")
+    return shape
+
+
+def _family(config: dict[str, Any], source: str) -> str:
+    """The config's ``model_type``; raises ModelError, by that name, for a family whose shape this package does not read."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or not family:
+        said = "has no model_type" if family is None else f"has the model_type {family!r}"
+        raise ModelError(f"{source} {said}", hint="set model_type to the name of a family, for example llama or qwen3")
+    if isinstance(config.get("text_config"), dict):
+        raise ModelError(
+            f"{source} is of the family {family}, which reads more than text: its text model is in text_config",
+            hint="save the text model alone, and give its directory: a config.json without text_config",
+        )
+    if "text_config" in config:
+        raise ModelError(
+            f"{source}, of the family {family}, has the text_config {config['text_config']!r}",
+            hint="remove text_config, or use the config.json that the model came with",
+        )
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{source} is of the family {family}: an encoder-decoder model", hint="use a decoder-only causal language model"
+        )
+    missing = [field for field in MIN_FIELDS if config.get(field) is None]
+    if missing:
+        raise ModelError(
+            f"{source}, of the family {family}, has no {', '.join(missing)}",
+            hint="use the config.json of a decoder-only causal language model, or `highwater find Qwen3-0.6B`",
+        )
+    if family == "qwen3_moe":
+        _refuse_dense_layers(config, source)
+    return family
+
+
+def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
+    """Raise ModelError where some layers of a mixture of experts have none: all layers of a shape are alike."""
+    for field, neutral in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        value = config.get(field, neutral)
+        if value is not None and value != neutral:
+            raise ModelError(
+                f"{field} is {value!r} in {source}: layers without experts among those with them are not supported",
+                hint=f"use a model with experts in every layer, for example Qwen3-30B-A3B, whose {field} is {neutral!r}",
+            )
+
+
+def _tied_embeddings(config: dict[str, Any], source: str) -> bool:
+    tied = value_of(config, "tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise ModelError(f"tie_word_embeddings is {tied!r} in {source}", hint="set tie_word_embeddings to true or false")
+    return bool(tied)
 
 
 def _catalog_directory(name: str, tried: Path) -> Path:
@@ -158,7 +230,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """A parsed ``config.json``; raises ModelError for one that cannot be read."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} cannot be read: {error}", hint="check the file, or use a catalog name such as `Qwen3-0.6B`"
         ) from error
@@ -175,17 +247,49 @@ def _is_utf_8(text: str) -> bool:
     return True
 
 
-def _own_rope_scaling(config: dict[str, Any]) -> bool:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _digest(config: dict[str, Any], source: str) -> str:
+    try:
+        return digest(config)
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ModelError(
+            f"{source} holds what is no text: {error}", hint="check the file, or use a catalog name such as `Qwen3-0.6B`"
+        ) from error
+
+
+def rope_block(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """RoPE's own parameters in a ``config.json``, empty where it has none; raises ModelError for what is no such block."""
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise ModelError(
+                f"{field} is {rope!r} in {source}, not a block of fields",
+                hint=f'remove {field}, or write for example {{"rope_type": "yarn", "factor": 4.0}}',
+            )
+        if rope:
+            if rope.get(_BEFORE_SCALING) is not None:
+                _checked(rope[_BEFORE_SCALING], _BEFORE_SCALING, source)
+            return rope
+    return {}
+
+
+def _own_rope_scaling(config: dict[str, Any], source: str) -> bool:
+    rope = rope_block(config, source)
     return rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
 def _size(config: dict[str, Any], field: str, source: str) -> int:
-    value = config[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{field} is {value!r} in {source}", hint=f"set {field} to a whole number, 1 or more")
-    return value
+    return _checked(config[field], field, source)
 
 
 def _optional_size(config: dict[str, Any], field: str, source: str) -> int | None:
-    return None if config.get(field) is None else _size(config, field, source)
+    value = value_of(config, field)
+    return None if value is None else _checked(value, field, source)
+
+
+def _checked(value: Any, field: str, source: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
+        most = f", {_LARGEST_SIZE} at the most" if isinstance(value, int) and value > _LARGEST_SIZE else ""
+        raise ModelError(f"{field} is {value!r} in {source}", hint=f"set {field} to a whole number, 1 or more{most}")
+    return value

@@ -12,7 +12,7 @@ from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gra
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, window_tokens
 from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
 from highwater.spec.settings import Rope, Settings
@@ -50,8 +50,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def plan(request: Request, machine: Machine) -> Plan:
-    """The question that a request asks of a machine.
+def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Plan:
+    """The question that a request asks of a machine; ``in_windows``: of a trainer whose attention has sliding windows.
 
     Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
     """
@@ -65,7 +65,7 @@ def plan(request: Request, machine: Machine) -> Plan:
     gpus = used_gpus(machine, device=device, count=max(counts))
     total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
     _check_memory(request, machine, device, model, workers=max(counts), total_bytes=total_bytes)
-    grid, capped = _grid(request, model, device)
+    grid, capped = _grid(request, model, device, None if in_windows else window_tokens(model))
     cells, skipped = _cells(request, model.shape, device, counts)
     cells, too_small = _within_token_budget(cells, grid, device)
     if device == "cuda" and not request.dry_run:
@@ -115,7 +115,9 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     """
     if length_tokens < 2:
         raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
-    _refuse_past_native(load_model(request.model), request.rope, length_tokens, flag="--length")
+    model = load_model(request.model)
+    refuse_past_window(model, length_tokens, flag="--length")
+    _refuse_past_native(model, request.rope, length_tokens, flag="--length")
     alone = msgspec.structs.replace(
         request,
         proof="full",
@@ -295,9 +297,20 @@ def _cells(
         else:
             skipped.append((f"SP={degree} on {counted_ranks(gpus, device)}", obstacle))
     if not layouts:
-        raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint="use `--ulysses 1`")
+        works = _degrees(shape, counts, device)
+        raise UsageError("; ".join(f"{what}: {why}" for what, why in skipped), hint=f"use {works}")
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
     return cells, tuple(f"{what} is skipped: {why}" for what, why in skipped)
+
+
+def _degrees(shape: ModelShape, counts: tuple[int, ...], device: Device) -> str:
+    """Every degree that some of these counts of GPUs can share a sequence by, as flags."""
+    works = [
+        f"`--ulysses {degree}`"
+        for degree in range(1, max(counts) + 1)
+        if any(ulysses_obstacle(shape, gpus=gpus, degree=degree, device=device) is None for gpus in counts)
+    ]
+    return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 
 
 def _within_token_budget(cells: tuple[Cell, ...], grid: Grid, device: Device) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
@@ -321,8 +334,19 @@ def ulysses_obstacle(shape: ModelShape, *, gpus: int, degree: int, device: Devic
     return None
 
 
-def _grid(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try. They end at the native length where nothing scales the positions past it."""
+def refuse_past_window(model: Model, length_tokens: int, *, flag: str) -> None:
+    """Raise UsageError for a document that the model's sliding window does not hold; ``flag`` is where its length was named."""
+    window = window_tokens(model)
+    if window is not None and length_tokens > window:
+        raise UsageError(
+            f"{format_tokens(length_tokens)} tokens are past the sliding window of {format_tokens(window)} in which {model.name} "
+            "attends; only full attention is supported",
+            hint=f"use `{flag} {window}` or fewer tokens",
+        )
+
+
+def _grid(request: Request, model: Model, device: Device, window: int | None) -> tuple[Grid, tuple[str, ...]]:
+    """The lengths to try. They end at the native length where nothing scales the positions past it, and at a sliding window."""
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or _CEILING_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
@@ -335,6 +359,14 @@ def _grid(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[s
         if not model.rope:
             why = f"{model.name} ({model.shape.model_type}) has no RoPE to scale past them"
         notes = (f"lengths end at {format_tokens(native)}: {why}",)
+    if window is not None and longest > window:
+        refuse_past_window(model, request.start_tokens, flag="--start-length")
+        refuse_past_window(model, request.max_tokens or 0, flag="--max-length")
+        longest = window
+        notes = (
+            f"lengths end at {format_tokens(window)}: {model.name} attends in a sliding window of as many tokens, and only full "
+            "attention is supported",
+        )
     grid = Grid(
         start_tokens=request.start_tokens,
         step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from highwater.spec.codec import Noun
-from highwater.spec.model import Model, read_config
+from highwater.spec.model import Model, read_config, rope_block
 from highwater.spec.settings import Rope
 
 _KEPT = ("rope_theta", "partial_rotary_factor")
@@ -41,9 +41,9 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
 
     A length that cannot be reached is refused before: see ``spec/plan.py``.
     """
-    config = read_config(Path(model.directory, "config.json"))
-    config = config.get("text_config", config)
-    own: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    path = Path(model.directory, "config.json")
+    config = read_config(path)
+    own = rope_block(config, str(path))
     native = model.shape.native_length_tokens
     if not model.rope or (length_tokens <= native and not (model.own_rope_scaling and rope == "yarn")):
         return None

@@ -1,0 +1,68 @@
+"""Families: what transformers' config classes take for a field that ``config.json`` leaves out, and which window a model has.
+
+Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23; tests/unit/test_families.py compares with those that are
+installed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_MISTRAL = {"num_key_value_heads": 8, "intermediate_size": 14336}
+_QWEN = {"num_key_value_heads": 32, "intermediate_size": 22016}
+CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"intermediate_size": 11008},
+    "ministral": {**_MISTRAL, "sliding_window": 4096},
+    "mistral": {**_MISTRAL, "sliding_window": 4096},
+    "mixtral": {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmo2": {"intermediate_size": 11008},
+    "phi3": {"intermediate_size": 8192},
+    "qwen2": {**_QWEN, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {**_QWEN, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "sliding_window": 4096,
+    },
+    "smollm3": {"num_key_value_heads": 4, "intermediate_size": 11008, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+}
+"""Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, untied embeddings."""
+
+_WITHOUT_WINDOW = ("llama", "olmo2")
+"""Families whose attention takes no window, whatever their config says."""
+_WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3")
+"""Families whose attention takes ``sliding_window`` as it is, whatever else their config says."""
+_SWITCHED_ON = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Families whose window is there only with ``use_sliding_window``."""
+
+
+_NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window")
+"""Fields where null is not the same as nothing: as the query heads, as they share the hidden size, no window."""
+
+
+def value_of(config: Mapping[str, Any], field: str) -> Any:
+    """What a config says of a field, or where it does not, its class; None where neither does."""
+    if config.get(field) is not None or (field in config and field in _NULL_SAYS):
+        return config[field]
+    return CLASS_DEFAULTS.get(config["model_type"], {}).get(field)
+
+
+def has_sliding_layers(config: Mapping[str, Any]) -> bool:
+    """Whether any layer attends within ``sliding_window``, where the config has one."""
+    family = config["model_type"]
+    if family in _WITHOUT_WINDOW or (family in _SWITCHED_ON and not config.get("use_sliding_window")):
+        return False
+    if family in _WINDOW_IN_EVERY_LAYER or family == "qwen3_moe":
+        return True
+    if family not in CLASS_DEFAULTS and config.get("use_sliding_window") is False:
+        return False
+    kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    if family == "smollm3":  # in the layers without RoPE
+        rotated, interval = config.get("no_rope_layers"), value_of(config, "no_rope_layer_interval")
+        return 0 in rotated if isinstance(rotated, list) else isinstance(interval, int) and interval <= layers
+    first = value_of(config, "max_window_layers") if family in _SWITCHED_ON else None
+    return not isinstance(first, int) or first < layers

@@ -1,0 +1,72 @@
+"""Models that cannot be asked about, and lengths that theirs do not reach: one clear error from every command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SIMULATED, Run, refusal
+
+GPUS = ("--gpus", "1xH100-80GB")
+
+
+def rewrite(tiny: Path, **changes: Any) -> None:
+    """Other fields in the tiny model's config.json."""
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("find", *SIMULATED, "--start-length", "8k"),
+        ("find", *SIMULATED, "--max-length", "8k"),
+        ("try", *SIMULATED, "--length", "8k"),
+        ("predict", *GPUS, "--length", "8k"),
+        ("predict", *GPUS, "--length", "8k", "--exact"),
+        ("predict", *GPUS, "--max-length", "8k"),
+        ("recommend", *GPUS, "--length", "8k"),
+    ],
+)
+def test_a_length_past_a_sliding_window_is_refused_and_the_hint_works(highwater: Run, tiny: Path, words: tuple[str, ...]) -> None:
+    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    command, *rest = words
+    problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
+    assert problem.startswith("8,192 tokens are past the sliding window of 4,096 in which tiny attends")
+    flag, value = hint.split("`")[1].split()
+    mended = [value if word == "8k" else word for word in rest if word != "--exact"]
+    assert flag in mended
+    assert highwater(command, str(tiny), *mended).returncode == 0
+
+
+def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: Path) -> None:
+    rewrite(tiny, model_type="mistral", sliding_window=4096)
+    for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
+        assert done.returncode == 0
+        assert "note: lengths end at 4,096: tiny attends in a sliding window of as many tokens" in done.stderr
+        assert "high-water mark: 4,096 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "of the family gemma3, which reads more than text",
+        ),
+        ({"model_type": "llava", "text_config": {"model_type": "mistral"}}, "of the family llava, which reads more than text"),
+        ({"model_type": "t5", "vocab_size": None}, "of the family t5, has no vocab_size"),
+        ({"model_type": ["llama"]}, "has the model_type ['llama']"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+        ({"text_config": None}, "has the text_config None"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ],
+)
+def test_a_model_that_is_not_understood_is_refused_by_every_command(
+    highwater: Run, tiny: Path, changes: dict[str, Any], said: str
+) -> None:
+    rewrite(tiny, **changes)
+    for words in (("find", str(tiny), *SIMULATED), ("predict", str(tiny), *GPUS)):
+        problem, hint = refusal(highwater(*words), 2)
+        assert said in problem
+        assert hint
