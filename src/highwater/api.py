@@ -35,18 +35,12 @@ from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.asked import calibration_of, predict_by_formula, predicted_question, room_in
-from highwater.prediction.capacity import (
-    ACCURACY,
-    NOT_MODELLED,
-    NOT_TRACED,
-    TRACED_ACCURACY,
-    Prediction,
-    Room,
-)
+from highwater.prediction.capacity import ACCURACY, NOT_MODELLED, NOT_TRACED, TRACED_ACCURACY, Prediction, Room, accuracy
 from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import refuse_unknown_family
 from highwater.prediction.residuals import Method
-from highwater.prediction.score import Score, score
+from highwater.prediction.score import Score, rooms_of, score
+from highwater.prediction.shipped import by_replay
 from highwater.prediction.timeline import timeline as draw_timeline
 from highwater.search.campaign import CellAnswered, Event, TrialStarted, campaign
 from highwater.search.compare import MethodCount, compare
@@ -71,7 +65,7 @@ from highwater.store.directory import (
 )
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import format_seconds, parse_tokens
+from highwater.units import format_seconds, parse_memory, parse_tokens
 
 Listener = Callable[[Event], None]
 
@@ -180,11 +174,14 @@ def _without_cells(
 
 
 def _by_formula(prediction: Prediction, question: Question) -> Prediction:
-    """Every cell, and how many of them by replay."""
+    """Every cell; for another trainer, how many of them by replay."""
     cells = predict_by_formula(question, prediction.room, prediction.trainer, prediction.calibration)
     replayed = sum(cell.replayed is not None for cell in cells)
-    note = f"{replayed} of {len(cells)} cells by replay of a trace that comes with the package, the others by formula"
-    return msgspec.structs.replace(prediction, cells=cells, notes=(*prediction.notes, note) if replayed else prediction.notes)
+    known = accuracy(prediction.trainer, replayed=replayed, cells=len(cells))
+    prediction = msgspec.structs.replace(prediction, cells=cells, accuracy=known)
+    if prediction.trainer == "highwater":
+        return prediction
+    return msgspec.structs.replace(prediction, notes=(*prediction.notes, by_replay(replayed, len(cells))))
 
 
 def _traced(
@@ -233,9 +230,19 @@ def _write_timeline(path: Path, question: Question, prediction: Prediction, trac
     write_new_file(path, drawn, flag="--timeline")
 
 
-def predict_against(table_path: str | Path, *, trainer: Trainer = "highwater") -> Score:
-    """Predictions for every cell of a table of known capacities (CSV), compared with it."""
-    return score(read_capacity_table(Path(table_path)), trainer)
+def predict_against(
+    table_path: str | Path, *, trainer: Trainer = "highwater", gpu_memory: str | int | None = None, **limits: Any
+) -> Score:
+    """Predictions for every cell of a table of known capacities (CSV), compared with it.
+
+    ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits`` are ``host_memory``,
+    ``reserved`` and ``state_bytes_per_param``, as for ``predict``.
+    """
+    table = read_capacity_table(Path(table_path))
+    for question in table.questions:
+        refuse_unknown_family(question.model)
+    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
+    return score(table, trainer, rooms_of(table, gpu_memory_bytes=memory_bytes, **limits))
 
 
 def open_study(path: str | Path) -> Study:
@@ -246,7 +253,7 @@ def open_study(path: str | Path) -> Study:
 def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
     """Trials that each search method takes to find the capacities of a known table (CSV); nothing is trained."""
     table = read_capacity_table(Path(table_path))
-    return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.capacity_tokens)))
+    return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.of_one_gpu())))
 
 
 def prepare(request: Request) -> Plan:

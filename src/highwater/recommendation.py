@@ -18,10 +18,11 @@ from highwater.errors import UsageError
 from highwater.launch.probe import gpus_meant
 from highwater.prediction.asked import room_in
 from highwater.prediction.candidates import Asked, predicted_candidates
-from highwater.prediction.capacity import ACCURACY, NOT_MODELLED
+from highwater.prediction.capacity import NOT_MODELLED, accuracy
 from highwater.prediction.formula import refuse_unknown_family
 from highwater.prediction.recorded import as_measured, obstacle, with_margin
 from highwater.prediction.remedies import remedies
+from highwater.prediction.shipped import shipped
 from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
@@ -30,7 +31,7 @@ from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
 from highwater.spec.study import Question, Study, counted_ranks
 from highwater.store.journal import read_study
-from highwater.units import parse_bytes, parse_tokens
+from highwater.units import parse_memory, parse_tokens
 
 _OF_A_GRID = ("start_length", "resolution", "max_length")
 
@@ -71,7 +72,7 @@ def recommend(
         settings={name: getattr(typed, name) for name in settings},
     )
     recorded = [read_study(Path(path)) for path in studies]
-    return _recommended(asked, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_bytes(str(reserved)))
+    return _recommended(asked, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved)))
 
 
 def _recommended(asked: Asked, studies: Sequence[Study], *, rollout_gpus: int, reserved_bytes: int) -> Recommendation:
@@ -98,11 +99,19 @@ def _recommended(asked: Asked, studies: Sequence[Study], *, rollout_gpus: int, r
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=asked.length_tokens, rope=question.cells[0].settings.rope),
         remedies=() if chosen else remedies(asked, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus),
-        accuracy=ACCURACY[asked.trainer],
+        accuracy=_accuracy(asked, question),
         unlike=() if known is None else known.unlike,
         not_modelled=NOT_MODELLED,
         notes=(*notes, *of_studies),
     )
+
+
+def _accuracy(asked: Asked, question: Question) -> str:
+    """Of a replay, of the closed form, or of both: whatever answers the cells."""
+    if asked.trainer == "highwater":
+        return accuracy(asked.trainer, replayed=0, cells=len(question.cells))
+    replayed = sum(shipped(question.model.shape, cell, asked.room) is not None for cell in question.cells)
+    return accuracy(asked.trainer, replayed=replayed, cells=len(question.cells))
 
 
 def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:

@@ -34,6 +34,19 @@ def parse_bytes(text: str) -> int:
     return int(number * _BYTE_UNITS[unit])
 
 
+def parse_memory(text: str) -> int:
+    """Bytes of a GPU's, a host's, or a part of one: as ``parse_bytes``, but less than a MiB only where it has a unit, or is 0.
+
+    Raises UsageError for what is a number without its unit, ``"79.15"``: nobody means 79 bytes.
+    """
+    count = parse_bytes(text)
+    number, unit = _split(text, what="a memory size", example="80GiB")
+    if unit or not 0 < number < MIB:
+        return count
+    meant = f"{_plain(number)}{'GiB' if number <= KIB else 'MiB'}"
+    raise UsageError(f"a memory size of {_plain(number)} bytes", hint=f"give the unit: `{meant}`")
+
+
 def parse_tokens(text: str) -> int:
     """Tokens of ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576); at least 1."""
     number, unit = _split(text, what="a length in tokens", example="32k")

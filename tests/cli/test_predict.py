@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import Run, refusal
+from conftest import SIMULATED, Run, refusal
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
@@ -37,7 +37,12 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     }
     assert table.rstrip().endswith("Env + Offload, 1 GPU,")
     assert "(the peak)" in explained
-    assert done.stderr == "next: highwater try Qwen3-8B --gpus 1 --ulysses 1 --length 65536\n"
+    settings = "--allocator expandable --loss full --offload"
+    assert done.stderr == f"next: highwater try Qwen3-8B --gpus 1 --ulysses 1 --length 65536 {settings}\n"
+    assert "65,536* tokens: predicted" in table
+    assert "* past the native length of 40,960: YaRN" in table
+    tried = highwater(*done.stderr.split()[2:], "--device", "cuda", "--memory", "139.8GiB", "--dry-run")
+    assert tried.returncode == 0, "what was said to fit is what is tried"
 
 
 def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater: Run) -> None:
@@ -149,6 +154,101 @@ def test_predictions_are_scored_against_a_table(highwater: Run, tmp_path: Path) 
     done = highwater(*words)
     assert done.returncode == 0
     assert "within one step" in done.stdout
+    assert "10 of 15 cells by replay of a trace that comes with the package, the others by formula" in done.stdout
+    assert (document["replayed_cells"], document["formula_cells"]) == (10, 5)
+
+
+HEADING = "gpu,settings,gpus,sp,model,max_model_len\n"
+
+
+def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(highwater: Run, tmp_path: Path, tiny: Path) -> None:
+    other = tmp_path / "other" / tiny.name
+    other.mkdir(parents=True)
+    (other / "config.json").write_text(
+        (tiny / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 4')
+    )
+    rows = (f"A100-80GB,vanilla,3,1,{model},4096\n" for model in ("Qwen3-4B", "./tiny", other))
+    (tmp_path / "few.csv").write_text(HEADING + "".join(rows))
+    done = highwater("predict", "--trainer", "trinity", "--against", "few.csv")
+    assert done.returncode == 0, done.stderr
+    assert "no cell by replay of a trace that comes with the package: all 3 by formula" in done.stdout
+    assert "vanilla, A100-80GB, ./tiny, 3 GPUs, SP=1: known 4,096" in done.stdout
+    assert f"vanilla, A100-80GB, {other}, 3 GPUs, SP=1: known 4,096" in done.stdout
+    assert done.stderr == "next: highwater predict --trainer trinity --against few.csv --json\n"
+
+
+def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(highwater: Run, tmp_path: Path) -> None:
+    (tmp_path / "few.csv").write_text(HEADING + "A6000,env,1,1,Qwen3-0.6B,4096\n")
+    words = ("predict", "--against", "few.csv")
+    problem, hint = refusal(highwater(*words), 2)
+    assert problem == "the memory of A6000 is not in the catalog"
+    assert highwater(*words, *hint.split("`")[1].split()).returncode == 0
+    large, small, shared = (
+        highwater(*words, "--gpu-memory", "48GiB", *more).stdout
+        for more in ((), ("--state-bytes-per-param", "64"), ("--reserved", "30GiB"))
+    )
+    assert len({large, small, shared}) == 3
+    assert refusal(highwater(*words, "--gpu-memory", "0"), 2)[0].startswith("a GPU with a memory of 0.0 MiB")
+
+
+@pytest.mark.parametrize("flags", ["--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--margin 2GiB", "--explain"])
+def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater: Run, flags: str) -> None:
+    _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
+    assert hint == f"leave `{flags.split()[0]}` out"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hint"),
+    [
+        ("4xA6000 --gpu-memory 48GiB", "name its memory, `--gpus 4 --gpu-memory 48GiB`"),
+        ("4xH2000 --gpu-memory 139.8GiB", "name its memory, `--gpus 4 --gpu-memory 139.8GiB`"),
+        ("8xMI300X", "name its memory, `--gpus 8 --gpu-memory 80GiB`"),
+        ("GH200", "name its memory, `--gpus 1 --gpu-memory 80GiB`"),
+        ("RTX-PRO-6000", "name its memory, `--gpus 1 --gpu-memory 80GiB`"),
+        ("RTX-5090", "use `--gpus 1xRTX-4090`"),
+        (
+            "2xH20-141GB",
+            "use `--gpus 2xH20-96GB`; for one of 141 GB `--gpus 2 --gpu-memory 141GiB`, or what its driver reports",
+        ),
+        ("H20-141GB --gpu-memory 139GiB", "name its memory, `--gpus 1 --gpu-memory 139GiB`"),
+        ("H100-94GB", "use `--gpus 1xH100-94GB-NVL`"),
+    ],
+)
+def test_a_gpu_of_no_catalog_is_hinted_at_by_its_memory_and_no_far_name_is_offered(highwater: Run, gpus: str, hint: str) -> None:
+    assert refusal(highwater("predict", "Qwen3-0.6B", "--gpus", *gpus.split()), 2)[1] == hint
+    for offered in re.findall(r"`(--gpus [^`]*)`", hint):
+        assert highwater("predict", "Qwen3-0.6B", *offered.split()).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ("--gpu-memory 79.15", "79.15GiB"),
+        ("--gpu-memory 81920", "81920MiB"),
+        ("--reserved 20", "20GiB"),
+        ("--host-memory 512", "512GiB"),
+        ("--margin 2", "2GiB"),
+    ],
+)
+def test_a_memory_without_its_unit_is_refused_and_the_hint_has_it(highwater: Run, flags: str, meant: str) -> None:
+    words = ("predict", "Qwen3-0.6B", *A100S)
+    problem, hint = refusal(highwater(*words, *flags.split()), 2)
+    assert problem == f"a memory size of {flags.split()[1]} bytes"
+    assert hint == f"give the unit: `{meant}`"
+    assert highwater(*words, flags.split()[0], meant).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ((*A100S, "--gpu-memory", "0"), "give its own, for example `--gpu-memory 80GiB`"),
+        (("--gpus", "4", "--gpu-memory", "0"), "give its own, for example `--gpu-memory 80GiB`"),
+        ((*A100S, "--host-memory", "0"), "give the machine's, for example `--host-memory 512GiB`, or leave it out"),
+    ],
+)
+def test_no_memory_at_all_is_refused(highwater: Run, words: tuple[str, ...], hint: str) -> None:
+    assert refusal(highwater("predict", "Qwen3-0.6B", *words), 2)[1] == hint
+    assert highwater("predict", "Qwen3-0.6B", *A100S, *hint.split("`")[1].split()).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -200,9 +300,58 @@ def test_the_next_command_keeps_the_settings_that_were_typed_word_by_word(highwa
     first = highwater(*words).stderr
     assert first == f"next: highwater {' '.join(words)} --explain\n"
     then = highwater(*first.split()[2:]).stderr
-    assert then == "next: highwater find Qwen3-0.6B --gpus 1 --ulysses 1 --sequences-per-micro-batch 1\n"
+    of_the_mark = "--ulysses 1 --allocator expandable --offload"
+    assert then == f"next: highwater find Qwen3-0.6B --gpus 1 {of_the_mark} --sequences-per-micro-batch 1\n"
     offered = (*then.split()[2:], "--device", "cuda", "--memory", "80GiB", "--dry-run")
     assert highwater(*offered).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        ("Qwen3-8B --gpus 4xA100-80GB", "find Qwen3-8B --gpus 4 --ulysses 4 --allocator expandable --offload"),
+        ("--gpus 4xA100-80GB --ulysses 2 Qwen3-8B", "find Qwen3-8B --gpus 4 --ulysses 2 --allocator expandable --offload"),
+        (
+            "Qwen3-32B --gpus RTX-3090 --allocator native --token-budget 8k",
+            "recommend Qwen3-32B --gpus RTX-3090 --allocator native --length 4096",
+        ),
+        (
+            "Qwen3-8B --gpus 4 --gpu-memory 48GiB --trainer trinity --length 8k",
+            "predict Qwen3-8B --gpus 4 --length 8k --gpu-memory 48GiB",
+        ),
+    ],
+)
+def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark(highwater: Run, words: str, then: str) -> None:
+    done = highwater("predict", *words.split(), "--explain")
+    following = done.stderr.splitlines()[-1].removeprefix("next: highwater ")
+    assert following == then
+    simulated = SIMULATED if then.startswith("find") else ()
+    assert highwater(*shlex.split(following), *simulated).returncode in (0, 1)
+
+
+def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater: Run) -> None:
+    for length, starred in (("32k", False), ("64k", True)):
+        table = highwater("predict", "Qwen3-8B", *A100S, "--length", length).stdout
+        assert ("past the native length" in table) == ("*" in table.splitlines()[0]) == starred
+
+
+@pytest.mark.parametrize(
+    ("words", "accuracy", "note"),
+    [
+        (("Llama-3.1-8B", *A100S), "by the closed form, fitted", "no cell by replay of a trace that comes with the package: all 9"),
+        (("Qwen3-0.6B", *A100S, "--allocator", "native"), "by replay of a trace, which has", "3 of 3 cells by replay"),
+        (("Qwen3-0.6B", *A100S), "; the others by the closed form, fitted", "6 of 9 cells by replay"),
+    ],
+)
+def test_another_trainers_accuracy_is_that_of_what_answered(
+    highwater: Run, words: tuple[str, ...], accuracy: str, note: str
+) -> None:
+    done = highwater("predict", *words, "--trainer", "trinity")
+    assert accuracy in done.stdout
+    assert ("69 of 80 cells" in done.stdout) == ("closed form" in accuracy)
+    assert ("37 of 40 cells" in done.stdout) == ("replay" in done.stdout)
+    assert "72 of 80" not in done.stdout
+    assert f"note: {note}" in done.stderr
 
 
 def test_a_timeline_needs_a_trace_and_a_new_file(highwater: Run, tmp_path: Path) -> None:

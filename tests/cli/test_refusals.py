@@ -256,7 +256,7 @@ def test_a_value_that_cannot_be_is_hinted_at_as_a_flag(highwater: Run, command: 
         ("--gpus 4x --gpu-memory 60GiB", "--gpus 4 --gpu-memory 60GiB"),
         ("--gpus 2xFoo --gpu-memory 60.5GiB", "--gpus 2 --gpu-memory 60.5GiB"),
         ("--gpus 99x", "--gpus 16 --gpu-memory 80GiB"),
-        ("--gpus Foo --gpu-memory 85899345921", "--gpus 1 --gpu-memory 80.0000000009313GiB"),
+        ("--gpus Foo --gpu-memory 85899345921", "--gpus 1 --gpu-memory 85899345921"),
     ],
 )
 def test_gpus_of_no_catalog_are_hinted_at_with_the_numbers_that_were_typed(highwater: Run, words: str, hinted: str) -> None:

@@ -1,3 +1,4 @@
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,35 @@ def test_a_length_fits_where_the_upper_end_of_its_interval_does():
             assert (found.device_used_bytes <= room) == bool(found.likely_tokens) == (length <= cell.likely_tokens)
 
 
+@pytest.mark.parametrize("objective", ["sft", "rw"])
+@pytest.mark.parametrize("budget", ["20k", "50k", "96k", "200k"])
+def test_a_token_budget_hides_no_length_that_the_formula_fits(budget, objective):
+    """The lengths one by one from the longest, which takes minutes on a fine grid."""
+    asked = {"gpus": "2xA100-40GB", "token_budget": budget, "objective": objective, "offload": False}
+    found = highwater.predict("Qwen3-1.7B", resolution=2000, start_length=3000, max_length=400_000, **asked)
+    for cell in found.cells:
+        longest = cell.cell.settings.longest_tokens(context_degree=cell.cell.layout.context_degree)
+        lengths = [length for length in range(3000, 400_001, 2000) if length <= longest]
+        for tokens, lengths_that_fit in ((cell.capacity_tokens, "capacity_tokens"), (cell.likely_tokens, "likely_tokens")):
+            assert tokens == next((length for length in reversed(lengths) if _at(length, cell.cell, asked)[lengths_that_fit]), 0)
+
+
+@cache
+def _predicted_at(length, asked):
+    return highwater.predict("Qwen3-1.7B", length=length, **dict(asked)).cells
+
+
+def _at(length, cell, asked):
+    (found,) = [each for each in _predicted_at(length, tuple(asked.items())) if each.cell == cell]
+    return {"capacity_tokens": found.capacity_tokens, "likely_tokens": found.likely_tokens}
+
+
+@pytest.mark.timeout(60)
+def test_a_large_token_budget_on_a_fine_grid_is_answered_at_once():
+    asked = {"gpus": "16xB200", "token_budget": "1m", "resolution": 64, "max_length": "4m", "loss": "full", "allocator": "native"}
+    assert len(highwater.predict("Qwen3-32B", **asked).cells) == 5
+
+
 def test_a_search_begins_where_the_prediction_itself_fits():
     question = highwater.find("Qwen3-4B", gpus=[1], memory="79.15GiB", device="cuda", dry_run=True, max_length="64k").question
     room = Room(device_bytes=question.memory_budget_bytes)
@@ -175,6 +205,9 @@ def test_the_grid_ends_where_nothing_scales_the_positions():
         ("2 x NVIDIA H200", 2, "H200-141GB"),
         ("8Xrtx-4090", 8, "RTX-4090"),
         ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 1, "H100-80GB"),
+        ("NVIDIA H20", 1, "H20-96GB"),
+        ("RTX-4090-24GB", 1, "RTX-4090"),
     ],
 )
 def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from highwater.errors import HighwaterError
-from highwater.spec.published import table_capacities
+from highwater.errors import HighwaterError, UsageError
+from highwater.spec.published import read_capacity_table, table_capacities
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,11 @@ from highwater.spec.published import table_capacities
         ),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,3,Qwen3-0.6B,4096\n", "3 does not divide 2 GPUs"),
         ("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen9-9B,4096\n", "no model 'Qwen9-9B'"),
+        (
+            "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,1,Qwen3-0.6B,4096\nA100-80GB,env,2,2,Qwen3-0.6B,8192\n"
+            "A100-80GB,env,2,1,Qwen3-0.6B,8192\n",
+            "lines 2 and 4 are both about A100-80GB, env, 2 GPUs, SP=1, Qwen3-0.6B: 4096 and 8192",
+        ),
     ],
 )
 def test_what_is_no_capacity_table_is_refused(content: str, said: str, tmp_path: Path) -> None:
@@ -32,3 +37,12 @@ def test_what_is_no_capacity_table_is_refused(content: str, said: str, tmp_path:
     path.write_text(content)
     with pytest.raises(HighwaterError, match=re.escape(said)):
         table_capacities(path)
+
+
+def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,4096\nB200,env,1,1,Qwen3-0.6B,8192\n")
+    table = read_capacity_table(path)
+    assert [table.known_tokens(question, question.cells[0]) for question in table.questions] == [4096, 8192]
+    with pytest.raises(UsageError, match="the same cells of A100-80GB and B200"):
+        table.of_one_gpu()

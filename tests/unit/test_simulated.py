@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.prediction.constants import CONTEXT_BYTES, FILLED_SHARE
+from highwater.prediction.formula import footprint
 from highwater.spec.layout import Layout
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.settings import Settings
@@ -68,6 +69,18 @@ def test_a_trial_fits_exactly_when_what_the_driver_sees_is_within_the_budget(bud
     else:
         assert result.outcome is Outcome.OUT_OF_MEMORY
         assert result.ranks[0].failure.kind == "device_memory"
+
+
+@given(LAYOUTS, RUNGS)
+def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, rung):
+    spec = trial(layout=layout, settings=rung, memory_budget_bytes=80 * GIB)
+    (rank, *_) = SimulatedRunner(FormulaLaw()).run(spec).ranks
+    budget = rank.budget
+    assert (budget.nccl_bytes > 0) == (layout.gpus > 1)
+    assert budget.context_bytes + budget.nccl_bytes + budget.allocator_cap_bytes == budget.budget_bytes == 80 * GIB
+    needed = footprint(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192)
+    assert rank.memory.peak_reserved_bytes == needed.needed_bytes - needed.outside_bytes
+    assert rank.memory.device_used_bytes == needed.needed_bytes
 
 
 def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import UsageError
-from highwater.units import GIB, format_bytes, format_seconds, format_tokens, parse_bytes, parse_seconds, parse_tokens
+from highwater.units import (
+    GIB,
+    format_bytes,
+    format_seconds,
+    format_tokens,
+    parse_bytes,
+    parse_memory,
+    parse_seconds,
+    parse_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,18 @@ def test_a_decimal_memory_size_is_refused_with_the_binary_one_as_the_hint(text: 
 def test_what_is_no_memory_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("79.15", "79.15GiB"), ("80", "80GiB"), ("1024", "1024GiB"), ("81559", "81559MiB")])
+def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(text: str, meant: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parse_memory(text)
+    assert refusal.value.hint == f"give the unit: `{meant}`"
+
+
+@pytest.mark.parametrize(("text", "count"), [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)])
+def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text: str, count: int) -> None:
+    assert parse_memory(text) == count
 
 
 @pytest.mark.parametrize(("text", "count"), [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)])

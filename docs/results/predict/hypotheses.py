@@ -123,7 +123,7 @@ def replayed_cells(table: CapacityTable) -> Iterator[tuple[Question, Cell, int]]
     for question in table.questions:
         for cell in question.cells:
             if shipped(question.model.shape, cell, room(question)) is not None:
-                yield question, cell, table.capacity_tokens[question.model.name, cell]
+                yield question, cell, table.known_tokens(question, cell)
 
 
 def events_of(question: Question, cell: Cell, length_tokens: int) -> EventLog:

@@ -8,14 +8,18 @@ from itertools import count
 
 from highwater import api
 from highwater.cli import console
-from highwater.cli.flags import typed_values, words_of
+from highwater.cli.flags import PREDICT_FLAGS, RECOMMEND_FLAGS, typed_values, words_of
+from highwater.cli.recommendation import words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.prediction.capacity import Prediction
 from highwater.prediction.score import Score
 from highwater.report.prediction import prediction_table, score_table, term_table
-from highwater.spec.request import request_from
+from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens
+
+_NOT_RECOMMENDED = tuple(f"--{flag.name}" for flag in PREDICT_FLAGS if flag not in RECOMMEND_FLAGS)
+"""Flags that a prediction has and a recommendation has not."""
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -66,13 +70,30 @@ def _against(arguments: argparse.Namespace) -> int:
         raise UsageError("a table is compared with predictions, not with their intervals", hint="leave `--calibrate` out")
     if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
         raise UsageError("the table of `--against` names its models, GPUs and lengths", hint="leave those on the command line out")
-    result: Score = api.predict_against(arguments.against, trainer=arguments.trainer)
+    _refuse_beside_a_table(arguments)
+    result: Score = api.predict_against(
+        arguments.against,
+        trainer=arguments.trainer,
+        gpu_memory=arguments.gpu_memory,
+        host_memory=arguments.host_memory,
+        reserved=arguments.reserved,
+        state_bytes_per_param=arguments.state_bytes_per_param,
+    )
     if arguments.json:
         console.answer_json(result)
     else:
         console.answer_table(score_table(result, name=f"{arguments.against}, trainer {arguments.trainer}"))
-        console.next_command(f"highwater predict --trainer {arguments.trainer} --against {shlex.quote(arguments.against)} --json")
+        console.next_command(shlex.join((*arguments.command_line, "--json")))
     return EXIT_ANSWERED
+
+
+def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for the first setting that was typed: the rows have theirs, on the published grid."""
+    if arguments.explain:
+        raise UsageError("a table has no one cell to explain", hint="leave `--explain` out")
+    for name in typed_values(arguments):
+        flag = f"--{name.replace('_', '-')}"
+        raise UsageError(f"the table of `--against` names its own settings, and {flag} is one", hint=f"leave `{flag}` out")
 
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
@@ -99,14 +120,22 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
             at = next(index for index, word in enumerate(words) if word.startswith("--timeline"))
             del words[at : at + (1 if "=" in words[at] else 2)]
         return shlex.join((*words, "--explain"))
-    typed = typed_values(arguments)
-    model = str(typed.pop("model"))
+    model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if prediction.trainer != "highwater":
-        where = () if arguments.cluster is None else ("--gpus", arguments.cluster)
-        return shlex.join(("highwater", "predict", model, *where))
-    if prediction.length_tokens is None:
-        return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(typed)))
-    typed = {name: value for name, value in typed.items() if name not in ("ulysses", "margin")}
-    layout = prediction.explained.cell.layout
-    words = ("--gpus", str(prediction.gpus), "--ulysses", str(layout.ulysses_degree), "--length", str(prediction.length_tokens))
-    return shlex.join(("highwater", "try", model, *words, *words_of(typed)))
+        return shlex.join(("highwater", "predict", model, *words_again(arguments, drop=("--trainer",))))
+    if not prediction.explained.capacity_tokens:
+        return _remedies(arguments, prediction)
+    if prediction.length_tokens is not None:
+        return shlex.join(("highwater", "try", model, *trial_flags(prediction.explained.cell, prediction.length_tokens)))
+    typed = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    of_the_mark: dict[str, object] = {"ulysses": [str(prediction.explained.cell.layout.ulysses_degree)]}
+    if settings.offload:  # which a search looks for only where it is asked to
+        of_the_mark |= {"allocator": settings.allocator, "offload": True}
+    return shlex.join(("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(of_the_mark | typed)))
+
+
+def _remedies(arguments: argparse.Namespace, prediction: Prediction) -> str:
+    """Where nothing fits: what would, at that length, or at the shortest that was asked about."""
+    length = prediction.length_tokens or prediction.explained.does_not_fit_tokens
+    words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
+    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))

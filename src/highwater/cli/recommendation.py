@@ -60,30 +60,31 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     """One trial of what is recommended, or its configuration; where nothing fits, the same for the first remedy to be typed."""
+    model = str(typed_values(arguments)["model"])
     if found.chosen is None:
         remedy = next((remedy for remedy in found.remedies if remedy.flags or remedy.without), None)
         if remedy is None:
             drop = ("--length", "--rollout-gpus", "--study")
             own = {"--gpus": f"{found.gpus}x{found.device_name}"} if found.rollout_gpus and arguments.cluster else {}
-            return shlex.join(("highwater", "predict", arguments.model, *words_again(arguments, drop=drop, **own)))
+            return shlex.join(("highwater", "predict", model, *words_again(arguments, drop=drop, **own)))
         flags = dict(zip(remedy.flags[::2], remedy.flags[1::2], strict=True))
-        return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments, drop=remedy.without, **flags)))
+        return shlex.join(("highwater", "recommend", model, *words_again(arguments, drop=remedy.without, **flags)))
     if found.trainer == "highwater" and not arguments.list_:
-        return shlex.join(("highwater", "try", arguments.model, *trial_flags(found.chosen.cell, found.length_tokens)))
+        return shlex.join(("highwater", "try", model, *trial_flags(found.chosen.cell, found.length_tokens)))
     if not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
-        return shlex.join(("highwater", "emit", "--for", "trinity", arguments.model, *words))
-    return shlex.join(("highwater", "recommend", arguments.model, *words_again(arguments)))
+        return shlex.join(("highwater", "emit", "--for", "trinity", model, *words))
+    return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
 
 
 def words_again(arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str) -> list[str]:
-    """What was typed, as flags, with changes."""
+    """What was typed, for a prediction or a recommendation, as flags, with changes."""
     typed: dict[str, object] = {
         "--gpus": arguments.cluster,
         "--length": arguments.length,
-        "--rollout-gpus": arguments.rollout_gpus or None,
+        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
         "--trainer": None if arguments.trainer == "highwater" else arguments.trainer,
-        "--study": arguments.studies or None,
+        "--study": getattr(arguments, "studies", ()) or None,
         "--gpu-memory": arguments.gpu_memory,
         "--host-memory": arguments.host_memory,
         "--reserved": None if arguments.reserved == "0" else arguments.reserved,

@@ -20,7 +20,7 @@ from highwater.errors import MachineError
 from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.environment import RECORDED_VARIABLES, Environment
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
-from highwater.units import GIB, format_bytes, parse_bytes
+from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
 """A driver reports up to about 0.6 GiB as used on an empty card; a CUDA context of somebody else's adds as much again."""
@@ -69,7 +69,7 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
     """The GPUs that a user names, ``4xA100-80GB``; this machine's where no kind is named. Raises what ``cluster`` raises."""
     text = None if gpus is None else str(gpus)
     is_here = text is None or text.strip().isdecimal()
-    memory_bytes = None if gpu_memory is None else parse_bytes(str(gpu_memory))
+    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
     return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import msgspec
 
-from highwater.prediction.formula import context_bytes, footprint
+from highwater.prediction.formula import context_bytes, footprint, outside_terms
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import Failure, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
@@ -78,7 +78,7 @@ class SimulatedRunner:
             reason += f", {format_bytes(cap_bytes)} usable"
         failure = None if fits else Failure(kind="device_memory", phase="backward", text=reason)
         memory = self._memory(spec, reserved_bytes=told if cap_bytes is None else min(told, cap_bytes))
-        budget = _budget(spec)
+        budget = self._budget(spec)
         return TrialResult(
             outcome=Outcome.FIT if fits else Outcome.OUT_OF_MEMORY,
             reason=reason,
@@ -90,7 +90,7 @@ class SimulatedRunner:
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
         """What the allocator may reserve; below zero where not even a context fits."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
-        return None if limit_bytes is None else limit_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
+        return None if limit_bytes is None else limit_bytes - self._context_bytes(spec) - self._nccl_bytes(spec)
 
     def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
         """Peaks of one rank. A trial that failed had reserved all it could."""
@@ -99,21 +99,29 @@ class SimulatedRunner:
             return RankMemory(peak_data_segment_bytes=reserved_bytes)
         return RankMemory(
             peak_reserved_bytes=reserved_bytes,
-            device_used_bytes=reserved_bytes + context_bytes(spec.device, gpus=spec.layout.gpus),
+            device_used_bytes=reserved_bytes + self._context_bytes(spec) + self._nccl_bytes(spec),
             device_total_bytes=self._device_total_bytes,
         )
 
+    def _budget(self, spec: TrialSpec) -> MemoryBudget | None:
+        if spec.memory_budget_bytes is None:
+            return None
+        context, nccl = self._context_bytes(spec), self._nccl_bytes(spec)
+        return MemoryBudget(
+            budget_bytes=spec.memory_budget_bytes,
+            context_bytes=context,
+            nccl_bytes=nccl,
+            allocator_cap_bytes=max(0, spec.memory_budget_bytes - context - nccl),
+        )
 
-def _budget(spec: TrialSpec) -> MemoryBudget | None:
-    if spec.memory_budget_bytes is None:
-        return None
-    taken_bytes = context_bytes(spec.device, gpus=spec.layout.gpus)
-    return MemoryBudget(
-        budget_bytes=spec.memory_budget_bytes,
-        context_bytes=taken_bytes,
-        nccl_bytes=0,
-        allocator_cap_bytes=max(0, spec.memory_budget_bytes - taken_bytes),
-    )
+    def _context_bytes(self, spec: TrialSpec) -> int:
+        """The context's, and what the law says that lies outside the allocator besides NCCL's."""
+        if isinstance(self._law, FormulaLaw):
+            return self._law.outside_bytes(spec) - self._law.nccl_bytes(spec)
+        return context_bytes(spec.device, gpus=spec.layout.gpus)
+
+    def _nccl_bytes(self, spec: TrialSpec) -> int:
+        return self._law.nccl_bytes(spec) if isinstance(self._law, FormulaLaw) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +132,21 @@ class FormulaLaw:
     """None: each trial's model is read from its directory."""
 
     def __call__(self, spec: TrialSpec) -> int:
-        """Bytes that each GPU's allocator must reserve; what NCCL takes beside it counts as if it were the allocator's."""
-        shape = self.shape or _shape(spec.model_directory)
-        needed = footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
-        return needed.needed_bytes - context_bytes(spec.device, gpus=spec.layout.gpus)
+        """Bytes that each GPU's allocator must reserve."""
+        needed = footprint(self._shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens, device=spec.device)
+        return needed.needed_bytes - needed.outside_bytes
+
+    def outside_bytes(self, spec: TrialSpec) -> int:
+        """What else a GPU holds: context, NCCL, page tables."""
+        return sum(term.bytes for term in outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device))
+
+    def nccl_bytes(self, spec: TrialSpec) -> int:
+        """NCCL's part of it."""
+        terms = outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device)
+        return sum(term.bytes for term in terms if "NCCL" in term.name)
+
+    def _shape_of(self, spec: TrialSpec) -> ModelShape:
+        return self.shape or _shape(spec.model_directory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from highwater.spec.plan import plan, refuse_past_window, ulysses_obstacle
 from highwater.spec.published import PUBLISHED_SETTINGS
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Question
-from highwater.units import format_bytes, parse_bytes
+from highwater.units import format_bytes, parse_memory
 
 _TRINITY_SETTINGS = frozenset(
     (
@@ -88,16 +88,19 @@ def predict_by_formula(question: Question, room: Room, trainer: Trainer, known: 
 
 def room_in(where: Cluster, *, host_memory: str | int | None, reserved: str | int, state_bytes_per_param: int) -> Room:
     """What each GPU has for training; raises UsageError where nothing is left, or for sizes that cannot be."""
-    reserved_bytes = parse_bytes(str(reserved))
+    reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(
             f"{format_bytes(reserved_bytes)} are reserved of a GPU of {format_bytes(where.device_bytes)}",
             hint="use a smaller `--reserved`, or leave it out",
         )
+    host_bytes = None if host_memory is None else parse_memory(str(host_memory))
+    if host_bytes == 0:
+        raise UsageError("a host without memory", hint="give the machine's, for example `--host-memory 512GiB`, or leave it out")
     if state_bytes_per_param < 1:
         raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint="for example `--state-bytes-per-param 8`")
     return Room(
         device_bytes=where.device_bytes - reserved_bytes,
-        host_bytes=None if host_memory is None else parse_bytes(str(host_memory)),
+        host_bytes=host_bytes,
         state_bytes_per_parameter=state_bytes_per_param,
     )

@@ -1,6 +1,8 @@
 """Capacity: the longest length whose predicted footprint fits, cell by cell, and how it compares with a table of known ones."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -27,10 +29,14 @@ ACCURACY: Mapping[Trainer, str] = {
     "highwater": "its constants were fitted to some of the trials that come with its interval, which may be too narrow for others; "
     "of 76 trials that were held out (SFT and GRPO with FSDP2, one to four H200s) 3 took more than the upper end; `--calibrate` "
     "learns from trials of your own (docs/results/predict)",
-    "trinity": "fitted to the published A100 table, of which it has 72 of 80 cells with expandable segments and 31 of 40 without, "
-    "and all but two of the others within one step of the grid; nobody recorded its trials: a prediction without an interval",
+    "trinity": "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with expandable segments "
+    "and 30 of 40 without, the others within one step of the grid; nobody recorded its trials: a prediction without an interval",
 }
-"""What is known of the errors besides the intervals."""
+"""What is known of the errors of a formula besides the intervals."""
+_REPLAYED_ACCURACY = (
+    "by replay of a trace, which has of the published A100 table 37 of 40 cells with expandable segments and 31 of 40 without, and "
+    "all but two of the others within one step of the grid"
+)
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of each of 152 trials on H200s, 111 "
     "of them held out (docs/results/predict)"
@@ -42,6 +48,14 @@ NOT_TRACED = (
     "optimizers other than AdamW in float32",
 )
 NOT_MODELLED = (*NOT_TRACED[:-1], f"{NOT_TRACED[-1]} (`--state-bytes-per-param 8` stands for one)")
+
+
+def accuracy(trainer: Trainer, *, replayed: int, cells: int) -> str:
+    """What is known of the errors of what answered so many cells: a replay, the closed form, or both."""
+    if not replayed:
+        return ACCURACY[trainer]
+    alone = ACCURACY[trainer].rpartition("; ")[2]
+    return f"{_REPLAYED_ACCURACY}; {alone if replayed == cells else f'the others {ACCURACY[trainer]}'}"
 
 
 class Room(Noun, frozen=True, kw_only=True):
@@ -192,18 +206,38 @@ def _longest(question: Question, cell: Cell, room: Room, trainer: Formula, facto
 
 
 def _longest_from_the_top(question: Question, cell: Cell, room: Room, trainer: Formula, factors: Factors | None) -> CellPrediction:
-    """The longest length that fits, whatever does not fit below it; where none does, the shortest."""
-    size = max(1, question.size_of(cell))
-    each = (predict_at(question, cell, room, trainer, question.grid.length(index), factors) for index in range(size, 0, -1))
-    beyond = None
-    for found in each:
-        if found.capacity_tokens:
-            if beyond is None:
+    """The longest length that fits, whatever does not fit below it; where none does, the shortest.
+
+    Of lengths that pack as many sequences a longer one needs no less: a run of them whose shortest does not fit has none that does,
+    and in the first from the top that has one the longest is found by bisection.
+    """
+    at = partial(_at_index, question, cell, room, trainer, factors)
+    last = size = max(1, question.size_of(cell))
+    while last:
+        first = _first_packed_alike(question, cell, last)
+        if at(first).capacity_tokens:
+            fits = bisect_left(range(first + 1, last + 1), True, key=lambda index: not at(index).capacity_tokens) + first
+            found = at(fits)
+            if fits == size:
                 return msgspec.structs.replace(found, binding="ceiling")
+            beyond = at(fits + 1)
             return msgspec.structs.replace(found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens)
-        beyond = found
-    assert beyond is not None  # noqa: S101 -- a grid has a length
-    return beyond
+        last = first - 1
+    return at(1)
+
+
+def _first_packed_alike(question: Question, cell: Cell, last: int) -> int:
+    """The index of the shortest length of which a micro-batch has as many sequences as of that at ``last``; below are more."""
+
+    def sequences(index: int) -> int:
+        return cell.settings.sequences(question.grid.length(index), context_degree=cell.layout.context_degree)
+
+    alike = sequences(last)
+    return bisect_left(range(1, last + 1), True, key=lambda index: sequences(index) <= alike) + 1
+
+
+def _at_index(question: Question, cell: Cell, room: Room, trainer: Formula, factors: Factors | None, index: int) -> CellPrediction:
+    return predict_at(question, cell, room, trainer, question.grid.length(index), factors)
 
 
 def predict_at(

@@ -1,12 +1,17 @@
 """Score: a trainer's predictions beside a table of known capacities, in steps of its grid."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from highwater.errors import UsageError
+from highwater.prediction.asked import room_in
 from highwater.prediction.capacity import CellPrediction, Room, predict_cells
 from highwater.prediction.shipped import predict_trinity
+from highwater.spec.cluster import Cluster, refuse_small_gpu
 from highwater.spec.codec import Noun
 from highwater.spec.events import Trainer
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
 
@@ -42,37 +47,60 @@ class Score(Noun, frozen=True, kw_only=True):
 
     per_settings: tuple[SettingsScore, ...]
     misses: tuple[Miss, ...]
+    trainer: Trainer = "highwater"
     replayed_cells: int = 0
-    """Cells that were answered by replay of a trace; the others by the closed form."""
+    """Cells that were answered by replay of a trace."""
+    formula_cells: int = 0
+    """The others: by the closed form."""
     closed_form: tuple[SettingsScore, ...] = ()
     """Where cells were replayed: what the closed form alone has."""
 
 
-def score(table: CapacityTable, trainer: Trainer) -> Score:
-    """Predict every cell of a table, without intervals, and compare. Raises UsageError for a GPU whose memory nobody has read."""
+def score(table: CapacityTable, trainer: Trainer, rooms: Mapping[str, Room]) -> Score:
+    """Predict every cell of a table, without intervals, and compare; ``rooms`` has the memory of each kind of GPU in it."""
     if trainer == "highwater":
-        return _score(table, lambda question, room: predict_cells(question, room, trainer))
-    alone = _score(table, lambda question, room: predict_cells(question, room, trainer))
-    found = _score(table, predict_trinity)
-    return Score(
-        per_settings=found.per_settings,
-        misses=found.misses,
-        replayed_cells=found.replayed_cells,
-        closed_form=alone.per_settings if found.replayed_cells else (),
-    )
+        return _score(table, trainer, rooms, lambda question, room: predict_cells(question, room, trainer))
+    alone = _score(table, trainer, rooms, lambda question, room: predict_cells(question, room, trainer))
+    found = _score(table, trainer, rooms, predict_trinity)
+    return msgspec.structs.replace(found, closed_form=alone.per_settings if found.replayed_cells else ())
 
 
-def _score(table: CapacityTable, predict: _Predict) -> Score:
+def rooms_of(
+    table: CapacityTable,
+    *,
+    gpu_memory_bytes: int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
+) -> dict[str, Room]:
+    """The memory of each kind of GPU in a table; one that is named is of the kind that no catalog has, or of the only kind.
+
+    Raises UsageError for a kind whose memory nobody has read, and for one memory that stands for several kinds.
+    """
+    memories = {question.device_name: question.device_total_bytes for question in table.questions}
+    if gpu_memory_bytes is not None:
+        refuse_small_gpu(gpu_memory_bytes)
+        meant = [name for name, memory in memories.items() if memory is None] or list(memories)
+        if len(meant) > 1:
+            raise UsageError(f"one memory for {' and '.join(meant)}", hint="give a CSV for each kind of GPU")
+        memories[meant[0]] = gpu_memory_bytes
+    rooms: dict[str, Room] = {}
+    for name, memory in memories.items():
+        if memory is None:
+            hint = "add `--gpu-memory 80GiB`, its own; `highwater predict --help` lists the kinds that need none"
+            raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
+        where = Cluster(gpus=1, device_name=name, device_bytes=memory)
+        rooms[name] = room_in(where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=state_bytes_per_param)
+    return rooms
+
+
+def _score(table: CapacityTable, trainer: Trainer, rooms: Mapping[str, Room], predict: _Predict) -> Score:
     steps: dict[str, list[int]] = {}
     misses: list[Miss] = []
     replayed_cells = 0
     for question in table.questions:
-        if question.device_total_bytes is None:
-            raise UsageError(
-                f"the memory of {question.device_name} is not in the catalog", hint="`highwater predict --help` lists its GPUs"
-            )
-        for predicted in predict(question, Room(device_bytes=question.device_total_bytes)):
-            known_tokens = table.capacity_tokens[question.model.name, predicted.cell]
+        for predicted in predict(question, rooms[question.device_name]):
+            known_tokens = table.known_tokens(question, predicted.cell)
             off = question.grid.index_at_most(predicted.capacity_tokens) - question.grid.index_at_most(known_tokens)
             name = rung_name(predicted.cell.settings)
             steps.setdefault(name, []).append(off)
@@ -83,7 +111,13 @@ def _score(table: CapacityTable, predict: _Predict) -> Score:
         SettingsScore(settings=name, cells=len(offs), exact=offs.count(0), within_one_step=sum(abs(off) <= 1 for off in offs))
         for name, offs in steps.items()
     )
-    return Score(per_settings=tuple(scores), misses=tuple(misses), replayed_cells=replayed_cells)
+    return Score(
+        per_settings=tuple(scores),
+        misses=tuple(misses),
+        trainer=trainer,
+        replayed_cells=replayed_cells,
+        formula_cells=sum(map(len, steps.values())) - replayed_cells,
+    )
 
 
 def _miss(name: str, question: Question, predicted: CellPrediction, known_tokens: int, off: int) -> Miss:

@@ -44,6 +44,14 @@ def predict_trinity(question: Question, room: Room) -> tuple[CellPrediction, ...
     )
 
 
+def by_replay(replayed: int, cells: int) -> str:
+    """How many of so many cells a replay answered, in words."""
+    if not replayed:
+        return f"no cell by replay of a trace that comes with the package: all {cells} by formula"
+    others = "" if replayed == cells else ", the others by formula"
+    return f"{replayed} of {cells} cells by replay of a trace that comes with the package{others}"
+
+
 def shipped(shape: ModelShape, cell: Cell, room: Room) -> AffineLog | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in float32."""
     if cell.settings.offload or room.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:

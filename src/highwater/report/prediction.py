@@ -8,6 +8,7 @@ from highwater.prediction.constants import MachineConstants
 from highwater.prediction.replay import Replayed
 from highwater.prediction.residuals import Method
 from highwater.prediction.score import Miss, Score
+from highwater.prediction.shipped import by_replay
 from highwater.prediction.terms import Phase, Term
 from highwater.report.table import TextTable
 from highwater.report.text import plain
@@ -89,7 +90,8 @@ def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
 def score_table(score: Score, *, name: str) -> TextTable:
     """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
     closed = {row.settings: (str(row.exact), str(row.within_one_step)) for row in score.closed_form}
-    notes = (f"{score.replayed_cells} cells by replay of a shipped trace, the others by the closed form",) if closed else ()
+    cells = score.replayed_cells + score.formula_cells
+    notes = () if score.trainer == "highwater" else (by_replay(score.replayed_cells, cells),)
     return TextTable(
         title=f"predicted against {plain(name)}",
         columns=("settings", "cells", "exact", "within one step", *(("closed form: exact", "within one step") if closed else ())),
@@ -110,7 +112,8 @@ def _missed(miss: Miss) -> str:
 
 def _title(prediction: Prediction) -> str:
     where = f"{prediction.gpus} x {plain(prediction.device_name)}, {format_bytes(prediction.device_bytes)} each"
-    length = "" if prediction.length_tokens is None else f", {format_tokens(prediction.length_tokens)} tokens"
+    asked = prediction.length_tokens
+    length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
     trainer = "" if prediction.trainer == "highwater" else f", trained by {prediction.trainer}"
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
@@ -149,7 +152,7 @@ def _footnotes(prediction: Prediction) -> list[str]:
     notes: list[str] = []
     lengths = [predicted.capacity_tokens for predicted in prediction.cells]
     longest = max((predicted.likely_edge_tokens for predicted in prediction.cells), default=0)
-    if longest > prediction.native_length_tokens:
+    if (prediction.length_tokens or longest) > prediction.native_length_tokens:
         notes.append(f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN")
     if prediction.calibration is not None:
         notes += learned(prediction.calibration)

@@ -1,13 +1,13 @@
 """Cluster: GPUs that are not here, as a user names them: ``4xA100-80GB``, ``H200-141GB``, ``8`` of this machine's kind."""
 
 import re
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from os.path import commonprefix
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, lacking
-from highwater.units import GIB, format_bytes
+from highwater.units import GIB, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
@@ -16,6 +16,14 @@ MOST_GPUS = 16
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
+_SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
+"""A word of a GPU's name that says how much memory it has: ``80GB``."""
+_LEAST_BYTES = GIB
+"""Of a GPU: less is a number without its unit."""
+_SAME_FROM = 0.9
+"""Of the size in a card's name a driver reports this much, or more."""
+_SAME_START, _ALIKE = 3, 0.7
+"""First letters that two names share, or share of all their letters, to be taken for one another."""
 
 
 class Cluster(Noun, frozen=True, kw_only=True):
@@ -55,11 +63,13 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     Raises UsageError for a kind that is not known, or whose memory nobody has read; MachineError for one without bf16.
     """
     count, name = _parse(text)
+    if gpu_memory_bytes is not None:
+        refuse_small_gpu(gpu_memory_bytes)
     if name is not None:
         kind = _kind(name, count, gpu_memory_bytes)
         if lacking(kind):
             raise MachineError(f"{kind.name} has no {' and no '.join(lacking(kind))}", hint=f"use {_EXAMPLE}")
-        memory = gpu_memory_bytes or kind.usable_bytes
+        memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
         if memory is None:
             raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
         return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory, compute_capability=kind.compute_capability)
@@ -74,6 +84,13 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
         device_bytes=min(g.memory_total_bytes for g in machine.gpus),
         compute_capability=here.compute_capability,
     )
+
+
+def refuse_small_gpu(memory_bytes: int) -> None:
+    """Raise UsageError for a memory that no GPU has."""
+    if memory_bytes < _LEAST_BYTES:
+        problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {format_bytes(_LEAST_BYTES)} is the least"
+        raise UsageError(problem, hint="give its own, for example `--gpu-memory 80GiB`")
 
 
 def nameless(device_bytes: int) -> str:
@@ -99,23 +116,71 @@ def _counted(digits: str, text: str) -> int:
 
 
 def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind:
-    """By the catalog's name, or by what a driver calls it."""
+    """By the catalog's name, or by what a driver calls it; raises UsageError for another memory than that kind has."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
-    if found is not None:
-        return found
-    usable = {key: kind for key, kind in kinds.items() if kind.usable_bytes}
-    alike = get_close_matches(name.lower(), usable, n=len(usable), cutoff=0.4)
-    near = max(alike, key=lambda key: len(commonprefix((name.lower(), key))), default=None)  # noqa: RUF071 - names, not paths
-    known = ", ".join(kind.name for kind in usable.values())
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
-    memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
-    meant = f"use `--gpus {gpus}x{usable[near].name}`" if near else f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
-    raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=meant)
+    if found is None:
+        known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
+        raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=_meant(_near(name), gpus, gpu_memory_bytes))
+    size = _contradicting_size(name, found)
+    if size is not None:
+        sizes = [kind for kind in kinds.values() if _family(kind.name) == _family(found.name) and _has(kind, size)]
+        hint = _meant(sizes[0] if sizes else found, gpus, gpu_memory_bytes)
+        if not sizes and gpu_memory_bytes is None:
+            hint += f"; for one of {size} GB `--gpus {gpus} --gpu-memory {size}GiB`, or what its driver reports"
+        raise UsageError(f"{name!r} has {size} GB, and the catalog's {found.name} has not", hint=hint)
+    return found
+
+
+def _contradicting_size(name: str, kind: GpuKind) -> int | None:
+    """The size in GB that a name says and the kind that it names has not."""
+    said = [int(match[1]) for word in re.split(r"[\s-]+", name.lower()) if (match := _SIZE.fullmatch(word))]
+    return next((size for size in said if not _has(kind, size)), None)
+
+
+def _has(kind: GpuKind, size: int) -> bool:
+    """Whether so many GB are what the kind is sold with; of one whose memory nobody has read its name tells, or nothing."""
+    if kind.usable_bytes is None:
+        return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
+    return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
+
+
+def _near(name: str) -> GpuKind | None:
+    """The kind that somebody may have meant who typed a name that no catalog has; the one whose name begins most alike."""
+    typed = name.lower()
+
+    def alike(kind: GpuKind) -> tuple[str, float]:
+        own = kind.name.lower()
+        pairs = ((own, typed), (_family(own), _family(typed)))
+        return commonprefix((own, typed)), max(SequenceMatcher(None, *pair).ratio() for pair in pairs)  # noqa: RUF071 - names
+
+    def closeness(kind: GpuKind) -> tuple[int, float]:
+        return len(alike(kind)[0]), alike(kind)[1]
+
+    best = max((kind for kind in gpu_catalog() if kind.usable_bytes), key=closeness)
+    shared, ratio = alike(best)
+    has_number = len(shared) >= _SAME_START and shared[-1].isdecimal()
+    return best if has_number or (shared and ratio >= _ALIKE) else None
+
+
+def _family(name: str) -> str:
+    """``h100``; of a name whose first word has no number, the whole."""
+    first = name.lower().partition("-")[0]
+    return first if any(letter.isdecimal() for letter in first) else name.lower()
+
+
+def _meant(kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None) -> str:
+    """What to type: the memory, where it is known or no kind is meant, for that stands for any GPU."""
+    if gpu_memory_bytes is not None or kind is None or kind.usable_bytes is None:
+        memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
+        return f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
+    return f"use `--gpus {gpus}x{kind.name}`"
 
 
 def _size(count: int) -> str:
     """As one types it: ``60.5GiB``, or the bytes themselves."""
-    gibibytes = f"{count / GIB:.15g}"
-    return f"{gibibytes}GiB" if gibibytes.replace(".", "").isdecimal() else str(count)
+    spellings = (f"{count / GIB:.{digits}g}" for digits in (6, 15))
+    exact = (f"{text}GiB" for text in spellings if text.replace(".", "").isdecimal() and parse_bytes(f"{text}GiB") == count)
+    return next(exact, str(count))

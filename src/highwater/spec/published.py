@@ -18,7 +18,7 @@ from highwater.spec.hardware import gpu_catalog
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question
+from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 
 _VANILLA = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last")
 _ENV = msgspec.structs.replace(_VANILLA, allocator="expandable")
@@ -44,8 +44,20 @@ class CapacityTable(Noun, frozen=True, kw_only=True):
 
     questions: tuple[Question, ...]
     """One for each GPU and model, cells in the table's order."""
-    capacity_tokens: dict[tuple[str, Cell], int]
-    """By model name and cell; 0 where nothing fits."""
+    capacity_tokens: dict[tuple[str, str, Cell], int]
+    """By GPU, model as the table names it, and cell; 0 where nothing fits."""
+
+    def known_tokens(self, question: Question, cell: Cell) -> int:
+        """The capacity of a cell of one of the questions."""
+        return self.capacity_tokens[question.device_name, question.model.name, cell]
+
+    def of_one_gpu(self) -> dict[tuple[str, Cell], int]:
+        """The same without the GPU; raises UsageError where two kinds of it have one cell."""
+        found = {(model, cell): tokens for (_, model, cell), tokens in self.capacity_tokens.items()}
+        if len(found) < len(self.capacity_tokens):
+            gpus = " and ".join(dict.fromkeys(gpu for gpu, _, _ in self.capacity_tokens))
+            raise UsageError(f"the table has the same cells of {gpus}", hint="give a CSV for each kind of GPU")
+        return found
 
 
 def read_capacity_table(path: Path) -> CapacityTable:
@@ -54,7 +66,7 @@ def read_capacity_table(path: Path) -> CapacityTable:
     Raises UsageError for a file that is no such table, ModelError for a model that is not known.
     """
     rows = [row for row in _read_rows(path) if row.tokens is not None]
-    capacity_tokens = {(row.model_name, row.cell): row.tokens for row in rows if row.tokens is not None}
+    capacity_tokens = {row.place: row.tokens for row in rows if row.tokens is not None}
     if not rows:
         raise _no_table(path, "it has no row with a capacity")
     cells: dict[tuple[str, str], list[Cell]] = {}
@@ -119,6 +131,13 @@ class _Row(NamedTuple):
     cell: Cell
     tokens: int | None
     """None: unknown."""
+    line: int
+    """Of the file."""
+
+    @property
+    def place(self) -> tuple[str, str, Cell]:
+        """What it is about: GPU, model and cell."""
+        return self.device_name, self.model_name, self.cell
 
 
 def _read_rows(path: Path) -> list[_Row]:
@@ -137,7 +156,21 @@ def _read_rows(path: Path) -> list[_Row]:
         raise _no_table(path, str(error)) from error
     if not rows:
         raise _no_table(path, "it has no row")
+    _refuse_twice(path, rows)
     return rows
+
+
+def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
+    """Raise UsageError for two rows that know a capacity of one place: nobody could say which of them counts."""
+    seen: dict[tuple[str, str, Cell], _Row] = {}
+    for row in (row for row in rows if row.tokens is not None):
+        before = seen.setdefault(row.place, row)
+        if before is not row:
+            layout = row.cell.layout
+            degrees = f"{counted_ranks(layout.gpus, 'cuda')}, SP={layout.ulysses_degree}"
+            place = f"{row.device_name}, {rung_name(row.cell.settings)}, {degrees}, {row.model_name}"
+            problem = f"{path}: lines {before.line} and {row.line} are both about {place}: {before.tokens} and {row.tokens}"
+            raise UsageError(problem, hint="keep one of them")
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
@@ -152,7 +185,7 @@ def _row(row: Mapping[str, str | None], line: int) -> _Row:
         raise ValueError(f"line {line} has a capacity of {known}")
     layout = Layout(gpus=_whole(gpus, "gpus", line), ulysses_degree=_whole(sp, "sp", line))
     cell = Cell(layout=layout, settings=PUBLISHED_SETTINGS[rung])
-    return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=known)
+    return _Row(device_name=device_name, model_name=model_name, cell=cell, tokens=known, line=line)
 
 
 def _whole(text: str, column: str, line: int) -> int:
@@ -167,7 +200,8 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
-    model = load_model(model_name)
+    """About the model as the table names it, which may be a directory: two may end alike."""
+    model = msgspec.structs.replace(load_model(model_name), name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(
         model=model,

@@ -13,7 +13,7 @@ from highwater.spec.codec import Noun
 from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Settings, Strategy
 from highwater.spec.study import Cell, Method, Proof
 from highwater.spec.trial import Device
-from highwater.units import MIB, format_bytes, parse_bytes, parse_seconds, parse_tokens
+from highwater.units import MIB, format_bytes, parse_bytes, parse_memory, parse_seconds, parse_tokens
 
 _EXPECTED: dict[str, tuple[str, Any]] = {
     "model": ("a directory or a catalog name", "Qwen3-0.6B"),
@@ -151,7 +151,7 @@ class Request(Noun, frozen=True, kw_only=True):
         if self.memory_bytes is not None and self.memory_bytes < _SMALLEST_MEMORY_BYTES:
             count = str(self.memory).strip()
             problem = f"no trial fits in a memory of {self.memory_bytes} bytes; {format_bytes(_SMALLEST_MEMORY_BYTES)} is the least"
-            meant = f"{count}GiB" if count.isdecimal() and 0 < int(count) <= 1024 else "80GiB"
+            meant = f"{count}GiB" if re.fullmatch(r"\d+(\.\d+)?", count) and 0 < float(count) <= 1024 else "80GiB"
             raise _RefusedError("memory", problem, hint="give the unit: `{}`", example=meant)
         if self.start_tokens < 2:
             raise _RefusedError("start_length", "a start length of 1 token", hint="use `{}` or more", example=2)
@@ -164,7 +164,7 @@ class Request(Noun, frozen=True, kw_only=True):
     @property
     def margin_bytes(self) -> int:
         """Headroom that a length must leave."""
-        return parse_bytes(str(self.margin))
+        return parse_memory(str(self.margin))
 
     @property
     def start_tokens(self) -> int:
