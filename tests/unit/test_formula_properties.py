@@ -79,10 +79,15 @@ def assert_no_term_shrinks(one: Footprint, other: Footprint) -> None:
 
 
 def assert_no_less(one: Footprint, other: Footprint) -> None:
-    """In every phase, and so at the peak; nor in what is reserved and used for it."""
+    """In every phase, and so at the peak; nor in what is reserved and used for it, of the GPU and of the host.
+
+    What is only cached may shrink as activations grow, by a block that then finds room in what they left: so it does in traces of
+    8B at 65,536 and 131,072 tokens (docs/results/predict/terms.json).
+    """
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, other.phases, strict=True))
-    for name in ("allocated_bytes", "reserved_bytes", "device_used_bytes", "host_bytes"):
+    for name in ("allocated_bytes", "needed_bytes", "host_bytes"):
         assert getattr(one, name) <= getattr(other, name)
+    assert one.reserved_bytes - one.cached_bytes <= other.reserved_bytes - other.cached_bytes
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
