@@ -126,12 +126,15 @@ def kept_bytes(step: Step) -> int:
 
 
 def working_set_bytes(step: Step) -> int:
-    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; less what is kept of it besides its input."""
+    """Its attention, after its MLP's gradients, its MLP, or its weights on their way from the host, whatever takes more; less what
+    is kept of it besides its input.
+    """
     shape, kept = step.shape, kept_bytes(step) - step.element * step.shape.hidden_size
     gradients = step.element * (_mlp_parameters(shape) + shape.hidden_size * step.query)
     attention = step.tokens * max(0, _attention_bytes(step) - kept) + gradients
     if shape.model_type in OUTPUT_NORMS and step.settings.recompute != "none":
         attention = max(attention, step.tokens * _rotation_bytes(step))
+    attention = max(attention, _fetching_bytes(step))
     # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
     beside = _attention_kept(step) + _routing(step) + step.element * shape.hidden_size - kept
     if not step.has_tiles:
@@ -141,6 +144,20 @@ def working_set_bytes(step: Step) -> int:
     # The gradient of what the MLP is given; a tile's three products; the gradients of the weights, which are summed in float32.
     beside += step.element * shape.hidden_size
     return max(attention, step.tokens * max(0, beside) + 3 * tile + 4 * _mlp_parameters(shape))
+
+
+def _fetching_bytes(step: Step) -> int:
+    """Besides the gathered layer, where one GPU alone fetches its weights from the host: the gradient of what the layer returns; of
+    the weight before the last a copy in bfloat16, the last one in float32 and in bfloat16, and its place still to be made.
+
+    Experts have two weights, of gate and up, and down; other MLPs three. Among several GPUs each fetches a share.
+    """
+    settings = step.settings
+    if step.device == "cpu" or not settings.offload or settings.strategy != "fsdp2" or step.layout.shard_degree > 1:
+        return 0
+    weight = _mlp_parameters(step.shape) // 3
+    before = 2 * weight if step.shape.experts > 1 else weight
+    return step.element * (step.tokens * step.shape.hidden_size + before) + _NUMBER_BYTES * weight
 
 
 def _mlp_moments(step: Step, beside: int) -> tuple[int, ...]:
