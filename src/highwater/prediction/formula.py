@@ -116,13 +116,16 @@ def footprint(
         Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(reduced))),
         Phase(name="reduction of embedding and head", terms=present(states, *always, *_root_terms(step))),
     )
-    passing_bytes = max(phase.bytes for phase in phases) - states.bytes
+    peak_bytes = max(phase.bytes for phase in phases)
+    late_bytes = max(phase.bytes for phase in phases[:2]) + states.bytes - peak_bytes if is_late else 0
     return Footprint(
         phases=phases,
         outside=outside_terms(shape, settings, layout, device, state_bytes_per_parameter=state_bytes_per_parameter),
         host=present(*_host_terms(shape, settings, layout, state_bytes_per_parameter)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
-        cached_bytes=cached_bytes(shape, settings, layout, passing_bytes=passing_bytes) if device == "cuda" else 0,
+        cached_bytes=cached_bytes(shape, settings, layout, passing_bytes=peak_bytes - states.bytes, late_bytes=max(0, late_bytes))
+        if device == "cuda"
+        else 0,
     )
 
 
