@@ -40,6 +40,8 @@ EXPERTS = {
     "router_aux_loss_coef": 0.001,
 }
 """Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
+WIDE = EXPERTS | {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
+"""Few and wide ones, as Mixtral has them: at the peak most bytes are their products."""
 DEEP = TINY | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 256}
 """Nearly all of its parameters are in its layers, each a small part of them."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
@@ -61,6 +63,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "fsdp2, offload": {"settings": Settings(offload=True), "config": DEEP, "length_tokens": 64},
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
+    "wide experts": {"config": WIDE},
+    "wide experts, longer": {"config": WIDE, "length_tokens": 32_768},
 }
 LENGTH = 16_384
 FORMULA_TOLERANCE = 0.01
@@ -172,6 +176,21 @@ def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
     assert "aten.index_put.default" not in logs["experts"].operators, "a gradient is added up in place"
 
 
+def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+    """And what a GPU computes in one kernel is not taken apart because this PyTorch has none for it."""
+    shape = shape_of(specs["wide experts"])
+    products = 2 * 6 * shape.experts_per_token * shape.intermediate_size
+    slope = experts_bytes_per_token(logs, "wide experts")
+    assert products < slope < 1.5 * products
+    assert "aten.silu_backward.default" in logs["wide experts"].operators
+    assert "aten.sigmoid.default" not in logs["wide experts"].operators
+
+
+@pytest.mark.parametrize("name", ["experts", "experts, longer", "wide experts", "wide experts, longer"])
+def test_experts_peak_where_the_formula_says(specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str) -> None:
+    assert peak_bytes(logs[name]) == pytest.approx(formula_bytes(specs[name]), rel=FORMULA_TOLERANCE)
+
+
 @pytest.mark.slow
 def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog]
@@ -179,6 +198,14 @@ def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     as_random, all_to_the_same = (measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0))
     assert all_to_the_same == as_random
     assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+    """But for one of its hidden states, more or less; each of their products is six."""
+    hidden = 2 * shape_of(specs["wide experts"]).hidden_size
+    measured = measured_on_the_cpu(specs["wide experts"], 1)
+    assert experts_bytes_per_token(logs, "wide experts") == pytest.approx(measured, abs=hidden)
 
 
 def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
@@ -204,8 +231,8 @@ def peak_bytes(log: EventLog) -> int:
     return replay(log, allocator="expandable").peak_allocated_bytes
 
 
-def experts_bytes_per_token(logs: dict[str, EventLog]) -> float:
-    one, other = (peak_bytes(logs[name]) for name in ("experts", "experts, longer"))
+def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") -> float:
+    one, other = (peak_bytes(logs[each]) for each in (name, f"{name}, longer"))
     return (other - one) / (32_768 - LENGTH)
 
 

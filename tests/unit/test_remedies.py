@@ -71,12 +71,17 @@ def test_a_host_that_is_too_small_is_what_is_blamed():
 
 def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
     asked = {"gpus": "2xH200-141GB", "length": "128k"}
-    what = recommend("Qwen3-30B-A3B", **asked, host_memory="400GiB").remedies[-1].what
+    what = recommend("Qwen3-30B-A3B", **asked, host_memory="200GiB").remedies[-1].what
     needed = re.search(r"([\d.]+ GiB) at least", what)
     assert needed is not None, what
     size = needed[1].replace(" ", "")
     assert float(size.removesuffix("GiB")) > 400
     assert recommend("Qwen3-30B-A3B", **asked, host_memory=f"{float(size.removesuffix('GiB')) + 0.01}GiB").chosen is not None
+
+
+def test_an_optimizer_with_smaller_states_is_named_where_the_host_has_room_for_those():
+    found = recommend("Qwen3-30B-A3B", gpus="2xH200-141GB", length="128k", host_memory="400GiB")
+    assert "states of 8 bytes" in found.remedies[-1].what
 
 
 @pytest.mark.parametrize("value", ["abc", "3.5", "0"])

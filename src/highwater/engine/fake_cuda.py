@@ -34,6 +34,7 @@ def install() -> None:
     _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()
     _move_with_data()
+    _put_kernels()
     with FakeTensorMode():
         probe = torch.ones(2, 2, device="cuda", requires_grad=True)
         (probe @ probe).sum().backward()
@@ -132,6 +133,23 @@ def _move_with_data() -> None:
             tensor.fake_device = other.fake_device
 
     fake.data = property(data.__get__, assign)
+
+
+def _put_kernels() -> None:
+    """Let PyTorch believe that an operator has a kernel of its own for CUDA, where a CPU build would take it apart.
+
+    Of a product with SiLU, as an MLP that is not ours and experts have it, a GPU's backward pass allocates one tensor; taken apart
+    it is six. No other operator of our steps has a CUDA kernel and a definition by others beside it.
+    """
+    name = "aten::silu_backward"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+        library.impl("silu_backward", _never_run)
+        _kept.append(library)
+
+
+def _never_run(*_: object) -> torch.Tensor:
+    raise AssertionError("a fake tensor's operators end before a kernel")
 
 
 def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:

@@ -20,10 +20,14 @@ left into holes, and what is between. 24 traces of five models on 4 and 8 GPUs h
 """
 
 
-def cached_bytes(shape: ModelShape, settings: Settings, layout: Layout, *, passing_bytes: int) -> int:
-    """Of one GPU, once every unit has passed; ``passing_bytes`` is the most that is alive besides what always is."""
+def cached_bytes(shape: ModelShape, settings: Settings, layout: Layout, *, passing_bytes: int, late_bytes: int = 0) -> int:
+    """Of one GPU, once every unit has passed; ``passing_bytes`` is the most that is alive besides what always is.
+
+    ``late_bytes``: gradients on a stream of their own that come where activations go, as far as both are not alive at once: none
+    of them lies in what the activations left.
+    """
     if settings.strategy == "fsdp":
-        return _lent(shape, layout) * settings.trained_models
+        return (_lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)) * settings.trained_models + late_bytes
     return _of_other_streams(shape, settings, layout) + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
 
 
@@ -55,6 +59,14 @@ def _lent(shape: ModelShape, layout: Layout) -> int:
         return _WEIGHT * shape.parameters
     root = _root(shape, has_head=True)
     return _WEIGHT * (root + (shape.parameters - root) // shape.layers)
+
+
+def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """The root's gradients in float32 and this GPU's share of their sum, which is a state where states are offloaded."""
+    degree, root = layout.shard_degree, _root(shape, has_head=settings.objective != "rw")
+    if degree == 1:
+        return 0
+    return _GRADIENT * (root if settings.offload else root + root // degree)
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:

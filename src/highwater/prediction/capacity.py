@@ -253,7 +253,14 @@ def predict_at(
         state_bytes_per_parameter=room.state_bytes_per_parameter,
     )
     if room.constants is not None:
-        outside = outside_terms(question.model.shape, cell.settings, cell.layout, question.device, room.constants)
+        outside = outside_terms(
+            question.model.shape,
+            cell.settings,
+            cell.layout,
+            question.device,
+            room.constants,
+            state_bytes_per_parameter=room.state_bytes_per_parameter,
+        )
         footprint = footprint.with_libraries(outside=outside, workspaces_bytes=sum(room.cublas_workspaces_bytes))
     room_bytes = room.device_bytes - question.margin_bytes
     needed, used = footprint.needed_bytes, footprint.within(room_bytes)

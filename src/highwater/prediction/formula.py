@@ -2,12 +2,12 @@
 
 No single sum: the logits are gone when a layer is recomputed. Terms are of one GPU, the one with the most trained tokens.
 
-In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V vocabulary  F intermediate size
-P parameters of a layer  U ``ulysses_degree``
+What a layer takes is prediction/layers.py's.
+
+In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V vocabulary
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from highwater.prediction.constants import (
     PAGE_TABLE_COVERS_BYTES,
     MachineConstants,
 )
+from highwater.prediction.layers import Step, busiest_step, kept_bytes, layer_parameters, working_set_bytes
 from highwater.prediction.terms import WORKSPACES, Footprint, Phase, Term, present
 from highwater.spec.footprint import (
     PROCESS_BYTES,
@@ -39,19 +40,13 @@ from highwater.spec.footprint import (
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
 from highwater.spec.settings import Settings
-from highwater.spec.trial import PROMPT_TOKENS, Device
+from highwater.spec.trial import Device
 from highwater.units import MIB
 
 FAMILIES = ("llama", "ministral", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or experts that are one."""
-HEAD_NORMS = ("olmo2", "qwen3", "qwen3_moe")
-"""Those whose layers norm queries and keys, and keep them as they were before."""
 CHUNK_BYTES: Mapping[Device, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Logits of one chunk where they are never whole. Source: engine/loss.py."""
-TILE_BYTES: Mapping[Device, int] = {"cuda": 128 * MIB, "cpu": MIB}
-"""One of the three products of a tile where an MLP goes in tiles. Source: engine/gated_mlp.py."""
-ELEMENT_BYTES: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
-"""Activations, logits and gathered weights: bfloat16 on a GPU, float32 on the CPU."""
 _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
@@ -96,9 +91,10 @@ def footprint(
 ) -> Footprint:
     """What a step of our engine takes on synthetic sequences of this length.
 
-    ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for optimizers that are not ours.
+    ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for optimizers that are not ours,
+    wherever they lie; not what is on its way between them.
     """
-    step = _step(shape, settings, layout, length_tokens, device)
+    step = busiest_step(shape, settings, layout, length_tokens, device)
     states_bytes = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     states = Term(name="states", bytes=states_bytes * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
     # Offloaded by FSDP1, all that is left of them on a GPU are gradients, which come as the inputs of their layers go.
@@ -110,7 +106,7 @@ def footprint(
     )
     root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
     # A single layer is the last one: no other goes backward with one input less, nor while one is reduced.
-    layers_before, reduced = (shape.layers - 1, _layer_parameters(shape)) if shape.layers > 1 else (1, 0)
+    layers_before, reduced = (shape.layers - 1, layer_parameters(shape)) if shape.layers > 1 else (1, 0)
     held = Term(name="states", bytes=states.bytes * (shape.layers - 1) // shape.layers) if is_late else states
     last = (*(() if is_late else (states,)), *always, root, _kept_term(step, shape.layers))
     before = (held, *always, root, _kept_term(step, 1 if is_late else layers_before))
@@ -120,13 +116,16 @@ def footprint(
         Phase(name="backward of a layer", terms=present(*before, *_layer_terms(step), _reduction(reduced))),
         Phase(name="reduction of embedding and head", terms=present(states, *always, *_root_terms(step))),
     )
-    passing_bytes = max(phase.bytes for phase in phases) - states.bytes
+    peak_bytes = max(phase.bytes for phase in phases)
+    late_bytes = max(phase.bytes for phase in phases[:2]) + states.bytes - peak_bytes if is_late else 0
     return Footprint(
         phases=phases,
-        outside=outside_terms(shape, settings, layout, device),
-        host=present(*_host_terms(shape, settings, layout)) if device == "cuda" else (),
+        outside=outside_terms(shape, settings, layout, device, state_bytes_per_parameter=state_bytes_per_parameter),
+        host=present(*_host_terms(shape, settings, layout, state_bytes_per_parameter)) if device == "cuda" else (),
         filled_share=FILLED_SHARE[settings.allocator] if device == "cuda" else 1.0,
-        cached_bytes=cached_bytes(shape, settings, layout, passing_bytes=passing_bytes) if device == "cuda" else 0,
+        cached_bytes=cached_bytes(shape, settings, layout, passing_bytes=peak_bytes - states.bytes, late_bytes=max(0, late_bytes))
+        if device == "cuda"
+        else 0,
     )
 
 
@@ -150,65 +149,12 @@ def likely_footprint(
     return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    shape: ModelShape
-    settings: Settings
-    layout: Layout
-    device: Device
-    tokens: int
-    trained: int
-
-    @property
-    def element(self) -> int:
-        return ELEMENT_BYTES[self.device]
-
-    @property
-    def table(self) -> int:
-        """Parameters of the embedding, or of the head: V x E."""
-        return self.shape.vocab_size * self.shape.hidden_size
-
-    @property
-    def query(self) -> int:
-        """Numbers of all query heads per token."""
-        return self.shape.query_heads * self.shape.head_dim
-
-    @property
-    def key(self) -> int:
-        """Numbers of all key heads per token."""
-        return self.shape.kv_heads * self.shape.head_dim
-
-    @property
-    def attended_key(self) -> int:
-        """The same as the attention takes them: repeated where U exceeds the heads."""
-        return max(self.shape.kv_heads, self.layout.ulysses_degree) * self.shape.head_dim
-
-    @property
-    def before_norm(self) -> int:
-        """Numbers of queries and keys that are kept as they were before their norm."""
-        return self.query + self.key if self.shape.model_type in HEAD_NORMS else 0
-
-    @property
-    def has_tiles(self) -> bool:
-        """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
-        return self.shape.experts == 1 and (self.settings.recompute != "none" or self.settings.mlp_tiles is not None)
-
-
-def _step(shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device) -> _Step:
-    """The GPU with the most trained tokens: where several share a sequence, one without a prompt."""
-    degree = layout.context_degree
-    sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
-    tokens = -(-sequences * length_tokens // degree)
-    prompts = min(PROMPT_TOKENS, length_tokens // 2) * (sequences // degree)
-    return _Step(shape=shape, settings=settings, layout=layout, device=device, tokens=tokens, trained=tokens - prompts)
-
-
-def _batch(step: _Step) -> int:
+def _batch(step: Step) -> int:
     """``T`` ids, and for all layers T x head size of cosines and of sines."""
-    return step.tokens * (_IDS * _ID_BYTES + 2 * step.element * step.shape.head_dim)
+    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * step.shape.head_dim)
 
 
-def _root_parameters(step: _Step) -> int:
+def _root_parameters(step: Step) -> int:
     """Embedding and head, V x E each, or once if tied or if a number stands in the place of the vocabulary: gathered from the first
     layer to the last gradient.
     """
@@ -216,39 +162,27 @@ def _root_parameters(step: _Step) -> int:
     return step.table * (2 if has_own_head else 1)
 
 
-def _kept_term(step: _Step, layers: int) -> Term:
+def _kept_term(step: Step, layers: int) -> Term:
     """Of so many layers."""
     name = "activations of all layers" if step.settings.recompute == "none" else "kept by recompute"
-    return Term(name=name, bytes=step.tokens * layers * _kept(step))
+    return Term(name=name, bytes=step.tokens * layers * kept_bytes(step))
 
 
-def _kept(step: _Step) -> int:
-    """Per token and layer: its input (E), and what its attention returns if that is kept; without recompute all that its backward
-    pass reads. Source: engine/recompute.py.
-    """
-    if step.settings.recompute != "none":
-        attention = 0 if step.settings.recompute == "layer" else step.element * step.query + 4 * step.shape.query_heads
-        return step.element * step.shape.hidden_size + attention
-    shape, hidden = step.shape, step.shape.hidden_size
-    mlp = 0 if step.has_tiles else 4 * shape.intermediate_size
-    experts = shape.experts_per_token * (mlp + 2 * hidden) if shape.experts > 1 else mlp
-    return _attention_kept(step) + step.element * (hidden + experts)
-
-
-def _loss_terms(step: _Step) -> tuple[Term, ...]:
+def _loss_terms(step: Step) -> tuple[Term, ...]:
     """The last layer's output, hidden states of trained tokens and their gradient, logits, the head's gradient; a layer gathered
     ahead.
     """
     hidden = step.element * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
-    ahead = Term(name="layers, gathered", bytes=step.element * _layer_parameters(step.shape) if is_ahead else 0)
+    ahead = Term(name="layers, gathered", bytes=step.element * layer_parameters(step.shape) if is_ahead else 0)
     if step.settings.objective == "rw":
         return (Term(name="hidden states", bytes=hidden * step.tokens), ahead)
     logits = step.element * step.shape.vocab_size * step.trained
     head_gradient = step.element * step.table
     if not step.settings.holds_logits:
-        logits = min(logits, CHUNK_BYTES[step.device])
-        head_gradient += 4 * step.table  # summed over chunks in float32
+        one, two = (min(logits, count * CHUNK_BYTES[step.device]) for count in (1, 2))
+        # Summed over chunks in float32; rounded beside the last one's logits. A chunk's are there until the next one's are.
+        logits, head_gradient = one, 4 * step.table + max(head_gradient, two - one)
     return (
         Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
         Term(name="logits", bytes=logits),
@@ -258,13 +192,13 @@ def _loss_terms(step: _Step) -> tuple[Term, ...]:
     )
 
 
-def _layer_terms(step: _Step) -> tuple[Term, ...]:
+def _layer_terms(step: Step) -> tuple[Term, ...]:
     """A layer recomputed and going backward; its weights, and the next one's if they come from other GPUs."""
-    gathered = _layer_parameters(step.shape) * (2 if step.layout.shard_degree > 1 else 1)
+    gathered = layer_parameters(step.shape) * (2 if step.layout.shard_degree > 1 else 1)
     # The head's is the embedding's, too, where they are tied; what else the embedding has comes after the layers.
     head = 0 if step.settings.objective == "rw" else step.table
     return (
-        Term(name="one layer going backward", bytes=_working_set(step)),
+        Term(name="one layer going backward", bytes=working_set_bytes(step)),
         Term(name="layers, gathered", bytes=step.element * gathered),
         Term(name="gradient of the head", bytes=step.element * head),
     )
@@ -275,7 +209,7 @@ def _reduction(parameters: int) -> Term:
     return Term(name="gradient reduction", bytes=4 * parameters)
 
 
-def _root_terms(step: _Step) -> tuple[Term, ...]:
+def _root_terms(step: Step) -> tuple[Term, ...]:
     """One gradient as it was computed, V x E; those of embedding and head in float32, and this GPU's share of their sum."""
     parameters, degree = _root_parameters(step), step.layout.shard_degree
     share = parameters // degree if degree > 1 else 0
@@ -285,74 +219,19 @@ def _root_terms(step: _Step) -> tuple[Term, ...]:
     )
 
 
-def _working_set(step: _Step) -> int:
-    """Its attention, after its MLP's gradients, or its MLP, whatever takes more; less what is kept of it besides its input."""
-    kept = _kept(step) - step.element * step.shape.hidden_size
-    attention = step.tokens * max(0, _attention_bytes(step) - kept) + step.element * _mlp_parameters(step.shape)
-    if not step.has_tiles:
-        return max(attention, step.tokens * max(0, _beside_mlp(step) + _mlp_bytes(step) - kept))
-    whole, tiles = step.element * step.tokens * step.shape.intermediate_size, step.settings.mlp_tiles
-    tile = min(whole, TILE_BYTES[step.device]) if tiles is None else -(-whole // tiles)
-    # A tile's three products, and the gradients of the weights, which are summed in float32.
-    return max(attention, step.tokens * max(0, _beside_mlp(step) - kept) + 3 * tile + 4 * _mlp_parameters(step.shape))
-
-
-def _beside_mlp(step: _Step) -> int:
-    """Per token, while the MLP goes backward: what the attention keeps, two gradients of the residual stream, and of Ulysses a copy
-    of the attention's output. Source: traces.
-    """
-    copy = step.query if step.layout.ulysses_degree > 1 else 0
-    return _attention_kept(step) + step.element * (2 * step.shape.hidden_size + copy)
-
-
-def _attention_bytes(step: _Step) -> int:
-    """Per token, at the peak of a layer whose MLP goes in tiles: its attention's backward pass.
-
-    The normed input and the residual's gradient; q and k before their norm, where they have one; q, k, v as the attention takes
-    them; its output and its gradient; the gradients of q, k, v; inside cuDNN's kernel q's gradient in float32, and k's and v's for
-    every query head; and three float32 numbers a head.
-    Source: docs/results/layer: the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
-    """
-    query, attended = step.query, step.attended_key
-    tensors = step.element * (2 * step.shape.hidden_size + step.before_norm + 2 * (query + 2 * attended) + 2 * query)
-    return tensors + 4 * query + 2 * step.element * query + 3 * 4 * step.shape.query_heads
-
-
-def _attention_kept(step: _Step) -> int:
-    """Per token: what the attention keeps while the MLP goes backward, and the residual stream."""
-    query, attended = step.query, step.attended_key
-    return step.element * (3 * step.shape.hidden_size + step.before_norm + (query + 2 * attended) + query)
-
-
-def _mlp_bytes(step: _Step) -> int:
-    """Per token: an MLP in one piece going backward: gate, up, their product and activation, and the gradients.
-
-    Source: docs/results/layer, 6.5 products of T x F for Qwen3-0.6B. Of experts four for each that a token goes to, and five of its
-    copies and their gradients (T x E): a trace of Qwen3-30B-A3B.
-    """
-    shape = step.shape
-    if shape.experts > 1:
-        return step.element * shape.experts_per_token * (5 * shape.hidden_size + 4 * shape.intermediate_size)
-    return step.element * 13 * shape.intermediate_size // 2
-
-
-def _layer_parameters(shape: ModelShape) -> int:
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
-    return (shape.parameters - outside) // shape.layers
-
-
-def _mlp_parameters(shape: ModelShape) -> int:
-    """Of a layer; of experts all of them."""
-    return 3 * shape.experts * shape.hidden_size * shape.intermediate_size
-
-
 def context_bytes(device: Device, *, gpus: int) -> int:
     """What a rank's process takes of its GPU besides the allocator and NCCL."""
     return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]
 
 
 def outside_terms(
-    shape: ModelShape, settings: Settings, layout: Layout, device: Device, own: MachineConstants | None = None
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    device: Device,
+    own: MachineConstants | None = None,
+    *,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> tuple[Term, ...]:
     """Device memory that the allocator does not hold: by own readings, where there are some of as many GPUs or more."""
     if device == "cpu":
@@ -364,15 +243,16 @@ def outside_terms(
         nccl, all_to_all = NCCL_BYTES | own.nccl_bytes, NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
     return present(
         Term(name="context", bytes=context),
-        Term(name="page tables of pinned memory", bytes=_page_table_bytes(shape, settings, layout)),
+        Term(name="page tables of pinned memory", bytes=_page_table_bytes(shape, settings, layout, state_bytes_per_parameter)),
         *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
 
 
-def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int) -> int:
     """For what a rank has of pinned host memory."""
     gpus = layout.gpus
-    pinned = pinned_state_bytes(shape, settings, gpus=gpus) + staged_gradient_bytes(shape, settings, gpus=gpus)
+    states = pinned_state_bytes(shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter)
+    pinned = states + staged_gradient_bytes(shape, settings, gpus=gpus)
     return -(-pinned // (gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
@@ -390,8 +270,8 @@ def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:
     return by_gpus[min((count for count in by_gpus if count >= gpus), default=max(by_gpus))]
 
 
-def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[Term, ...]:
-    states = host_state_bytes(shape, settings, gpus=layout.gpus)
+def _host_terms(shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int) -> tuple[Term, ...]:
+    states = host_state_bytes(shape, settings, gpus=layout.gpus, state_bytes_per_parameter=state_bytes_per_parameter)
     return (
         Term(name="offloaded states and reference", bytes=states),
         Term(name="gradients on their way there", bytes=staged_gradient_bytes(shape, settings, gpus=layout.gpus)),

@@ -34,6 +34,7 @@ def footprint(
     tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    host = host_state_bytes(shape, settings, gpus=layout.gpus, state_bytes_per_parameter=state_bytes_per_parameter)
     terms = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
         Term(name="logits", bytes=round(TRINITY_LOGITS_BYTES * tokens * shape.vocab_size)),
@@ -44,6 +45,6 @@ def footprint(
     return Footprint(
         phases=(Phase(name="loss", terms=terms),),
         outside=(),
-        host=(Term(name="offloaded states and reference", bytes=host_state_bytes(shape, settings, gpus=layout.gpus)),),
+        host=(Term(name="offloaded states and reference", bytes=host),),
         filled_share=TRINITY_FILLED_SHARE[settings.allocator],
     )

@@ -52,16 +52,22 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
     return per_parameter * policy * settings.trained_models
 
 
-def host_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+def host_state_bytes(
+    shape: ModelShape, settings: Settings, *, gpus: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+) -> int:
     """Host memory that models take, over all ranks of the machine: offloaded states, and GRPO's reference.
 
     Besides what is pinned: gradients and both moments with FSDP2, with FSDP1 the moments and the sum of the gradients.
+    ``state_bytes_per_parameter`` scales all states together, as on a device, and leaves the reference as it is.
     """
     ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
-    return pinned_state_bytes(shape, settings, gpus=gpus) + ordinary
+    pinned = pinned_state_bytes(shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter)
+    return pinned + ordinary * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
 
 
-def pinned_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+def pinned_state_bytes(
+    shape: ModelShape, settings: Settings, *, gpus: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+) -> int:
     """The part of it in pinned memory.
 
     Offloaded with FSDP2 parameters, one block for each tensor's shard; with FSDP1 parameters and the latest gradient, one block for
@@ -72,11 +78,13 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> i
     if not settings.offload:
         return reference
     if settings.strategy == "fsdp2":
-        pinned = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=4)
+        pinned = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=4, state_bytes_per_parameter=state_bytes_per_parameter)
     else:
         outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
         layer = (shape.parameters - outside) // shape.layers
-        pinned = 2 * gpus * (shape.layers * _pinned_bytes(4 * -(-layer // gpus)) + _pinned_bytes(4 * -(-outside // gpus)))
+        shards = (4 * -(-size // gpus) for size in (layer, outside))
+        of_layer, of_rest = (_pinned_bytes(size * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER) for size in shards)
+        pinned = 2 * gpus * (shape.layers * of_layer + of_rest)
     return reference + settings.trained_models * pinned
 
 
@@ -92,9 +100,12 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -
     return _pinned_matrices_bytes(msgspec.structs.replace(shape, layers=layers), gpus=gpus, bytes_per_element=4)
 
 
-def _pinned_matrices_bytes(shape: ModelShape, *, gpus: int, bytes_per_element: int) -> int:
+def _pinned_matrices_bytes(
+    shape: ModelShape, *, gpus: int, bytes_per_element: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+) -> int:
     shards = ((count, bytes_per_element * -(-rows // gpus) * columns) for count, rows, columns in matrices(shape))
-    return gpus * sum(count * _pinned_bytes(size) for count, size in shards)
+    scaled = ((count, size * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER) for count, size in shards)
+    return gpus * sum(count * _pinned_bytes(size) for count, size in scaled)
 
 
 def matrices(shape: ModelShape) -> tuple[tuple[int, int, int], ...]:
@@ -113,7 +124,7 @@ def matrices(shape: ModelShape) -> tuple[tuple[int, int, int], ...]:
 
 
 def _pinned_bytes(requested: int) -> int:
-    return 1 << (requested - 1).bit_length()
+    return 1 << (max(1, requested) - 1).bit_length()
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
