@@ -88,8 +88,8 @@ def main() -> None:
 def traced(model: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any]) -> dict[str, Any]:
     """The cell, and the peak of its trace."""
     asked = {"gpus": f"{gpus}xH200-141GB", "gpu_memory": "4TiB", "ulysses": [ulysses], "length": length, "exact": True}
-    (cell,) = highwater.predict(model, **asked, **settings).cells
-    document = to_builtins(cell)
+    (answer,) = highwater.predict(model, **asked, **settings).cells
+    document = to_builtins(answer)
     return {
         "cell": document["cell"],
         **{name: document["replayed"][name] for name in ("peak_allocated_bytes", "peak_reserved_bytes")},

@@ -32,7 +32,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.published import read_capacity_table
 from highwater.spec.settings import Allocator
-from highwater.spec.trial import TrialSpec
+from highwater.spec.trial import Device, TrialSpec
 from highwater.units import GIB, format_tokens
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).with_suffix(".json")
 TIMEOUT_S = 240.0
-TRIALS: tuple[tuple[str, int, int, Allocator, int], ...] = (
+Trial = tuple[str, int, int, Allocator, int]
+"""Model, GPUs, SP, allocator, length."""
+TRIALS: tuple[Trial, ...] = (
     ("Qwen3-14B", 4, 4, "native", 4096),
     ("Qwen3-14B", 4, 4, "native", 16_384),
     ("Qwen3-14B", 4, 2, "native", 8192),
@@ -54,7 +56,7 @@ TRIALS: tuple[tuple[str, int, int, Allocator, int], ...] = (
     ("Qwen3-1.7B", 1, 1, "native", 16_384),
     ("Qwen3-0.6B", 1, 1, "native", 20_480),
 )
-"""Model, GPUs, SP, allocator, length: first those that replay has longer than they were published, then some where both agree."""
+"""First those that replay has longer than they were published, then some where both agree."""
 HEADINGS = (
     *("model", "rung", "GPUs", "SP", "length", "published", "allocator may hold, GiB"),
     *("replayed", "allocated GiB", "reserved", "retries", "measured", "allocated GiB", "reserved", "retries"),
@@ -81,12 +83,12 @@ def main() -> None:
     print(table(rows))
 
 
-def trial_of(row: dict[str, Any]) -> tuple[str, int, int, Allocator, int]:
+def trial_of(row: dict[str, Any]) -> Trial:
     """As in ``TRIALS``."""
     return row["model"], row["gpus"], row["ulysses_degree"], row["allocator"], row["length_tokens"]
 
 
-def tried(trial: tuple[str, int, int, Allocator, int], log_directory: Path, *, device: str = "cuda") -> dict[str, Any]:
+def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict[str, Any]:
     """One trial in processes of its own, which are gone when this returns."""
     name, gpus, ulysses, allocator, length = trial
     model = load_model(name)
@@ -94,7 +96,7 @@ def tried(trial: tuple[str, int, int, Allocator, int], log_directory: Path, *, d
         model_name=name,
         model_directory=model.directory,
         config_digest=model.config_digest,
-        device="cuda" if device == "cuda" else "cpu",
+        device=device,
         layout=Layout(gpus=gpus, ulysses_degree=ulysses),
         settings=msgspec.structs.replace(trinity.SETTINGS, allocator=allocator),
         length_tokens=length,
@@ -215,13 +217,13 @@ def wait_in_every_layer(trainer: "Trainer") -> None:
             module.register_forward_pre_hook(wait)
 
 
-def capacity_bytes(trial: tuple[str, int, int, Allocator, int]) -> int:
+def capacity_bytes(trial: Trial) -> int:
     """What an A100-80GB leaves its allocator, as replay has it."""
     question, cell, _ = published(trial)
     return hypotheses.capacity_bytes(question, cell)
 
 
-def published(trial: tuple[str, int, int, Allocator, int]) -> tuple[Any, Any, int]:
+def published(trial: Trial) -> tuple[Any, Any, int]:
     """Question, cell and tokens of the published table."""
     name, gpus, ulysses, allocator, _ = trial
     return next(
@@ -232,7 +234,7 @@ def published(trial: tuple[str, int, int, Allocator, int]) -> tuple[Any, Any, in
     )
 
 
-def replayed(trial: tuple[str, int, int, Allocator, int]) -> Replayed:
+def replayed(trial: Trial) -> Replayed:
     """The shipped trace at this length, in the memory of the trial."""
     question, cell, _ = published(trial)
     log = hypotheses.events_of(question, cell, trial[4])
@@ -249,21 +251,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 def cells(row: dict[str, Any]) -> Iterator[str]:
     """Of one line."""
     trial = trial_of(row)
-    question_cell_known = published(trial)
-    ours, known = replayed(trial), question_cell_known[2]
-    yield from (row["model"], question_cell_known[1].settings.label, str(row["gpus"]), str(row["ulysses_degree"]))
+    (_, cell, known), ours = published(trial), replayed(trial)
+    yield from (row["model"], cell.settings.label, str(row["gpus"]), str(row["ulysses_degree"]))
     yield from (format_tokens(row["length_tokens"]), format_tokens(known), f"{row['capacity_bytes'] / GIB:.2f}")
-    yield from figures(ours.fits, ours.peak_allocated_bytes, ours.peak_reserved_bytes, ours.retries)
+    yield from figures("fits" if ours.fits else "runs out", ours.peak_allocated_bytes, ours.peak_reserved_bytes, ours.retries)
     if not (ranks := [rank for rank in row["ranks"] if "peak_reserved_bytes" in rank]):
         yield from ("no report", "", "", "")
         return
     fullest = max(ranks, key=lambda rank: rank["peak_reserved_bytes"])
-    yield from figures(row["fits"], *(fullest[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "retries")))
+    ran_out = any("OutOfMemoryError" in (rank["error"] or "") for rank in row["ranks"])
+    ended = "fits" if row["fits"] else "runs out" if ran_out else "failed otherwise"
+    yield from figures(ended, *(fullest[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "retries")))
 
 
-def figures(fits: bool, allocated_bytes: int, reserved_bytes: int, retries: int) -> Iterator[str]:
+def figures(ended: str, allocated_bytes: int, reserved_bytes: int, retries: int) -> Iterator[str]:
     """How it ended, and the allocator's peaks."""
-    yield from ("fits" if fits else "runs out", f"{allocated_bytes / GIB:.2f}", f"{reserved_bytes / GIB:.2f}", str(retries))
+    yield from (ended, f"{allocated_bytes / GIB:.2f}", f"{reserved_bytes / GIB:.2f}", str(retries))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ _WEIGHT, _GRADIENT = 2, 4
 """Bytes of an element: gathered in bfloat16, reduced in float32."""
 _HOLE_FROM = 7 / 3
 """Of that block: itself, the root as it was gathered and its gradients in bfloat16, half of it each, which cut what activations
-left into holes, and what is between. 24 traces of five models on 4 and 8 GPUs have a new block up to 2.18 and none from 2.48 on.
+left into holes, and what is between. Source: traces in docs/results/predict/terms.json; of 8B there is a new block at 49,152 tokens
+on 4 GPUs and none at 65,536, on 8 GPUs at 65,536 and none at 131,072.
 """
 
 
