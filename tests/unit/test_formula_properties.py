@@ -96,6 +96,9 @@ def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, o
     short, long = (formula(shape, rung, layout, length_tokens=length, device=device) for length in sorted((one, other)))
     assert_no_less(short, long)
     assert_no_term_shrinks(short, long)
+    if rung.strategy == "fsdp2":  # all gradients of embedding and head in float32, or nothing
+        tables = 1 if shape.tied_embeddings or rung.objective == "rw" else 2
+        assert short.cached_bytes - long.cached_bytes in (0, 4 * tables * shape.vocab_size * shape.hidden_size)
 
 
 def test_with_a_token_budget_a_longer_sequence_may_need_less():
