@@ -2,8 +2,8 @@
 
 What differs from our own, as that trainer is known to work: Hugging Face's layers as they are; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients are two more vectors of logits;
-optimizer states made by the first update; gradients dropped after each. The step around them is our ``grpo``. It was traced, and
-compared with the plain objective on the CPU; no GPU has run it.
+optimizer states made by the first update; gradients dropped after each. The step around them is our ``grpo``. It was traced,
+compared with the plain objective on the CPU, and has run on H200s (docs/results/predict/trinity_trials.py).
 
 Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained tokens
 """
