@@ -12,8 +12,8 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 
-_WEIGHT, _GRADIENT = 2, 4
-"""Bytes of an element: gathered in bfloat16, reduced in float32."""
+_WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
+"""Bytes of an element: gathered in bfloat16, reduced in float32, on the host in float32 where it is trained."""
 _HOLE_FROM = 7 / 3
 """Of that block: itself, the root as it was gathered and its gradients in bfloat16, half of it each, which cut what activations
 left into holes, and what is between. Source: traces in docs/results/predict/terms.json; of 8B there is a new block at 49,152 tokens
@@ -45,7 +45,19 @@ def _of_other_streams(shape: ModelShape, settings: Settings, layout: Layout) -> 
     policy = _root(shape, has_head=settings.objective != "rw")
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
     gathered = trained + (policy if settings.objective == "grpo" else 0)  # the reference is another model under FSDP2
-    return _GRADIENT * trained // layout.shard_degree + _gathering(gathered, layout)
+    return _GRADIENT * trained // layout.shard_degree + _gathering(gathered, layout) + _from_host(shape, settings, layout)
+
+
+def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """This GPU's shard of embedding or head in float32, as it comes from the host. Both pass through one block, one after another;
+    what is gathered of them finds no room there.
+
+    One GPU takes it on the main stream, where activations take its place; a frozen reference comes in bfloat16.
+    Source: the gathering stream in traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
+    """
+    if not settings.offload or layout.shard_degree == 1:
+        return 0
+    return _MASTER * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
 
 
 def _gathering(parameters: int, layout: Layout) -> int:
