@@ -27,7 +27,7 @@ Binding = Literal["device", "host", "ceiling"]
 FORMULAS: Mapping[Trainer, Formula] = {"highwater": formula.likely_footprint, "trinity": trinity.footprint}
 ACCURACY: Mapping[Trainer, str] = {
     "highwater": "its constants were fitted to some of the trials that come with its interval, which may be too narrow for others; "
-    "of 82 trials that were held out (SFT and GRPO with FSDP2, one to four H200s) 7 took more than the upper end; `--calibrate` "
+    "of 82 trials that were held out (SFT and GRPO with FSDP2, one to four H200s) 3 took more than the upper end; `--calibrate` "
     "learns from trials of your own (docs/results/predict)",
     "trinity": "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with expandable segments "
     "and 30 of 40 without, the others within one step of the grid; nobody recorded its trials: a prediction without an interval",
