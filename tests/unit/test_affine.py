@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from highwater.prediction.affine import affine
 from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.prediction.replay import replay
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
 from highwater.spec.settings import Allocator
 
 STEPS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()), min_size=1, max_size=40)
@@ -71,12 +71,44 @@ def test_no_allocator_does_with_less_than_what_is_alive_at_once(
     assert not replay(lines.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes).fits
 
 
+@given(st.integers(1, 64), st.integers(1, 7), st.integers(0, 10**6), st.integers(513, 10**4), st.integers(0, 10**5))
+def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
+    numerator: int, denominator: int, fixed: int, most: int, tokens: int
+) -> None:
+    def at(count: int) -> EventLog:
+        own = min(fixed + numerator * count // denominator, fixed + numerator * most // denominator)
+        return log([(own, 0, 0, False), (0, 3, 0, False)], count)
+
+    few, many = 64 * denominator, 73 * denominator
+    longest = 11 * max(most, many)
+    lines = affine({few: at(few), many: at(many), longest: at(longest)})
+    assert [kind.most_bytes is None for kind in lines.kinds] == [most >= longest, True]
+    assert lines.at(tokens) == renumbered(at(tokens))
+
+
+def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> None:
+    def at(tokens: int) -> EventLog:
+        events: tuple[Event, ...] = (
+            *(Allocate(1, 2**20 * tokens, 0, 0), Allocate(2, 2**21, 1, 0), GiveBack(1), Allocate(3, 2**22, 0, 0)),
+            *(Free(1), Free(3), GiveBack(2), Free(2)),
+        )
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
+
+    lines = affine({2: at(2), 3: at(3)})
+    assert lines.at(34) == at(34)
+    assert lines.least_bytes(34) == 36 * 2**20
+    free = replay(lines.at(34), allocator="expandable")
+    assert (free.peak_allocated_bytes, free.peak_reserved_bytes) == (WORKSPACES + 36 * 2**20, 140 * 2**20)
+    # A page is 20 MiB: what is awaited makes room for what is asked.
+    assert replay(lines.at(34), allocator="expandable", capacity_bytes=120 * 2**20).fits
+
+
 def test_what_is_on_no_line_is_refused() -> None:
     steps = [(0, 4, 0, False)]
     bent = msgspec.structs.replace(log(steps, 1024), events=(Enter("setup"), Allocate(7, 999, 0, 1, 0)))
     with pytest.raises(ValueError, match="not on the line"):
         affine({64: log(steps, 64), 512: log(steps, 512), 1024: bent})
-    with pytest.raises(ValueError, match="no whole number of bytes"):
+    with pytest.raises(ValueError, match="no line through whole bytes"):
         affine({64: log(steps, 64), 1024: bent})
     with pytest.raises(ValueError, match="2 events at 64 tokens, 3 at 1024"):
         affine({64: log(steps, 64), 1024: log([*steps, (1, 0, 0, False)], 1024)})

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from highwater.prediction.allocator import CachingAllocator, CapacityError
 from highwater.prediction.capacity import Room
-from highwater.prediction.constants import TRINITY_OUTSIDE_BYTES
+from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES, TRINITY_OUTSIDE_BYTES
 from highwater.prediction.exact import edge
 from highwater.prediction.replay import replay
 from highwater.prediction.shipped import shipped
@@ -22,15 +23,14 @@ from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBa
 from highwater.spec.published import CapacityTable, read_capacity_table
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Cell, Question
-from highwater.units import GIB, MIB
+from highwater.units import GIB
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 ALLOCATORS: tuple[Allocator, ...] = ("native", "expandable")
 ASKED = [("Qwen3-14B", 4, 2), ("Qwen3-14B", 4, 4)]
 """Model, GPUs and SP of the cells that replay has more than a step too long."""
-NEVER = 1 << 40
-COMPUTE, GATHER = 0, 1
-"""Streams of the traces; 2 reduces gradients, 3 narrows shards."""
+COMPUTE = 0
+"""Stream of the traces; others gather units, reduce gradients and narrow shards."""
 
 Edit = Callable[[EventLog, int], EventLog]
 """Of the events of a trial on so many GPUs."""
@@ -45,6 +45,8 @@ class Hypothesis:
     first_step_retries: int | None = None
     """The most of them that a trial may have and fit; None: any."""
     retries: int | None = None
+    later_bytes: int = 0
+    """Of what lies outside the allocator: taken only by the first collective after a backward pass, and for good."""
 
 
 def main() -> None:
@@ -86,10 +88,34 @@ def holds(hypothesis: Hypothesis, question: Question, cell: Cell, length_tokens:
     found = replay(log, allocator=allocator, capacity_bytes=room_bytes)
     if not found.fits or (hypothesis.retries is not None and found.retries > hypothesis.retries):
         return False
+    if hypothesis.later_bytes and reserved_after_backward(log, allocator, room_bytes + hypothesis.later_bytes) > room_bytes:
+        return False
     if hypothesis.first_step_retries is None:
         return True
     first = msgspec.structs.replace(log, events=tuple(itertools.chain.from_iterable(events for _, events in first_step(log))))
     return replay(first, allocator=allocator, capacity_bytes=room_bytes).retries <= hypothesis.first_step_retries
+
+
+def reserved_after_backward(log: EventLog, allocator: Allocator, capacity_bytes: int) -> int:
+    """What the allocator holds when the first update begins; all that it may where it ran out before."""
+    device = CachingAllocator(is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=False)
+    for size in CUBLAS_WORKSPACES_BYTES:
+        device.allocate(size)
+    handles: dict[int, int] = {}
+    try:
+        for event in itertools.takewhile(lambda event: event != Enter("optimizer"), log.events):
+            match event:
+                case Allocate() if event.bytes:
+                    handles[event.id] = device.allocate(event.bytes, stream=event.stream)
+                case GiveBack() if event.id in handles:
+                    device.give_back(handles[event.id])
+                case Free() if event.id in handles and device.is_held(handles[event.id]):
+                    device.free(handles[event.id])
+                case _:
+                    pass
+    except CapacityError:
+        return capacity_bytes
+    return device.reserved_bytes
 
 
 def needed_gib(table: CapacityTable, hypothesis: Hypothesis, model: str, gpus: int, ulysses: int) -> float:
@@ -149,9 +175,9 @@ def as_shipped(log: EventLog, _: int) -> EventLog:
     return log
 
 
-def released_between_steps(log: EventLog, _: int) -> EventLog:
-    """``torch.cuda.empty_cache`` after the model is built and after each step."""
-    return before_steps(log, lambda: [ReleaseCached()])
+def kept_between_steps(log: EventLog, _: int) -> EventLog:
+    """Without ``torch.cuda.empty_cache`` after the model is built and after a step."""
+    return with_events(log, [event for event in log.events if not isinstance(event, ReleaseCached)])
 
 
 def weights_sent(log: EventLog, gpus: int) -> EventLog:
@@ -178,39 +204,6 @@ def four_micro_batches(log: EventLog, gpus: int) -> EventLog:
             for _ in range(2):
                 events += again([*phases[index - 1][1], *own], numbers)
     return with_events(log, events)
-
-
-def late(units_later: int) -> Edit:
-    """And what two streams use is free only when so many more units have been gathered, a phase ends, or memory is short."""
-
-    def edit(log: EventLog, gpus: int) -> EventLog:
-        log = four_micro_batches(log, gpus)
-        born = {event.id: event for event in log.events if isinstance(event, Allocate)}
-        flat = log.operators.index("aten.cat.default")
-        events: list[Event] = []
-        waiting: list[tuple[int, int]] = []
-        count = 0
-        for event in log.events:
-            match event:
-                case Enter():
-                    events += [Free(number) for _, number in waiting]
-                    waiting.clear()
-                case Allocate(stream=stream, bytes=size) if stream == GATHER and size > MIB:
-                    count += 1
-                    while waiting and waiting[0][0] <= count:
-                        events.append(Free(waiting.pop(0)[1]))
-                case Free(id=number) if born[number].bytes > MIB and (
-                    born[number].stream != COMPUTE or born[number].operator == flat
-                ):
-                    waiting.append((count + units_later, number))
-                    events.append(GiveBack(number))
-                    continue
-                case _:
-                    pass
-            events.append(event)
-        return with_events(log, events)
-
-    return edit
 
 
 def final_save(log: EventLog, gpus: int) -> EventLog:
@@ -281,8 +274,8 @@ def again(events: Sequence[Event], numbers: Iterator[int]) -> list[Event]:
             case Allocate():
                 own[event.id] = next(numbers)
                 found.append(msgspec.structs.replace(event, id=own[event.id]))
-            case Free():
-                found += [Free(own[event.id])] if event.id in own else []
+            case Free() | GiveBack():
+                found += [type(event)(own[event.id])] if event.id in own else []
             case _:
                 found.append(event)
     return found
@@ -323,12 +316,13 @@ def with_events(log: EventLog, events: Sequence[Event]) -> EventLog:
 
 HYPOTHESES = (
     Hypothesis(name="as shipped", edit=as_shipped),
-    Hypothesis(name="cache emptied between steps", edit=released_between_steps),
-    Hypothesis(name="weights sent to the explorer, cache emptied", edit=weights_sent),
+    Hypothesis(name="cache kept between steps", edit=kept_between_steps),
+    Hypothesis(name="weights sent to the explorer", edit=weights_sent),
     Hypothesis(name="the same, four micro-batches", edit=four_micro_batches),
-    Hypothesis(name="the same, lent memory free two units later", edit=late(2)),
-    Hypothesis(name="the same, lent memory free at the end of a phase", edit=late(NEVER)),
     Hypothesis(name="as shipped, final save", edit=final_save),
+    Hypothesis(name="as shipped, 0.5 GiB outside taken after the first backward pass", edit=as_shipped, later_bytes=GIB // 2),
+    Hypothesis(name="as shipped, 1 GiB outside taken after the first backward pass", edit=as_shipped, later_bytes=GIB),
+    Hypothesis(name="as shipped, 2 GiB outside taken after the first backward pass", edit=as_shipped, later_bytes=2 * GIB),
     Hypothesis(name="as shipped, no retry in the first step (no cause known)", edit=as_shipped, first_step_retries=0),
     Hypothesis(name="as shipped, at most three retries (no cause known)", edit=as_shipped, retries=3),
 )

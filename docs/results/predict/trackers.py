@@ -18,7 +18,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from highwater.engine import fake_cuda, model, tracer
+from highwater.engine import fake_cuda, model, stand_ins, tracer
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.step import Trainer, train_step
@@ -60,7 +60,7 @@ def tracked(which: str, order: TraceOrder) -> dict[torch.device, dict[str, int]]
     """The tracker's snapshot at its peak, by device, then by kind."""
     spec = order.spec
     fake_cuda.install()
-    tracer._stand_in(order.kernel)
+    stand_ins.put(order.kernel)
     place = tracer._place(spec, order.rank, order.kernel)
     source = batches(spec, vocab_size=tracer._vocab_size(spec), data_rank=place.data_rank)
     whole = [next(source) for _ in range(spec.micro_batches)]

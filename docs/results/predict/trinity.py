@@ -1,6 +1,6 @@
 """Makes the traces that are shipped of the reference system's step: every model and layout of the published A100 table.
 
-``python docs/results/predict/trinity.py --folder FOLDER`` (no GPU; two traces a cell, a quarter of an hour for all on 2 CPU cores)
+``python docs/results/predict/trinity.py --folder FOLDER`` (no GPU; three traces a cell, half an hour for all on 2 CPU cores)
 keeps what it has made in the folder and writes ``src/highwater/prediction/trinity.json.xz`` when all are there.
 """
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,8 +25,14 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
-LENGTHS = (8192, 24_576)
-"""Two lengths make the lines; ``tests/numeric/test_tracer.py`` tries a third, of a small model."""
+LENGTHS = (4224, 4608)
+"""These make the lines, where what kernels take for themselves grows."""
+LONG_TOKENS = 27_648
+"""Of a micro-batch on one rank: there all of it has come to its ceiling. ``tests/numeric/test_tracer.py`` tries other lengths, of a
+small model.
+"""
+RESIDENT_THREADS = 108 * 2048
+"""An A100's."""
 SETTINGS = Settings(strategy="fsdp", loss="full", objective="grpo", entropy="full", sequences_per_micro_batch=2)
 
 
@@ -51,7 +58,8 @@ def traced(name: str, layout: Layout, folder: Path) -> ShippedTrace:
     """The lines of one cell."""
     path = folder / f"{name}-{layout.gpus}-{layout.ulysses_degree}.json"
     if not path.is_file():
-        logs = {tokens(length, layout): trace(name, layout, length, path.with_suffix(".events")) for length in LENGTHS}
+        lengths = (*LENGTHS, LONG_TOKENS * layout.ulysses_degree // SETTINGS.sequences_per_micro_batch)
+        logs = {tokens(length, layout): trace(name, layout, length, path.with_suffix(".events")) for length in lengths}
         path.write_bytes(msgspec.json.encode(affine(logs)))
         print(f"{path.name}", flush=True)
     shape: ModelShape = load_model(name).shape
@@ -76,7 +84,8 @@ def trace(name: str, layout: Layout, length: int, events: Path) -> EventLog:
         length_tokens=length,
     )
     order = events.with_suffix(".order")
-    order.write_bytes(msgspec.json.encode(TraceOrder(spec=spec, rank=layout.ulysses_degree - 1, kernel="flash", trainer="trinity")))
+    gpu: dict[str, Any] = {"kernel": "flash", "resident_threads": RESIDENT_THREADS}
+    order.write_bytes(msgspec.json.encode(TraceOrder(spec=spec, rank=layout.ulysses_degree - 1, trainer="trinity", **gpu)))
     subprocess.run([sys.executable, "-m", "highwater.engine.tracer", order, events], check=True)
     log = msgspec.json.decode(events.read_bytes(), type=EventLog)
     order.unlink()

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).with_suffix(".json")
 TIMEOUT_S = 240.0
+FIGURES = ("peak_allocated_bytes", "peak_reserved_bytes", "retries")
+"""Of the allocator."""
 Trial = tuple[str, int, int, Allocator, int]
 """Model, GPUs, SP, allocator, length."""
 TRIALS: tuple[Trial, ...] = (
@@ -59,7 +61,8 @@ TRIALS: tuple[Trial, ...] = (
 """First those that replay has longer than they were published, then some where both agree."""
 HEADINGS = (
     *("model", "rung", "GPUs", "SP", "length", "published", "allocator may hold, GiB"),
-    *("replayed", "allocated GiB", "reserved", "retries", "measured", "allocated GiB", "reserved", "retries"),
+    *("shipped trace", "allocated GiB", "reserved", "retries"),
+    *("measured", "allocated GiB", "reserved", "retries"),
 )
 
 
@@ -122,7 +125,8 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
     fits = len(told) == gpus and all(each["error"] is None for each in told)
     row = {"model": name, "gpus": gpus, "ulysses_degree": ulysses, "allocator": allocator, "length_tokens": length}
     print(row, "fits" if fits else [each["error"] for each in told], flush=True)
-    return row | {"capacity_bytes": spec.memory_budget_bytes, "fits": fits, "ranks": told, "wall_s": time.monotonic() - began}
+    row |= {"releases_cached": True, "capacity_bytes": spec.memory_budget_bytes}
+    return row | {"fits": fits, "ranks": told, "wall_s": time.monotonic() - began}
 
 
 class Worker:
@@ -169,6 +173,8 @@ class Worker:
             wait_in_every_layer(trainer)
         source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
         for _ in range(self.spec.steps):
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in whole]
             loss, _ = train_step(trainer, own, enter=self.enter)
@@ -234,11 +240,13 @@ def published(trial: Trial) -> tuple[Any, Any, int]:
     )
 
 
-def replayed(trial: Trial) -> Replayed:
-    """The shipped trace at this length, in the memory of the trial."""
-    question, cell, _ = published(trial)
-    log = hypotheses.events_of(question, cell, trial[4])
-    return replay(log, allocator=trial[3], capacity_bytes=capacity_bytes(trial), is_share=True)
+def replayed(row: dict[str, Any]) -> Replayed:
+    """The shipped trace at this length, in the memory of the trial. The first trials kept what was cached between their steps."""
+    question, cell, _ = published(trial_of(row))
+    log = hypotheses.events_of(question, cell, row["length_tokens"])
+    if not row.get("releases_cached", False):
+        log = hypotheses.kept_between_steps(log, row["gpus"])
+    return replay(log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -250,23 +258,21 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def cells(row: dict[str, Any]) -> Iterator[str]:
     """Of one line."""
-    trial = trial_of(row)
-    (_, cell, known), ours = published(trial), replayed(trial)
+    (_, cell, known), ours = published(trial_of(row)), replayed(row)
     yield from (row["model"], cell.settings.label, str(row["gpus"]), str(row["ulysses_degree"]))
     yield from (format_tokens(row["length_tokens"]), format_tokens(known), f"{row['capacity_bytes'] / GIB:.2f}")
-    yield from figures("fits" if ours.fits else "runs out", ours.peak_allocated_bytes, ours.peak_reserved_bytes, ours.retries)
+    yield from figures(ours.fits, *(getattr(ours, name) for name in FIGURES))
     if not (ranks := [rank for rank in row["ranks"] if "peak_reserved_bytes" in rank]):
         yield from ("no report", "", "", "")
         return
     fullest = max(ranks, key=lambda rank: rank["peak_reserved_bytes"])
     ran_out = any("OutOfMemoryError" in (rank["error"] or "") for rank in row["ranks"])
-    ended = "fits" if row["fits"] else "runs out" if ran_out else "failed otherwise"
-    yield from figures(ended, *(fullest[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "retries")))
+    yield from figures(row["fits"], *(fullest[name] for name in FIGURES), otherwise="runs out" if ran_out else "failed otherwise")
 
 
-def figures(ended: str, allocated_bytes: int, reserved_bytes: int, retries: int) -> Iterator[str]:
+def figures(fits: bool, allocated_bytes: int, reserved_bytes: int, retries: int, *, otherwise: str = "runs out") -> Iterator[str]:
     """How it ended, and the allocator's peaks."""
-    yield from (ended, f"{allocated_bytes / GIB:.2f}", f"{reserved_bytes / GIB:.2f}", str(retries))
+    yield from ("fits" if fits else otherwise, f"{allocated_bytes / GIB:.2f}", f"{reserved_bytes / GIB:.2f}", str(retries))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ say that none was used. Both reach into a binary interface that nobody promises:
 
 import ctypes
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,14 +16,19 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _CUDA = 1
 """c10::DeviceType::CUDA."""
+_APART = "SplitWithSizesBackward0"
+"""Autograd's node of a vector's parts."""
 _GUARDS = 64
 _SLOTS = 120
 """More virtual functions than the hooks have."""
 heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
 """Who is told of tensors, and of the stream that is said to use them."""
+heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
+"""Who is told of the gradient of a part of FSDP1's vectors, and of the stream where autograd goes on with it."""
 _kept: list[Any] = []
 """What C++ points to must not be collected."""
 
@@ -34,6 +39,7 @@ def install() -> None:
     _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()
     _move_with_data()
+    _follow_streams()
     _put_kernels()
     with FakeTensorMode():
         probe = torch.ones(2, 2, device="cuda", requires_grad=True)
@@ -133,6 +139,48 @@ def _move_with_data() -> None:
             tensor.fake_device = other.fake_device
 
     fake.data = property(data.__get__, assign)
+
+
+def _follow_streams() -> None:
+    """Let FSDP1's gradients be gathered on the stream where their parameters were taken apart, as autograd has it of real tensors:
+    a node runs on the stream of its forward pass, of which fakes on a CPU build have none.
+    """
+    handle: Any = FlatParamHandle
+    for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
+        setattr(handle, name, _backward_as_forward(getattr(handle, name)))
+
+
+def _backward_as_forward(take_apart: Callable[..., Iterable[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    before: list[Stream] = []
+
+    def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        views, stream = list(take_apart(*args, **kwargs)), Stream.current
+
+        def begin(*_: object) -> None:
+            before.append(Stream.current)
+            Stream.current = stream
+
+        def end(*_: object) -> None:
+            Stream.current = before.pop()
+
+        def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
+            for gradient in gradients:
+                if gradient is not None:
+                    for hear in heard_gradient:
+                        hear(gradient, stream)
+
+        nodes: list[Any] = [view.grad_fn for view in views if view.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(arrive)
+        whole: Any = nodes[0] if nodes else None
+        while whole is not None and whole.name() != _APART:
+            whole = whole.next_functions[0][0]
+        if whole is not None:
+            whole.register_prehook(begin)
+            whole.register_hook(end)
+        return views
+
+    return taken_apart
 
 
 def _put_kernels() -> None:

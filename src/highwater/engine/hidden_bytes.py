@@ -1,6 +1,7 @@
 """Hidden bytes: what a kernel takes of the allocator for itself, and gives back before it returns. No fake tensor shows it."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -14,27 +15,62 @@ def nothing(_: Sequence[Any]) -> list[int]:
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """Q's gradient in float32; where query heads share keys, k's and v's for every one of them. Source: docs/results/layer."""
+    """A float32 number per token and query head, q's gradient in float32; where query heads share keys, k's and v's for every one
+    of them. Source: docs/results/layer; what H200s recorded in docs/results/predict/trinity_trials.json.
+    """
     query, key = args[1], args[2]
     shared = query.shape[1] != key.shape[1]
-    return [4 * query.numel()] + ([query.element_size() * query.numel()] * 2 if shared else [])
+    every_head = [query.element_size() * query.numel()] * 2 if shared else []
+    return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
 
 
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
-    """One workspace for all of it and a float32 number per token and query head. Source: docs/results/predict/histories.json.gz."""
-    query = args[1]
-    return [sum(_in_flash_backward(args)) + 4 * query.numel() // query.shape[-1] + 256]
+    """One workspace for all of it. Source: docs/results/predict/histories.json.gz."""
+    return [sum(_in_flash_backward(args)) + 256]
 
 
-def in_embedding_backward(args: Sequence[Any]) -> list[int]:
+def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
     """Past 3,072 tokens: float32 sums of ten sorted rows each. Source: ATen/native/cuda/EmbeddingBackwardKernel.cu."""
     gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
     width = -(-gradient.shape[-1] // 32) * 32
     return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
 
 
+def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
+    """Of sums over all dimensions but the last, where several blocks of threads share a column: a float32 number of every thread
+    for every column it has a part of, and a semaphore a row of blocks.
+
+    ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in ATen/native/cuda/Reduce.cuh; equal to what
+    H200s recorded of 128 to 5,120 columns and 16,384 to 655,360 rows (docs/results/predict/trinity_trials.json).
+    """
+    inputs, over = args[0], {dim % args[0].ndim for dim in args[1] or range(args[0].ndim)}
+    if over != set(range(inputs.ndim - 1)):
+        return []
+    rows, columns = prod(inputs.shape[:-1]), inputs.shape[-1]
+    vector = next(size for size in (4, 2, 1) if columns % size == 0)
+    most = _THREADS_OF_A_SUM // vector
+    width = min(_power_of_two(columns // vector), _WARP)
+    height = min(_power_of_two(rows), most // width)
+    width = min(_power_of_two(columns // vector), most // height)
+    values, blocks = -(-rows // height), -(-columns // (vector * width))
+    if values < _MOST_VALUES:
+        return []
+    wanted = -(-(resident_threads // (width * height)) // blocks)
+    sharing = max(min(wanted, -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return [4 * columns * sharing * width * vector, 4 * blocks] if sharing > 1 else []
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no more."""
+    return 1 << (number.bit_length() - 1)
+
+
+_THREADS_OF_A_SUM, _WARP = 512, 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""That a thread of a sum adds up before more blocks share a column."""
+
 HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
-    aten.embedding_dense_backward.default: in_embedding_backward,
+    aten.embedding_dense_backward.default: _in_embedding_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
 }

@@ -12,18 +12,15 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import transformers.masking_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -32,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from highwater.attention.dense import prove
-from highwater.engine import fake_cuda, gate_kernels, model, rotary_kernels, row_kernels, trinity, weights
+from highwater.engine import fake_cuda, model, stand_ins, trinity
 from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.gradient_sums import GradientSums
-from highwater.engine.hidden_bytes import HIDDEN, in_embedding_backward, nothing
+from highwater.engine.hidden_bytes import HIDDEN, in_column_sums, nothing
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -75,7 +72,7 @@ def trace(order: TraceOrder) -> EventLog:
     """
     spec = order.spec
     fake_cuda.install()
-    _stand_in(order.kernel)
+    stand_ins.put(order.kernel)
     place = _place(spec, order.rank, order.kernel)
     source = batches(spec, vocab_size=_vocab_size(spec), data_rank=place.data_rank)
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
@@ -83,17 +80,20 @@ def trace(order: TraceOrder) -> EventLog:
     sums = GradientSums()
     sums.learn(EventLedger(sums))
     ledger = EventLedger(sums)
-    if order.trainer == "trinity":  # its traces are to lie on lines over the tokens
-        ledger.hidden = {func: hidden for func, hidden in HIDDEN.items() if hidden is not in_embedding_backward}
-    else:  # the reference's attention is taken to wait for the GPU in every layer
-        fake_cuda.heard_record_stream.append(ledger.lend)
-        ledger.most_awaited = _LENT_BY_FSDP1 if place.mesh.size() > 1 else None
+    ledger.hidden = HIDDEN | {aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)}
+    if order.trainer == "trinity":  # its traces are to lie on lines over the tokens, which these bytes do not
+        ledger.hidden.pop(aten.embedding_dense_backward.default)
+    elif place.mesh.size() > 1:
+        ledger.most_awaited = _LENT_BY_FSDP1
+    fake_cuda.heard_record_stream.append(ledger.lend)
+    fake_cuda.heard_gradient.append(ledger.pass_on)
     _mute_while_shapes_are_asked(ledger)
     gc.disable()  # a collection would free at moments that another process does not
     with QuickFakeMode(allow_non_fake_inputs=True), ledger:
         if order.trainer == "trinity":
             trainer = trinity.assemble(spec, place)
             ledger.follow(trainer.policy)
+            _wait_in_every_layer(trainer.policy, ledger)
         else:
             _prove_kernel(spec, place)
             trainer = assemble(spec, place)
@@ -104,6 +104,8 @@ def trace(order: TraceOrder) -> EventLog:
         for step in whole:
             with unset_fake_temporarily():
                 own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in step]
+            if order.trainer == "trinity":  # before it sends the weights to its explorer: once they are there, and after each step
+                ledger.release()
             train_step(trainer, own, enter=ledger.enter)
         ledger.is_closed = True
     versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
@@ -159,7 +161,7 @@ class EventLedger(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """Told by the step which phase begins."""
         if phase == _FIRST_PHASE:
-            self._await(self._launches)
+            self.wait()
         self.events.append(Enter(phase))
 
     def lend(self, tensor: Tensor, stream: fake_cuda.Stream) -> None:
@@ -167,6 +169,26 @@ class EventLedger(TorchDispatchMode):
         key = _key(tensor.untyped_storage())
         if key in self._ids and self._ids[key][2] != stream.stream_id:
             self._lent.add(key)
+
+    def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
+        """Autograd goes on with it on a stream: a sum of gradients was made there, any other is lent to it."""
+        record = self._ids.get(_key(gradient.untyped_storage()))
+        if record is None or record[2] == stream.stream_id:
+            return
+        index, made = self._made(record[0])
+        if made.operator == self.operators.get(str(aten.add.Tensor)):
+            self.events[index] = msgspec.structs.replace(made, stream=stream.stream_id)
+            record[2] = stream.stream_id
+        else:
+            self.lend(gradient, stream)
+
+    def _made(self, number: int) -> tuple[int, Allocate]:
+        """Where among the events an allocation is, the newest first."""
+        return next(
+            (index, event)
+            for index, event in zip(range(len(self.events) - 1, -1, -1), reversed(self.events), strict=True)
+            if isinstance(event, Allocate) and event.id == number
+        )
 
     def __enter__(self) -> "EventLedger":
         resize = torch.UntypedStorage.resize_
@@ -194,7 +216,7 @@ class EventLedger(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor):
             return NotImplemented  # a DTensor: its local operators come here by themselves
         if func is aten._local_scalar_dense.default and _device_of(args[0]).type == "cuda":
-            self._await(self._launches)
+            self.wait()
             return True if args[0].dtype is torch.bool else 1  # nobody knows the number, and no memory depends on it
         if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs that are meant")
@@ -246,6 +268,15 @@ class EventLedger(TorchDispatchMode):
         if self.most_awaited is not None and len(self._awaited) > self.most_awaited:
             self._await(self._awaited[-1 - self.most_awaited][0])
 
+    def wait(self) -> None:
+        """The host does, until the GPU has done all that it was told."""
+        self._await(self._launches)
+
+    def release(self) -> None:
+        """The allocator gives back what is cached, once the GPU has done with it."""
+        self.wait()
+        self.events.append(ReleaseCached())
+
     def _await(self, launches: int) -> None:
         """The GPU has come so far."""
         while self._awaited and self._awaited[0][0] <= launches:
@@ -289,55 +320,6 @@ came from. Compared with no trial yet."""
 _QUADRATIC = (aten._softmax.default, aten._safe_softmax.default)
 
 
-class _RmsNorm(torch.autograd.Function):
-    """The allocations of PyTorch's fused RMS norm."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device))
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004 -- nothing is computed
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
-
-
-def _stand_in(kernel: Kernel) -> None:
-    """Put what allocates alike in the place of what does not run on fake tensors of a CPU build."""
-    norm = F.rms_norm
-
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
-        return _RmsNorm.apply(x, weight) if x.device.type == "cuda" else norm(x, list(shape), weight, eps)
-
-    def cudnn(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:  # noqa: ARG001
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)[0]
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:  # noqa: ARG001
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-
-    def statistics(logits_NV: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
-
-    def in_place(*_: Any, **__: Any) -> None:
-        """Write over what is there."""
-
-    names: Any = F
-    names.rms_norm = rms_norm
-    names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
-    loose: Any = (gate_kernels, rotary_kernels, row_kernels, model, trinity, weights, transformers.masking_utils)
-    gates, rotary, rows, models, actors, saved, masks = loose
-    gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
-    rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
-    rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
-    models._fill_random = in_place
-    models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
-    models.tile_mlps = _outside(models.tile_mlps)
-    actors.actor_on_meta = _outside(actors.actor_on_meta)
-    saved.opened = lambda _: nullcontext(None)
-    masks.is_tracing = lambda *_: False
-
-
 def _mute_while_shapes_are_asked(ledger: EventLedger) -> None:
     propagator: Any = ShardingPropagator
     name = "_propagate_tensor_meta_non_cached"
@@ -353,14 +335,11 @@ def _mute_while_shapes_are_asked(ledger: EventLedger) -> None:
     setattr(propagator, name, muted)
 
 
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on real tensors, whatever is fake around it."""
-
-    def on_real_tensors(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return on_real_tensors
+def _wait_in_every_layer(policy: nn.Module, ledger: EventLedger) -> None:
+    """The reference's attention reads the longest document's length from the GPU, so that its host is never ahead by a layer."""
+    for name, module in policy.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(lambda *_: ledger.wait())
 
 
 def _place(spec: TrialSpec, rank: int, kernel: Kernel) -> Place:

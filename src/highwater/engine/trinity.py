@@ -68,10 +68,15 @@ class Actor(Decoder):
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         logits_TV = self.head(hidden_TE[None]).squeeze(0)
-        logits_TV.div_(TEMPERATURE)
+        logits_TV = divided(logits_TV)
         labels_T = torch.zeros_like(input_ids_T).index_copy(0, trained_positions_N, labels_N)
         logprobs_T, entropies_T = _Statistics.apply(logits_TV, labels_T)
         return MicroBatchStatistics(logprobs_T[trained_positions_N], entropies_T[trained_positions_N], None)
+
+
+def divided(logits_TV: Tensor) -> Tensor:
+    """By the temperature, in place, through a view of what the head made."""
+    return logits_TV.div_(TEMPERATURE)
 
 
 class _Statistics(torch.autograd.Function):

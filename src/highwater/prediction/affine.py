@@ -1,19 +1,26 @@
 """Affine: one trace for every length. Where the events of two lengths differ in bytes alone, those are lines over the tokens.
 
-A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same order at any length. Kept small:
-what repeats from layer to layer compresses to almost nothing.
+A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same order at any length. What a
+kernel takes for itself may end at some size: a line with a ceiling. Kept small: what repeats from layer to layer compresses to
+almost nothing.
 """
+
+from fractions import Fraction
 
 from highwater.prediction.allocator import round_size
 from highwater.spec.codec import Noun
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
 
 
 class Kind(Noun, frozen=True, kw_only=True):
-    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_token x tokens``."""
+    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens / bytes_per_tokens[1]``, and no more
+    than ``most_bytes``.
+    """
 
     fixed_bytes: int
-    bytes_per_token: int
+    bytes_per_tokens: tuple[int, int]
+    most_bytes: int | None
+    """None: there is no end to it."""
     stream: int
     operator: int
     module: int
@@ -29,8 +36,8 @@ class AffineLog(Noun, frozen=True, kw_only=True):
     kinds: tuple[Kind, ...]
     phases: tuple[str, ...]
     events: tuple[int, ...]
-    """Allocate kind n: n. Free what was allocated d allocations ago: -d. Enter phase p: ``len(kinds) + p``; after the last phase,
-    release what is cached."""
+    """Allocate kind n: n. Free what was allocated d allocations ago: -2d; give it back before another stream has done with it:
+    1 - 2d. Enter phase p: ``len(kinds) + p``; after the last phase, release what is cached."""
 
     def at(self, tokens: int) -> EventLog:
         """The log of a micro-batch of so many tokens on the rank."""
@@ -40,7 +47,8 @@ class AffineLog(Noun, frozen=True, kw_only=True):
         count = 0
         for code in self.events:
             if code < 0:
-                events.append(Free(count + code + 1))
+                ended = count + 1 - (1 - code) // 2
+                events.append(GiveBack(ended) if code % 2 else Free(ended))
             elif code < first_phase:
                 count += 1
                 kind = self.kinds[code]
@@ -52,13 +60,15 @@ class AffineLog(Noun, frozen=True, kw_only=True):
         )
 
     def least_bytes(self, tokens: int) -> int:
-        """The most that is alive at once, in whole blocks: with less, no allocator has a place for it."""
+        """The most that is alive at once, in whole blocks, less what was given back: with less, no allocator has a place for it."""
         blocks = [round_size(size) if size else 0 for size in self._sizes(tokens)]
         allocated: list[int] = []
         alive = most = 0
         for code in self.events:
             if code < 0:
-                alive -= allocated[code]
+                ago = (1 - code) // 2
+                alive -= allocated[-ago]
+                allocated[-ago] = 0
             elif code < len(blocks):
                 allocated.append(blocks[code])
                 alive += blocks[code]
@@ -67,25 +77,35 @@ class AffineLog(Noun, frozen=True, kw_only=True):
 
     def _sizes(self, tokens: int) -> list[int]:
         """Of each kind."""
-        return [kind.fixed_bytes + kind.bytes_per_token * tokens for kind in self.kinds]
+        lines = (kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1] for kind in self.kinds)
+        return [
+            line if kind.most_bytes is None else min(line, kind.most_bytes) for line, kind in zip(lines, self.kinds, strict=True)
+        ]
 
 
 def affine(logs: dict[int, EventLog]) -> AffineLog:
-    """The lines through logs of two lengths or more, by tokens. Raises ValueError where the logs are not on lines."""
+    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the longest is below its line. Raises
+    ValueError where the logs are not on these.
+    """
     (few, low), (many, high), *others = sorted(logs.items())
-    if len(low.events) != len(high.events):
-        raise ValueError(f"{len(low.events)} events at {few} tokens, {len(high.events)} at {many}")
+    most, longest = others[-1] if others else (many, high)
+    for tokens, log in logs.items():
+        if len(log.events) != len(low.events):
+            raise ValueError(f"{len(low.events)} events at {few} tokens, {len(log.events)} at {tokens}")
     kinds: dict[Kind, int] = {}
     phases: dict[str, int] = {}
     coded: list[int | str] = []
     numbers: dict[int, int] = {}
-    for one, other in zip(low.events, high.events, strict=True):
+    for one, other, last in zip(low.events, high.events, longest.events, strict=True):
         match one, other:
-            case Allocate(), Allocate():
+            case Allocate(), Allocate() if isinstance(last, Allocate):
                 numbers[one.id] = len(numbers) + 1
-                coded.append(kinds.setdefault(_kind(one, other, few, many), len(kinds)))
+                kind = _kind({few: one, many: other, most: last})
+                coded.append(kinds.setdefault(kind, len(kinds)))
             case Free(), Free():
-                coded.append(numbers[one.id] - len(numbers) - 1)
+                coded.append(2 * (numbers[one.id] - len(numbers) - 1))
+            case GiveBack(), GiveBack():
+                coded.append(2 * (numbers[one.id] - len(numbers) - 1) + 1)
             case Enter(), Enter() if one.phase == other.phase:
                 phases.setdefault(one.phase, len(phases))
                 coded.append(one.phase)
@@ -108,12 +128,21 @@ def affine(logs: dict[int, EventLog]) -> AffineLog:
     return found
 
 
-def _kind(one: Allocate, other: Allocate, few: int, many: int) -> Kind:
-    slope, rest = divmod(other.bytes - one.bytes, many - few)
-    if rest or one.stream != other.stream:
-        raise ValueError(f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no whole number of bytes a token")
+def _kind(seen: dict[int, Allocate]) -> Kind:
+    """Of one allocation at two lengths, or at three, the longest last."""
+    (few, one), (many, other), *_ = seen.items()
+    most, last = list(seen.items())[-1]
+    slope = Fraction(other.bytes - one.bytes, many - few)
+    fixed = one.bytes - slope * few
+    if fixed.denominator > 1 or one.stream != other.stream:
+        raise ValueError(f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no line through whole bytes")
     return Kind(
-        fixed_bytes=one.bytes - slope * few, bytes_per_token=slope, stream=one.stream, operator=one.operator, module=one.module
+        fixed_bytes=int(fixed),
+        bytes_per_tokens=(slope.numerator, slope.denominator),
+        most_bytes=last.bytes if last.bytes < fixed + slope * most else None,
+        stream=one.stream,
+        operator=one.operator,
+        module=one.module,
     )
 
 

@@ -58,6 +58,8 @@ class TraceOrder(Noun, frozen=True, kw_only=True):
     """The attention of the GPUs that are meant."""
     trainer: Trainer = "highwater"
     """Whose step."""
+    resident_threads: int = 132 * 2048
+    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's; of an A100 there are 108 x 2,048."""
 
 
 class EventLog(Noun, frozen=True, kw_only=True):
