@@ -313,7 +313,7 @@ _FIRST_PHASE = "experience"
 """Before it the host reads the loss of the step before, for which it waits until the GPU is done."""
 _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched and the GPU not run: CUDA's queue. With it FSDP1's trials on an H200 reserve at
-most 1.7 % more than their traces, without 7.6 % (docs/results/predict)."""
+most 0.5 % more than their traces, without 7.6 % (docs/results/predict)."""
 _LENT_BY_FSDP1 = 4
 """Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the shards that these
 came from. Compared with no trial yet."""
