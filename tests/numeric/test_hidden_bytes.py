@@ -35,7 +35,11 @@ def test_blocks_that_share_a_column_take_what_was_recorded(
 
 
 @pytest.mark.parametrize(
-    ("shape", "over"), [((512, 4096), [0]), ((40_960, 1024), [1]), ((40_960, 1024), None), ((8, 4096, 64), [0])]
+    ("shape", "over"),
+    [
+        *(((512, 4096), [0]), ((40_960, 1024), [1]), ((40_960, 1024), None), ((8, 4096, 64), [0])),
+        *(((0, 64), [0]), ((), []), ((4096,), [0])),
+    ],
 )
 def test_short_sums_and_those_of_a_row_take_nothing_that_counts(shape: tuple[int, ...], over: list[int] | None) -> None:
     assert in_column_sums((torch.empty(shape, device="meta"), over), resident_threads=H200) == []

@@ -82,8 +82,28 @@ def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
     few, many = 64 * denominator, 73 * denominator
     longest = 11 * max(most, many)
     lines = affine({few: at(few), many: at(many), longest: at(longest)})
-    assert [kind.most_bytes is None for kind in lines.kinds] == [most >= longest, True]
+    assert [kind.most_bytes is None for kind in lines.kinds] == [False, True]
     assert lines.at(tokens) == renumbered(at(tokens))
+
+
+def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_between_bytes() -> None:
+    def at(tokens: int) -> EventLog:
+        return log([(tokens // 7, 0, 0, False)], tokens)
+
+    lines = affine({448: at(448), 511: at(511), 1000: at(1000)})
+    assert lines.at(2000) == renumbered(at(2000))
+
+
+def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
+    def at(*ends: Event) -> EventLog:
+        events = (Allocate(1, 512, 0, 0), Allocate(2, 512, 0, 0), *ends)
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
+
+    for other in (at(Free(2)), at(GiveBack(1))):
+        with pytest.raises(ValueError, match=r"not on the line|tokens, GiveBack"):
+            affine({2: at(Free(1)), 3: other})
+        with pytest.raises(ValueError, match="not on the line"):
+            affine({2: at(Free(1)), 3: at(Free(1)), 4: other})
 
 
 def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> None:

@@ -20,10 +20,8 @@ from highwater.units import GIB, MIB
 
 TRIALS = json.loads(Path(__file__).parents[2].joinpath("docs", "results", "predict", "trinity_trials.json").read_text())
 SETTINGS = Settings(strategy="fsdp", loss="full", objective="grpo", entropy="full", sequences_per_micro_batch=2)
-BETWEEN_GPUS = 0.01
-"""Relative: an H200 sums columns with more threads than an A100, whose kernels the shipped traces have; and tied embeddings' two
-gradients meet on another stream."""
-
+NEAR_BYTES = 64 * MIB
+"""When the GPU comes to free what other streams used decides which of the last segments are given back."""
 UNSPLIT_BYTES = 16 * MIB
 """A block of which less than a MiB would be left is allocated whole: which ones are, the order decides."""
 
@@ -50,5 +48,5 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
         is_full = row["capacity_bytes"] - measured["peak_reserved_bytes"] < LAST_BYTES
         assert ours.fits == row["fits"] or is_full
         assert ours.peak_allocated_bytes == pytest.approx(measured["peak_allocated_bytes"], abs=UNSPLIT_BYTES)
-        assert ours.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=BETWEEN_GPUS)
+        assert ours.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], abs=NEAR_BYTES)
         assert abs(ours.retries - measured["retries"]) <= 1

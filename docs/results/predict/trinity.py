@@ -1,6 +1,6 @@
 """Makes the traces that are shipped of the reference system's step: every model and layout of the published A100 table.
 
-``python docs/results/predict/trinity.py --folder FOLDER`` (no GPU; three traces a cell, half an hour for all on 2 CPU cores)
+``python docs/results/predict/trinity.py --folder FOLDER`` (no GPU; three traces a cell, a quarter of an hour for all on 2 cores)
 keeps what it has made in the folder and writes ``src/highwater/prediction/trinity.json.xz`` when all are there.
 """
 

@@ -58,7 +58,7 @@ TRIALS: tuple[Trial, ...] = (
     ("Qwen3-1.7B", 1, 1, "native", 16_384),
     ("Qwen3-0.6B", 1, 1, "native", 20_480),
 )
-"""First those that replay has longer than they were published, then some where both agree."""
+"""First those of 14B and 8B that replay has longer than they were published."""
 HEADINGS = (
     *("model", "rung", "GPUs", "SP", "length", "published", "allocator may hold, GiB"),
     *("shipped trace", "allocated GiB", "reserved", "retries"),

@@ -20,8 +20,8 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _CUDA = 1
 """c10::DeviceType::CUDA."""
-_APART = "SplitWithSizesBackward0"
-"""Autograd's node of a vector's parts."""
+_SPLIT_NODE = "SplitWithSizesBackward0"
+"""Name of autograd's node that takes FSDP1's vector apart into parameters."""
 _GUARDS = 64
 _SLOTS = 120
 """More virtual functions than the hooks have."""
@@ -151,6 +151,7 @@ def _follow_streams() -> None:
 
 
 def _backward_as_forward(take_apart: Callable[..., Iterable[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """The function, whose views' gradients are heard of as they arrive, and put together on the stream where it was called."""
     before: list[Stream] = []
 
     def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -173,7 +174,7 @@ def _backward_as_forward(take_apart: Callable[..., Iterable[torch.Tensor]]) -> C
         for node in nodes:
             node.register_prehook(arrive)
         whole: Any = nodes[0] if nodes else None
-        while whole is not None and whole.name() != _APART:
+        while whole is not None and whole.name() != _SPLIT_NODE:
             whole = whole.next_functions[0][0]
         if whole is not None:
             whole.register_prehook(begin)

@@ -9,11 +9,6 @@ import torch
 aten: Any = torch.ops.aten
 
 
-def nothing(_: Sequence[Any]) -> list[int]:
-    """Most operators."""
-    return []
-
-
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
     """A float32 number per token and query head, q's gradient in float32; where query heads share keys, k's and v's for every one
     of them. Source: docs/results/layer; what H200s recorded in docs/results/predict/trinity_trials.json.
@@ -43,8 +38,10 @@ def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
     ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in ATen/native/cuda/Reduce.cuh; equal to what
     H200s recorded of 128 to 5,120 columns and 16,384 to 655,360 rows (docs/results/predict/trinity_trials.json).
     """
-    inputs, over = args[0], {dim % args[0].ndim for dim in args[1] or range(args[0].ndim)}
-    if over != set(range(inputs.ndim - 1)):
+    inputs = args[0]
+    if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
+        return []
+    if {dim % inputs.ndim for dim in args[1] or range(inputs.ndim)} != set(range(inputs.ndim - 1)):
         return []
     rows, columns = prod(inputs.shape[:-1]), inputs.shape[-1]
     vector = next(size for size in (4, 2, 1) if columns % size == 0)
@@ -55,7 +52,10 @@ def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
     values, blocks = -(-rows // height), -(-columns // (vector * width))
     if values < _MOST_VALUES:
         return []
-    wanted = -(-(resident_threads // (width * height)) // blocks)
+    at_once = resident_threads // (width * height)
+    if blocks > at_once:
+        return []
+    wanted = -(-at_once // blocks)
     sharing = max(min(wanted, -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
     return [4 * columns * sharing * width * vector, 4 * blocks] if sharing > 1 else []
 

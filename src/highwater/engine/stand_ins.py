@@ -82,9 +82,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Strided(torch.autograd.Function):
-    """What autograd makes, going back through a view that was written to, of the gradient of all that lies behind the view.
+    """Autograd goes back through a view that was written to by way of a gradient for the whole tensor behind it: that one.
 
-    Of a fake tensor it goes back by the view's own operator, which makes nothing.
+    With fake tensors it goes back by the view's own operator, which allocates nothing.
     """
 
     @staticmethod

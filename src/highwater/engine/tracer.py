@@ -34,7 +34,7 @@ from highwater.engine.assemble import assemble
 from highwater.engine.data import batches, shard
 from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.gradient_sums import GradientSums
-from highwater.engine.hidden_bytes import HIDDEN, in_column_sums, nothing
+from highwater.engine.hidden_bytes import HIDDEN, in_column_sums
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.step import train_step
 from highwater.engine.trial import rehearsal_batch, rehearse
@@ -54,9 +54,9 @@ def main() -> None:
     try:
         order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
         target = Path(sys.argv[2])
-        partial = target.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(trace(order)))
-        partial.replace(target)
+        unfinished = target.with_suffix(".partial")
+        unfinished.write_bytes(msgspec.json.encode(trace(order)))
+        unfinished.replace(target)
         exit_code = 0
     except Exception:  # noqa: BLE001 -- the edge of the process, which has to end as the next line has it
         traceback.print_exc()
@@ -134,10 +134,10 @@ class EventLedger(TorchDispatchMode):
         self._ids: dict[int, list[int]] = {}
         """By storage: the id of its allocation now, 0 for none, its bytes and its stream."""
         self._within = [0]
-        self._lent: set[int] = set()
-        """Storages that a stream other than their own uses."""
-        self._awaited: deque[tuple[int, int]] = deque()
-        """Allocations given back and not free yet, the oldest first: after how many launches, and which."""
+        self._lent: dict[int, bool] = {}
+        """Storages that a stream other than their own uses; whether FSDP1 said so, which waits for what it lends."""
+        self._awaited: deque[tuple[int, int, bool]] = deque()
+        """Allocations given back and not free yet, the oldest first: after how many launches, which, and whether FSDP1 lent it."""
         self._launches = 0
         self.most_awaited: int | None = None
         self.hidden = HIDDEN
@@ -168,22 +168,22 @@ class EventLedger(TorchDispatchMode):
         """A stream uses it (``record_stream``): if not its own, it is free, once given back, when the GPU is done there."""
         key = _key(tensor.untyped_storage())
         if key in self._ids and self._ids[key][2] != stream.stream_id:
-            self._lent.add(key)
+            self._lent[key] = True
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Autograd goes on with it on a stream: a sum of gradients was made there, any other is lent to it."""
+        """Autograd goes on with it on a stream. A sum of gradients was made there: its allocation moves. Any other is lent."""
         record = self._ids.get(_key(gradient.untyped_storage()))
-        if record is None or record[2] == stream.stream_id:
+        if record is None or not record[0] or record[2] == stream.stream_id:
             return
         index, made = self._made(record[0])
         if made.operator == self.operators.get(str(aten.add.Tensor)):
             self.events[index] = msgspec.structs.replace(made, stream=stream.stream_id)
             record[2] = stream.stream_id
         else:
-            self.lend(gradient, stream)
+            self._lent.setdefault(_key(gradient.untyped_storage()), False)
 
     def _made(self, number: int) -> tuple[int, Allocate]:
-        """Where among the events an allocation is, the newest first."""
+        """Where among the events an allocation is, looked for from the newest."""
         return next(
             (index, event)
             for index, event in zip(range(len(self.events) - 1, -1, -1), reversed(self.events), strict=True)
@@ -227,7 +227,8 @@ class EventLedger(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and _device_of(tensor).type == "cuda":
                 self._see(tensor, str(func))
-        hidden = [] if self.is_muted else self.hidden.get(func, nothing)(args)
+        takes = None if self.is_muted else self.hidden.get(func)
+        hidden = takes(args) if takes is not None and _device_of(args[0]).type == "cuda" else []
         ids = [self._allocate(size, f"inside {func}") for size in hidden]
         self.events.extend(Free(number) for number in reversed(ids))
         return results
@@ -257,16 +258,20 @@ class EventLedger(TorchDispatchMode):
         self._ids.pop(key, None)
         if record[0] and not self.is_closed:
             self._end(key, record[0])
+        self._lent.pop(key, None)  # another storage may come to the same place
 
     def _end(self, key: int, number: int) -> None:
-        if key not in self._lent:
+        by_fsdp = self._lent.pop(key, None)
+        if by_fsdp is None:
             self.events.append(Free(number))
             return
-        self._lent.discard(key)
         self.events.append(GiveBack(number))
-        self._awaited.append((self._launches, number))
-        if self.most_awaited is not None and len(self._awaited) > self.most_awaited:
-            self._await(self._awaited[-1 - self.most_awaited][0])
+        self._awaited.append((self._launches, number, by_fsdp))
+        if self.most_awaited is None:
+            return
+        of_fsdp = [launches for launches, _, is_fsdps in self._awaited if is_fsdps]
+        if len(of_fsdp) > self.most_awaited:
+            self._await(of_fsdp[-1 - self.most_awaited])
 
     def wait(self) -> None:
         """The host does, until the GPU has done all that it was told."""

@@ -13,8 +13,8 @@ from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBa
 
 
 class Kind(Noun, frozen=True, kw_only=True):
-    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens / bytes_per_tokens[1]``, and no more
-    than ``most_bytes``.
+    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens / bytes_per_tokens[1]``, rounded
+    down, and no more than ``most_bytes``.
     """
 
     fixed_bytes: int
@@ -84,8 +84,8 @@ class AffineLog(Noun, frozen=True, kw_only=True):
 
 
 def affine(logs: dict[int, EventLog]) -> AffineLog:
-    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the longest is below its line. Raises
-    ValueError where the logs are not on these.
+    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the longest is below its line: with
+    two logs no ceiling is seen. Raises ValueError where any of the logs is not what is found here.
     """
     (few, low), (many, high), *others = sorted(logs.items())
     most, longest = others[-1] if others else (many, high)
@@ -123,7 +123,7 @@ def affine(logs: dict[int, EventLog]) -> AffineLog:
         events=tuple(after[code] if isinstance(code, str) else code for code in coded),
     )
     for tokens, log in ((few, low), (many, high), *others):
-        if _sizes(found.at(tokens)) != _sizes(log):
+        if _renumbered(found.at(tokens)) != _renumbered(log):
             raise ValueError(f"the log of {tokens} tokens is not on the line through those of {few} and {many}")
     return found
 
@@ -134,17 +134,32 @@ def _kind(seen: dict[int, Allocate]) -> Kind:
     most, last = list(seen.items())[-1]
     slope = Fraction(other.bytes - one.bytes, many - few)
     fixed = one.bytes - slope * few
+    line = int(fixed) + slope.numerator * most // slope.denominator
     if fixed.denominator > 1 or one.stream != other.stream:
         raise ValueError(f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no line through whole bytes")
     return Kind(
         fixed_bytes=int(fixed),
         bytes_per_tokens=(slope.numerator, slope.denominator),
-        most_bytes=last.bytes if last.bytes < fixed + slope * most else None,
+        most_bytes=last.bytes if last.bytes < line else None,
         stream=one.stream,
         operator=one.operator,
         module=one.module,
     )
 
 
-def _sizes(log: EventLog) -> list[int]:
-    return [event.bytes for event in log.events if isinstance(event, Allocate)]
+def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
+    """Its events, allocations numbered in their order: which number they have means nothing."""
+    numbers: dict[int, int] = {}
+    found: list[tuple[object, ...]] = []
+    for event in log.events:
+        match event:
+            case Allocate():
+                numbers[event.id] = len(numbers)
+                found.append((event.bytes, event.stream))
+            case Free() | GiveBack():
+                found.append((type(event), numbers[event.id]))
+            case Enter():
+                found.append((event.phase,))
+            case _:
+                found.append(())
+    return found

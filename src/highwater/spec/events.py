@@ -59,7 +59,8 @@ class TraceOrder(Noun, frozen=True, kw_only=True):
     trainer: Trainer = "highwater"
     """Whose step."""
     resident_threads: int = 132 * 2048
-    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's; of an A100 there are 108 x 2,048."""
+    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's, whatever GPU our own step is traced
+    for; an A100 has 108 x 2,048, and sums over tokens take so much less."""
 
 
 class EventLog(Noun, frozen=True, kw_only=True):
