@@ -166,17 +166,20 @@ def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(l
 
 def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(logs: dict[str, EventLog]) -> None:
     """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free before the next unit's is."""
+    log = logs["fsdp, offload"]
+    # On the main stream lie the gradients of a layer's parameters, which autograd lends and not FSDP1.
+    units = {event.id for event in log.events if isinstance(event, Allocate) and event.stream != 0}
     waiting, most, phase = set[int](), 0, ""
-    for event in logs["fsdp, offload"].events:
+    for event in log.events:
         match event:
-            case GiveBack() if phase == "backward":
+            case GiveBack() if phase == "backward" and event.id in units:
                 waiting.add(event.id)
             case Free():
                 waiting.discard(event.id)
             case _:
                 phase = getattr(event, "phase", phase)
         most = max(most, len(waiting))
-    assert 1 <= most <= 4 + 11, "and the gradients of a layer's parameters, which are gathered on another stream"
+    assert 1 <= most <= 4
 
 
 def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
