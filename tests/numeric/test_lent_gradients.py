@@ -1,0 +1,107 @@
+"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart: lent, moved there, or left."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from itertools import dropwhile
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.spec.codec import from_json
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
+
+COMPUTE, SIDE = 0, 7
+"""Streams: of the backward pass, and of what took the vector apart in the forward pass."""
+PART_BYTES = 4 * 2**20
+"""Of each of its two parameters."""
+TRACED = """
+import os
+from types import SimpleNamespace
+import torch
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from highwater.engine import fake_cuda
+from highwater.engine.fake_dispatch import QuickFakeMode
+from highwater.engine.tracer import EventLedger
+from highwater.spec.codec import to_json
+from highwater.spec.events import EventLog
+
+fake_cuda.install()
+side = fake_cuda.Stream()
+side.stream_id = 7
+each = {"_numels": 2**20, "_shapes": (2**20,), "_contiguities": True, "_strides": (1,), "_param_extensions": None}
+vector = SimpleNamespace(**{name: [of_one] * 2 for name, of_one in each.items()})
+handle = SimpleNamespace(flat_param=vector, _fsdp_extension=None)
+
+def events(*, is_used_twice=False, stream=None):
+    ledger = EventLedger()
+    fake_cuda.heard_gradient[:] = [ledger.pass_on]
+    with QuickFakeMode(), ledger:
+        leaf = torch.ones(2**21, device="cuda", requires_grad=True)
+        with torch.cuda.stream(side):
+            one, other = FlatParamHandle._get_unflat_views_unaligned(handle, leaf * 1)
+        loss = (one * 2).sum() + (other * 3).sum()
+        if is_used_twice:
+            loss = loss + (one * 5).sum()
+        ledger.enter("backward")
+        with torch.cuda.stream(stream):
+            loss.backward()
+        ledger.enter("over")
+        ledger.wait()
+        ledger.is_closed = True
+    return EventLog(source="traced", versions={}, operators=tuple(ledger.operators), events=tuple(ledger.events))
+
+print(to_json({"apart": events(), "used twice": events(is_used_twice=True), "together": events(stream=side)}), flush=True)
+os._exit(0)  # the interpreter's end would let go of fakes that C++ still knows
+"""
+"""A vector taken apart on another stream, each part used; the backward pass on a stream of its own, or on that one."""
+
+Life = tuple[str, int, str]
+"""What allocated a gradient of one part, on which stream, and its end: ``freed`` at once, or ``lent`` until the GPU is done."""
+
+
+def test_a_gradient_that_is_handed_to_another_stream_is_free_when_the_gpu_is_done_there() -> None:
+    assert gradients("apart") == [("aten.mul.Tensor", COMPUTE, "lent")] * 2
+
+
+def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_only_the_other_gradient_is_lent() -> None:
+    lives = gradients("used twice")
+    assert lives.count(("aten.add.Tensor", SIDE, "freed")) == 1
+    assert lives.count(("aten.mul.Tensor", COMPUTE, "freed")) == 2, "what the sum was made of"
+    assert lives.count(("aten.mul.Tensor", COMPUTE, "lent")) == 1
+    assert len(lives) == 4
+
+
+def test_a_gradient_that_stays_on_its_stream_is_free_at_once() -> None:
+    assert gradients("together") == [("aten.mul.Tensor", SIDE, "freed")] * 2
+
+
+@pytest.mark.parametrize("name", ["apart", "used twice", "together"])
+def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name: str) -> None:
+    log = logs()[name]
+    kinds = [(log.operators[event.operator], event.bytes, event.stream) for event in log.events if isinstance(event, Allocate)]
+    assert [kind for kind in kinds if kind[0] == "aten.cat.default"] == [("aten.cat.default", 2 * PART_BYTES, SIDE)]
+
+
+def gradients(name: str) -> list[Life]:
+    """Of the parts, in the order in which they were allocated."""
+    log = logs()[name]
+    backward = list(dropwhile(lambda event: event != Enter("backward"), log.events))
+    over = backward.index(Enter("over"))
+    return [
+        (log.operators[event.operator], event.stream, "freed" if Free(event.id) in backward[:over] else "lent")
+        for event in backward
+        if isinstance(event, Allocate) and event.bytes == PART_BYTES
+        if Free(event.id) in backward[:over] or (GiveBack(event.id) in backward[:over] and Free(event.id) in backward[over:])
+    ]
+
+
+@cache
+def logs() -> dict[str, EventLog]:
+    """Traced in a process of its own: what lets fake CUDA tensors work is not undone."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return from_json(done.stdout, dict[str, EventLog])
