@@ -1,6 +1,7 @@
 """A trial's step on fake CUDA tensors, as the tracer runs it, under PyTorch's own memory trackers: their peak of allocated bytes.
 
 ``python docs/results/predict/trackers.py TRACKER ORDER ANSWER``: ``docs/results/predict/peers.py`` starts it, a process for each.
+Private parts of PyTorch, as 2.13 has them: ``distributed._tools`` (the trackers), ``_subclasses``, ``utils._python_dispatch``.
 """
 
 import json
@@ -39,7 +40,8 @@ def main() -> None:
         answer |= {"peak_allocated_bytes": peak[torch.device("cuda", 0)]["Total"], "kinds": kinds(peak)}
     except Exception as error:  # noqa: BLE001 -- what it says is the result
         traceback.print_exc()
-        answer["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        said = str(error).strip().splitlines() or [""]  # a bare assertion says nothing
+        answer["error"] = f"{type(error).__name__}: {said[0]}"
     answer["seconds"] = round(time.monotonic() - began, 1)
     Path(target).write_text(json.dumps(answer))
     sys.stdout.flush()
