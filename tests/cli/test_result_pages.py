@@ -19,6 +19,7 @@ TABLES = (
     "predict/events.py --table",
     "predict/intervals.py",
     "predict/outside.py",
+    "predict/outside_scan.py --table",
     "predict/second_check.py --table",
     "predict/terms.py --table",
     "predict/traced.py --table",
