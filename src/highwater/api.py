@@ -325,7 +325,7 @@ def _search(
     question = planned.question
     where = None if question.simulated else environment()  # a dry run depends on no machine
     with foresight(request, question) as expected, open_journal(path, question, command=command, environment=where) as journal:
-        for event in campaign(question, RecordingRunner(runner, journal), expected=expected):
+        for event in campaign(question, RecordingRunner(runner, journal), expected=expected, past=journal.past):
             if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
                 found = expectation(request, question, event.cell, expected(event.cell))
                 if found is not None:

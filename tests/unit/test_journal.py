@@ -148,7 +148,9 @@ def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory: pyt
     content = path.read_bytes()
     cut %= len(content) + 1
     path.write_bytes(content[:cut])
-    survivors = content[:cut].count(b'"kind":"trial_finished"') - (content[:cut].rpartition(b"\n")[2].count(b"trial_finished"))
+    survivors = content[:cut].count(b'"kind":"trial_finished"') - (
+        content[:cut].rpartition(b"\n")[2].count(b'"kind":"trial_finished"')
+    )
     with open_journal(path, QUESTION) as journal:
         assert journal.snapshot().finished_trials == survivors
         assert bool(journal.notes) == (cut not in _line_ends(content) and cut > content.index(b"\n"))

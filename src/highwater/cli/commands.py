@@ -167,7 +167,9 @@ def _note_resumed(request: Request, question: Question) -> None:
     with suppress(StudyError):
         study = api.open_study(path)
         if study.question.key == question.key and study.finished_trials:
-            console.notes([f"resuming {path}: finished trials are not run again, {study.finished_trials} so far"])
+            late = sum(trial.ran_out_of_less_than(question.timeout_s or 0.0) for trial in study.trials)
+            again = f"; of these {late} ran out of less time than there is now, and may be" if late else ""
+            console.notes([f"resuming {path}: finished trials are not run again, {study.finished_trials} so far{again}"])
 
 
 def _after_find(study: Study) -> str:

@@ -6,10 +6,13 @@ The order of trials depends only on the question and on the results: the same re
 With the proof ``memory`` a cell begins with a full trial of the first length, by whose time the others are judged. A length
 whose full trial would exceed the time limit, or did, gets a memory-only trial. When the edge is known, full trials go up to
 the longest length that they can be expected to reach in time.
+
+What a study has recorded of a cell is taken before anything new is run, also where it was found in another order: under another
+time limit, or after the answer of an earlier cell that has changed since.
 """
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from highwater.search.bracket import Bracket
@@ -18,7 +21,7 @@ from highwater.search.ordering import carried_start, first_index
 from highwater.search.proof import FullTrials
 from highwater.spec.packing import least_packed, packed_tokens
 from highwater.spec.protocols import Runner
-from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
+from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Past, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_tokens
 
@@ -71,20 +74,35 @@ def campaign(
     *,
     guess: Guess = engine_guess,
     expected: Callable[[Cell], int | None] = lambda _: None,
+    past: Callable[[Cell], Past] = lambda _: Past(),
 ) -> Iterator[Event]:
     """Answer every cell of ``question`` in its order; ends with the answer of the last one.
 
     ``guess`` is about the trainer that ``runner`` starts; ``expected`` the longest length in tokens that a cell is predicted to
-    train with, 0 for none, None where nobody knows. Both order the trials and decide nothing.
+    train with, 0 for none, None where nobody knows. Both order the trials and decide nothing. ``past`` is what is recorded of a
+    cell, whose trials ``runner`` answers without running them.
 
     MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
     for cell in question.cells:
-        search = _CellSearch(question, cell, runner, finished, _first_index(question, cell, finished, guess, expected(cell)))
-        yield from search.run()
-        finished.append(search.answer())
+        known = past(cell)
+        if known.answer is not None:
+            yield from _recorded_ends(cell, known)
+            finished.append(known.answer)
+        else:
+            first = _first_index(question, cell, finished, guess, expected(cell))
+            search = _CellSearch(question, cell, runner, finished, first, known)
+            yield from search.run()
+            finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
+
+
+def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
+    """The trials of a cell that is not searched again, for whoever listens."""
+    for trial in known.trials:
+        if trial.result is not None:
+            yield TrialFinished(cell=cell, spec=trial.spec, attempt=trial.attempt, repeat=trial.repeat, result=trial.result)
 
 
 def _first_index(
@@ -109,21 +127,36 @@ class _Asked:
     """The edge is known: this full trial only says how much of it is trained."""
 
 
+def _recorded_trials(question: Question, known: Past) -> list[_Asked]:
+    """Those that told, or ran out of no less time than there is: each once, however often it was launched."""
+    found: dict[_Asked, None] = {}
+    for trial in known.trials:
+        if trial.result is not None and trial.result.outcome is not Outcome.CRASHED:
+            index = question.grid.index_at_most(trial.spec.length_tokens)
+            found[_Asked(index, trial.repeat, memory_only=trial.spec.is_memory_only)] = None
+    return list(found)
+
+
 class _CellSearch:
     """The search of one cell: its bracket, and what each trial said."""
 
-    def __init__(self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer], first: int | None) -> None:
+    def __init__(
+        self, question: Question, cell: Cell, runner: Runner, finished: list[CellAnswer], first: int | None, known: Past
+    ) -> None:
         self._question = question
         self._cell = cell
         self._runner = runner
         self._finished = finished
         size = question.size_of(cell)
         self._bracket = Bracket(size, first, question.method, least_packed=least_packed(question, cell, size))
-        self._results: dict[tuple[int, int], TrialResult] = {}
-        """By index and repeat: the last attempt of each."""
+        self._recorded = _recorded_trials(question, known)
+        """What is recorded and was not asked for yet, in its order."""
+        self._results: dict[tuple[int, int, bool], TrialResult] = {}
+        """By index, repeat, and whether it is memory-only: the last attempt of each."""
         self._trained: dict[int, TrialResult] = {}
         """By index: the first full trial that counts as a fit."""
         self._full_trials = FullTrials(question) if question.proof == "memory" else None
+        self._begins_in_full = self._full_trials is not None
         self._memory_only: set[int] = set()
         """Indices whose results are of memory-only trials."""
         self._after_edge = 0
@@ -155,7 +188,7 @@ class _CellSearch:
             return
         if result.outcome is Outcome.TIMEOUT and not asked.memory_only and self._full_trials is not None:
             return  # a memory-only trial of the same length comes next
-        self._results[index, asked.repeat] = result
+        self._results[index, asked.repeat, asked.memory_only] = result
         if asked.memory_only:
             self._memory_only.add(index)
         if result.outcome is Outcome.CRASHED:
@@ -200,8 +233,27 @@ class _CellSearch:
         )
 
     def _next(self) -> _Asked | None:
-        """The next trial: what the bracket asks for, then what confirms its answer, then what is trained of it."""
-        if self._full_trials is not None and not self._launches and self._question.method == "bisect":
+        """The next trial. Before one that is not recorded is run, and before the end, all that is recorded is taken in."""
+        asked = self._wanted()
+        recorded = None if asked is None else self._as_recorded(asked)
+        if self._begins_in_full:
+            self._begins_in_full = False
+        elif recorded is None and self._recorded:
+            asked = recorded = self._recorded[0]
+        if recorded is None:
+            return asked
+        self._recorded.remove(recorded)
+        return replace(recorded, after_edge=asked is not None and asked.after_edge)
+
+    def _as_recorded(self, asked: _Asked) -> _Asked | None:
+        """The same trial as it was recorded: in full, or else memory-only where the edge is still to be found."""
+        in_full = self._begins_in_full or asked.after_edge
+        same = (each for each in self._recorded if (each.index, each.repeat) == (asked.index, asked.repeat))
+        return next((each for each in same if not (in_full and each.memory_only)), None)
+
+    def _wanted(self) -> _Asked | None:
+        """What the bracket asks for, then what confirms its answer, then what is trained of it."""
+        if self._begins_in_full and self._question.method == "bisect":
             return _Asked(1)
         index = self._bracket.ask()
         if index is not None:
@@ -230,7 +282,8 @@ class _CellSearch:
             edge.append(fits + 1)
             above = range(fits + 2, min(fits + 1 + times, self._question.size_of(self._cell)) + 1)
         wanted = [(index, repeat) for repeat in range(1, times + 1) for index in edge] + [(index, 0) for index in above]
-        return [asked for asked in wanted if asked not in self._results]
+        tried = {(index, repeat) for index, repeat, _ in self._results}
+        return [asked for asked in wanted if asked not in tried]
 
     def _try(self, asked: _Asked) -> Generator[Event, None, TrialResult]:
         """Launch a trial until an attempt tells whether the length fits, as often as is allowed; its last result."""
@@ -273,7 +326,7 @@ class _CellSearch:
         return "time", f"{self._named(end)} took too long to tell: {timeout.reason}"
 
     def _unconfirmed(self) -> str:
-        late = sum(result.outcome is Outcome.TIMEOUT for (_, repeat), result in self._results.items() if repeat)
+        late = sum(result.outcome is Outcome.TIMEOUT for (_, repeat, _), result in self._results.items() if repeat)
         return f"; repeats that took too long to confirm it: {late}" if late else ""
 
     def _why_not(self, no: TrialResult, tokens: str) -> tuple[Limit, str]:
@@ -301,7 +354,7 @@ class _CellSearch:
         return tuple(said)
 
     def _results_at(self, index: int) -> list[TrialResult]:
-        return [result for (tried, _), result in self._results.items() if tried == index]
+        return [result for (tried, _, _), result in self._results.items() if tried == index]
 
     def _named(self, index: int) -> str:
         return f"{self._tokens(index)}{' (memory-only)' if index in self._memory_only else ''}"

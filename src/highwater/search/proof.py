@@ -25,6 +25,7 @@ class FullTrials:
         assert question.timeout_s is not None  # noqa: S101
         self._shape = question.model.shape
         self._steps = question.steps
+        self._timeout_s = question.timeout_s
         self._limit_s = FULL_SHARE * question.timeout_s
         self._longest: tuple[int, TrialResult] | None = None
         self._late_tokens: int | None = None
@@ -49,8 +50,8 @@ class FullTrials:
         if self._longest is None:
             return None
         known_tokens, result = self._longest
-        if length_tokens <= known_tokens:
-            return 0.0  # shorter than one that was in time
+        if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
+            return 0.0  # shorter than one that was in time; one that is recorded may have had more of it
         steps_s = self._steps * (result.step_time_s or 0.0)
         growth = self._flops(length_tokens) / self._flops(known_tokens)
         return max(0.0, result.wall_s - steps_s) + steps_s * growth

@@ -129,7 +129,8 @@ class Question(Noun, frozen=True, kw_only=True):
     proof: Proof = "full"
     """``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits."""
     timeout_s: float | None = None
-    """Longest time for one trial, where the answer depends on it: with the proof ``memory``."""
+    """Longest time for one trial, where the answer depends on it: with the proof ``memory``. It is how the question is asked, no
+    part of it: with more time the same study goes further. Of a recorded study the limit when it was last opened."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
@@ -142,8 +143,8 @@ class Question(Noun, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Digest of everything but the place where the model lies."""
-        fields = to_builtins(self)
+        """Digest of everything but the place where the model lies, and the time limit."""
+        fields = to_builtins(self) | {"timeout_s": None}
         del fields["model"]["directory"]
         return digest(fields)
 
@@ -230,6 +231,22 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
     """0 for the first time, 1 and up for repeats that confirm it."""
     result: TrialResult | None = None
     """None: it started, and nobody lived to record its end."""
+    timeout_s: float | None = None
+    """The time limit under which it ended, where the question has one."""
+
+    def ran_out_of_less_than(self, timeout_s: float) -> bool:
+        """It timed out, under a shorter limit than this one."""
+        is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
+        return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
+
+
+class Past(Noun, frozen=True, kw_only=True):
+    """What a study has of one cell, for whoever goes on with its search."""
+
+    answer: CellAnswer | None = None
+    """The answer, where no more time than it had could change it: the cell is not searched again."""
+    trials: tuple[RecordedTrial, ...] = ()
+    """Those whose results are taken as they are, in the order in which they started."""
 
 
 class Expectation(Noun, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ from typing import Any, Self
 from highwater.errors import HighwaterError, MachineError, StudyError
 from highwater.spec.codec import to_builtins, to_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, Study
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Past, Question, RecordedTrial, Study
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
 from highwater.store.lines import (
     AnsweredLine,
@@ -41,6 +41,7 @@ _LOG_DIRECTORY = "./logs"
 """Where ``highwater show`` looks, unless it is told otherwise."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DIFFERENCES_SHOWN = 4
+_NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 
 
 class Journal:
@@ -54,17 +55,39 @@ class Journal:
         self._undecided = {answer.cell for answer in record.answers if answer.is_undecided}
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
-        """The result of this launch of this trial; None when it has to be run.
+        """The result of this launch of this trial; None when it has to be run."""
+        trial = self._record.trial((spec.key, attempt, repeat))
+        return trial.result if trial is not None and self._stands(trial) else None
 
-        A crash or a timeout that once left its cell without an answer is run again: whoever resumes has mended something.
+    def past(self, cell: Cell) -> Past:
+        """What a search of the cell need not find out again."""
+        trials = tuple(trial for trial in self._record.trials_of(cell) if self._stands(trial))
+        return Past(answer=self._record.answer(cell) if self._is_settled(cell) else None, trials=trials)
+
+    def _stands(self, trial: RecordedTrial) -> bool:
+        """Whether its result is taken as it is.
+
+        One that ran out of less time than there is now is run again, unless another attempt told. After a crash, and where time is
+        no matter of the question, it is if it left its cell without an answer: whoever resumes has mended something.
         """
-        result = self._record.result((spec.key, attempt, repeat))
-        if result is None or result.outcome.tells:
-            return result
-        return None if Cell(layout=spec.layout, settings=spec.settings) in self._undecided else result
+        if trial.result is None:
+            return False
+        if trial.result.outcome.tells or self._record.has_told(trial.spec, trial.repeat):
+            return True
+        now_s = self._record.question.timeout_s
+        if trial.result.outcome is Outcome.TIMEOUT and now_s is not None:
+            return not trial.ran_out_of_less_than(now_s)
+        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._undecided
 
-    def opened(self, command: Sequence[str], environment: Environment | None = None) -> None:
-        """Record that this process writes from here on; raises MachineError when the disk is full."""
+    def _is_settled(self, cell: Cell) -> bool:
+        """Whether a cell was answered, and with no less time than there is now; crashes are no answer."""
+        answer, within_s, now_s = self._record.answer(cell), self._record.answered_within_s(cell), self._record.question.timeout_s
+        if answer is None or within_s is None or now_s is None:
+            return False
+        return answer.limit != "inconclusive" and within_s >= now_s
+
+    def opened(self, command: Sequence[str], environment: Environment | None = None, *, timeout_s: float | None = None) -> None:
+        """Record that this process writes from here on, under this time limit; raises MachineError when the disk is full."""
         host, highwater_version = socket.gethostname(), __version__
         line = OpenedLine(
             pid=os.getpid(),
@@ -73,6 +96,7 @@ class Journal:
             highwater_version=highwater_version,
             command=tuple(command),
             environment=environment,
+            timeout_s=timeout_s,
         )
         self._append(line)
 
@@ -93,8 +117,9 @@ class Journal:
         self._append(FinishedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
-        """Record the answer for a cell, unless that very answer is recorded already."""
-        if self._record.answer(answer.cell) != answer:
+        """Record the answer for a cell, unless that very answer is recorded already, where time counts with as much of it."""
+        is_timed = self._record.question.timeout_s is not None
+        if self._record.answer(answer.cell) != answer or (is_timed and not self._is_settled(answer.cell)):
             self._append(AnsweredLine(at_unix_s=time.time(), answer=answer))
 
     def snapshot(self) -> Study:
@@ -117,7 +142,7 @@ class Journal:
 
 
 def open_journal(path: Path, question: Question, *, command: Sequence[str] = (), environment: Environment | None = None) -> Journal:
-    """The study at ``path`` open for writing: created, or resumed when it asks the same question.
+    """The study at ``path`` open for writing: created, or resumed when it asks the same question, in whatever time.
 
     Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study;
     MachineError when the disk is full.
@@ -126,7 +151,7 @@ def open_journal(path: Path, question: Question, *, command: Sequence[str] = (),
     try:
         record, notes = _recover(descriptor, path, question)
         journal = Journal(path, descriptor, record, notes)
-        journal.opened(command, environment)
+        journal.opened(command, environment, timeout_s=question.timeout_s)
     except BaseException:
         os.close(descriptor)
         raise
@@ -266,7 +291,7 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
 
 def _another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
     there, here = dict(_flat(recorded)), dict(_flat(asked))
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name) and name != "model.directory"]
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name) and name not in _NO_PART_OF_A_QUESTION]
     if "cells" in names:
         names = [name for name in names if not name.startswith("cells.")]
     shown = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names[:_DIFFERENCES_SHOWN]]

@@ -1,7 +1,7 @@
 """The lines of a journal: one JSON object each, the header first.
 
 Schema 2:  header           the question, once
-           opened           somebody opened the journal for writing
+           opened           somebody opened the journal for writing, under a time limit of theirs
            cell_expected    what was predicted of one cell, before its first trial; not in schema 1
            trial_started    a trial with its whole specification
            trial_finished   its result, named by the specification's key
@@ -37,6 +37,8 @@ class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"
     command: tuple[str, ...] = ()
     environment: Environment | None = None
     """None: a dry run, or a journal from before it was recorded."""
+    timeout_s: float | None = None
+    """The time limit from here on, where the question has one; None: as before, the header's at first."""
 
 
 class ExpectedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
@@ -84,6 +86,7 @@ class Record:
     def __init__(self, header: HeaderLine) -> None:
         self.schema_version = header.schema_version
         self.question = header.question
+        """With the time limit of whoever opened the journal last."""
         self.opened: OpenedLine | None = None
         self.environments: tuple[Environment, ...] = ()
         """Each that differs from the one before, in their order."""
@@ -91,6 +94,8 @@ class Record:
         self._keys: dict[str, str] = {}
         """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
         self._answers: dict[Cell, CellAnswer] = {}
+        self._answered_within_s: dict[Cell, float | None] = {}
+        """The time limit under which a cell was answered, until another of its trials ends."""
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
@@ -103,6 +108,8 @@ class Record:
                 self.opened = line
                 if line.environment is not None and line.environment not in self.environments[-1:]:
                     self.environments += (line.environment,)
+                if line.timeout_s is not None:
+                    self.question = msgspec.structs.replace(self.question, timeout_s=line.timeout_s)
             case ExpectedLine():
                 self._expectations.setdefault(line.expectation.cell, line.expectation)
             case StartedLine():
@@ -113,22 +120,37 @@ class Record:
                 key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
                 if key not in self._trials:
                     raise ValueError(f"trial {line.spec_key} ended but never started")
-                self._trials[key] = msgspec.structs.replace(self._trials[key], result=line.result)
+                trial = msgspec.structs.replace(self._trials[key], result=line.result, timeout_s=self.question.timeout_s)
+                self._trials[key] = trial
+                self._answered_within_s.pop(_cell_of(trial), None)
             case AnsweredLine():
                 self._answers[line.answer.cell] = line.answer
+                self._answered_within_s[line.answer.cell] = self.question.timeout_s
 
-    def result(self, key: LaunchKey) -> TrialResult | None:
-        """The recorded result of a launch; None when it never finished."""
-        trial = self._trials.get(key)
-        return trial.result if trial else None
+    def trial(self, key: LaunchKey) -> RecordedTrial | None:
+        """A launch of a trial; None when it never started."""
+        return self._trials.get(key)
+
+    def has_told(self, spec: TrialSpec, repeat: int) -> bool:
+        """Whether any attempt of a trial told about memory."""
+        attempts = (trial for (key, _, again), trial in self._trials.items() if (key, again) == (spec.key, repeat))
+        return any(trial.result is not None and trial.result.outcome.tells for trial in attempts)
 
     def answer(self, cell: Cell) -> CellAnswer | None:
         """The recorded answer for a cell; None when there is none yet."""
         return self._answers.get(cell)
 
+    def answered_within_s(self, cell: Cell) -> float | None:
+        """The time limit under which a cell was answered; None where there is none, or where a trial has ended since."""
+        return self._answered_within_s.get(cell)
+
+    def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
+        """The launches of a cell, in the order in which they started."""
+        return tuple(trial for trial in self._trials.values() if _cell_of(trial) == cell)
+
     def has_begun(self, cell: Cell) -> bool:
         """Whether anything is recorded of the search of a cell."""
-        return cell in self._expectations or any(cell == Cell(layout=t.spec.layout, settings=t.spec.settings) for t in self.trials)
+        return cell in self._expectations or bool(self.trials_of(cell))
 
     @property
     def expectations(self) -> tuple[Expectation, ...]:
@@ -144,6 +166,10 @@ class Record:
     def answers(self) -> tuple[CellAnswer, ...]:
         """The answers there are, in the order of the question's cells."""
         return tuple(self._answers[cell] for cell in self.question.cells if cell in self._answers)
+
+
+def _cell_of(trial: RecordedTrial) -> Cell:
+    return Cell(layout=trial.spec.layout, settings=trial.spec.settings)
 
 
 def parse(full_lines: bytes, *, path: Path) -> Record:

@@ -1,0 +1,237 @@
+"""The time limit of a study may change: what was cut short is run again with more time, and nothing that told is."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import question_of
+from studies import report_of
+from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
+
+from highwater.errors import StudyError
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner
+from highwater.report.study_commands import find_words
+from highwater.report.study_parts import question_table
+from highwater.search.campaign import CellAnswered, campaign
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer, Question
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.journal import open_journal, read_study
+from highwater.store.recording import RecordingRunner
+
+SLOW = 1e13
+"""FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+TIMED = [path for path in sorted(FOUND.glob("*.jsonl")) if read_study(path).question.timeout_s is not None]
+
+
+class Ran:
+    """A simulated GPU that keeps what it ran, and may be killed."""
+
+    def __init__(self, capacity: int, flops_per_s: float, timeout_s: float | None, kill: int | None = None) -> None:
+        self._gpu = SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=timeout_s)
+        self._kill = kill
+        self.specs: list[TrialSpec] = []
+        self.keys: set[tuple[str, int]] = set()
+        """Specification and repeat of each."""
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        if len(self.specs) == self._kill:
+            raise KeyboardInterrupt
+        self.specs.append(spec)
+        self.keys.add((spec.key, repeat))
+        return self._gpu.run(spec, attempt=attempt, repeat=repeat)
+
+    @property
+    def tokens(self) -> list[tuple[int, bool]]:
+        """Lengths, and whether memory-only, as they were run."""
+        return [(spec.length_tokens, spec.is_memory_only) for spec in self.specs]
+
+
+def within(timeout_s: float, **changes: object) -> Question:
+    return ask(timeout_s=timeout_s, **changes)
+
+
+def search(path: Path, question: Question, ran: Ran) -> tuple[CellAnswer, ...]:
+    """A search as the interface makes it: recorded, and resumed from what is."""
+    answers: list[CellAnswer] = []
+    with open_journal(path, question) as journal:
+        for event in campaign(question, RecordingRunner(ran, journal), past=journal.past):
+            if isinstance(event, CellAnswered):
+                journal.cell_answered(event.answer)
+                answers.append(event.answer)
+    return tuple(answers)
+
+
+def told(path: Path) -> set[tuple[str, int]]:
+    """Trials that told about memory, by specification and repeat."""
+    trials = read_study(path).trials
+    return {(t.spec.key, t.repeat) for t in trials if t.result is not None and t.result.outcome.tells}
+
+
+def test_the_limit_is_no_part_of_the_question():
+    assert within(300.0).key == within(600.0).key
+    assert within(300.0).key != ask(proof="full", timeout_s=None).key
+
+
+def test_with_more_time_only_what_was_cut_is_run_again_and_the_answer_is_longer(tmp_path):
+    path = tmp_path / "study.jsonl"
+    short, longer = Ran(100, SLOW, 20.0), Ran(100, SLOW, 2000.0)
+    (cut,) = search(path, within(20.0), short)
+    assert cut.limit == "time"
+    before = told(path)
+    (answer,) = search(path, within(2000.0), longer)
+    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (100 * STEP, 101 * STEP, "memory")
+    assert (answer.capacity_tokens or 0) > (cut.capacity_tokens or 0)
+    assert not before & longer.keys
+    assert all(tokens > (cut.reach_tokens or 0) for tokens, memory_only in longer.tokens if memory_only)
+    assert read_study(path).answers == (answer,)
+
+
+def test_with_less_time_or_as_much_nothing_is_run_and_the_answer_stays(tmp_path):
+    path = tmp_path / "study.jsonl"
+    answers = search(path, within(300.0), Ran(100, SLOW, 300.0))
+    for timeout_s in (300.0, 10.0, 299.0, 300.0):
+        ran = Ran(100, SLOW, timeout_s)
+        assert search(path, within(timeout_s), ran) == answers
+        assert ran.specs == []
+        assert read_study(path).question.timeout_s == timeout_s, "the limit in force"
+    assert read_study(path).answers == answers
+
+
+def test_what_memory_was_shown_to_hold_is_trained_in_full_as_far_as_more_time_allows(tmp_path):
+    path = tmp_path / "study.jsonl"
+    (first,) = search(path, within(300.0), Ran(100, 2e14, 300.0))
+    assert first.limit == "memory"
+    assert first.memory_only is not None
+    ran = Ran(100, 2e14, 3000.0)
+    (second,) = search(path, within(3000.0), ran)
+    assert (second.reach_tokens, second.does_not_fit_tokens) == (first.reach_tokens, first.does_not_fit_tokens)
+    assert (second.capacity_tokens or 0) > (first.capacity_tokens or 0)
+    assert not any(memory_only for _, memory_only in ran.tokens), "memory was shown already"
+
+
+def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_further(tmp_path):
+    cells = tuple(Cell(layout=Layout(), settings=Settings(mlp_tiles=tiles)) for tiles in (1, 4))
+
+    class TwoRungs(Ran):
+        """The second rung is fast enough for its whole answer in the shorter time."""
+
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            if spec.settings.mlp_tiles == 1:
+                return super().run(spec, attempt=attempt, repeat=repeat)
+            self.specs.append(spec)
+            return SimulatedRunner(fits_up_to(70), step_time=lambda _: 0.01, timeout_s=20.0).run(spec)
+
+    path = tmp_path / "study.jsonl"
+    first = search(path, within(20.0, cells=cells), TwoRungs(100, SLOW, 20.0))
+    ran = TwoRungs(100, SLOW, 2000.0)
+    second = search(path, within(2000.0, cells=cells), ran)
+    assert (first[0].limit, second[0].limit) == ("time", "memory")
+    assert second[1].capacity_tokens == first[1].capacity_tokens == 70 * STEP
+    assert {spec.settings.mlp_tiles for spec in ran.specs} == {1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    capacity=st.integers(0, GRID_SIZE - 1),
+    flops_per_s=st.floats(1e12, 1e15),
+    limits=st.lists(st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8)), min_size=1, max_size=5),
+    method=st.sampled_from(["bisect", "linear"]),
+    confirm=st.integers(0, 1),
+)
+def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_shrinks(
+    tmp_path_factory, capacity, flops_per_s, limits, method, confirm
+):
+    path = tmp_path_factory.mktemp("study") / "study.jsonl"
+    changes = {"method": method, "confirm": confirm}
+    for timeout_s, kill in limits:
+        before = told(path) if path.exists() else set()
+        ran = Ran(capacity, flops_per_s, timeout_s, kill)
+        with suppress(KeyboardInterrupt):
+            search(path, within(timeout_s, **changes), ran)
+        assert not before & ran.keys
+    longest_s = max(timeout_s for timeout_s, _ in limits)
+    (resumed,) = search(path, within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s))
+    study = read_study(path)
+    full = [t.spec.length_tokens for t in study.trials if t.result is not None and t.result.outcome is Outcome.FIT]
+    assert (resumed.capacity_tokens or 0) == max(full, default=0), "nothing that was trained is forgotten"
+    assert resumed.monotone
+    (fresh,) = search(path.with_name("fresh.jsonl"), within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s))
+    assert (resumed.reach_tokens or 0) >= (fresh.reach_tokens or 0)
+    assert resumed.limit == fresh.limit
+    for timeout_s in (longest_s, longest_s / 2):
+        again = Ran(capacity, flops_per_s, timeout_s)
+        assert search(path, within(timeout_s, **changes), again) == (resumed,)
+        assert again.specs == []
+
+
+@pytest.mark.parametrize("recorded", TIMED, ids=lambda path: path.stem)
+def test_a_study_from_before_goes_on_under_another_limit(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    path.write_bytes(recorded.read_bytes())
+    before = read_study(path)
+    limit_s = before.question.timeout_s or 0.0
+    cut = {t.spec.key for t in before.trials if t.result is not None and t.result.outcome is Outcome.TIMEOUT}
+    for timeout_s, is_longer in ((limit_s / 2, False), (2 * limit_s, True)):
+        with open_journal(path, msgspec.structs.replace(before.question, timeout_s=timeout_s)) as journal:
+            study = journal.snapshot()
+            lacking = {
+                trial.spec.key
+                for trial in study.trials
+                if trial.result is not None and journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat) is None
+            }
+            settled = [journal.past(cell).answer for cell in study.question.cells]
+        assert (study.answers, study.question.timeout_s) == (before.answers, timeout_s)
+        assert [trial.result for trial in study.trials] == [trial.result for trial in before.trials]
+        assert lacking == (cut if is_longer else set())
+        assert settled == [None if is_longer else study.answer_of(cell) for cell in study.question.cells]
+
+
+def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
+    path, spec = tmp_path / "study.jsonl", ask().trial(ask().cells[0], STEP, memory_only=True)
+    late = TrialResult(outcome=Outcome.TIMEOUT, reason="not done")
+    for attempt, timeout_s in ((1, 600.0), (2, 300.0)):
+        with open_journal(path, within(timeout_s)) as journal:
+            journal.trial_started(spec, attempt=attempt, repeat=0)
+            journal.trial_finished(spec, attempt=attempt, repeat=0, result=late)
+    for timeout_s, stand in ((200.0, [late, late]), (300.0, [late, late]), (301.0, [late, None]), (601.0, [None, None])):
+        with open_journal(path, within(timeout_s)) as journal:
+            assert [journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2)] == stand
+    with open_journal(path, within(900.0)) as journal:
+        journal.trial_started(spec, attempt=1, repeat=0)
+        journal.trial_finished(spec, attempt=1, repeat=0, result=TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit"))
+        assert journal.recorded(spec, attempt=2, repeat=0) == late, "the first attempt told: nobody needs the second"
+    assert [trial.timeout_s for trial in read_study(path).trials] == [900.0, 300.0]
+
+
+def test_with_the_proof_full_a_resumption_tries_again_what_left_no_answer(tmp_path):
+    path, question = tmp_path / "study.jsonl", question_of(loss="chunked", allocator="expandable")
+    law = FormulaLaw(shape=question.model.shape)
+    for is_cut in (True, False):
+        gpu = SimulatedRunner(lambda spec, is_cut=is_cut: Outcome.TIMEOUT if is_cut and law(spec) > 60 * 2**30 else law(spec))
+        with open_journal(path, question) as journal:
+            ran = RecordingRunner(gpu, journal)
+            told_before = len(told(path))
+            (answer,) = (e.answer for e in campaign(question, ran, past=journal.past) if isinstance(e, CellAnswered))
+            journal.cell_answered(answer)
+        assert answer.limit == ("time" if is_cut else "memory")
+        assert ran.reused == told_before
+
+
+def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
+    path = tmp_path / "study.jsonl"
+    for timeout_s in (300.0, 600.0):
+        open_journal(path, within(timeout_s)).close()
+    question = read_study(path).question
+    assert " ".join(find_words(question)).endswith("--proof memory --timeout 600s")
+    rows = dict(question_table(report_of(read_study(path))).rows)
+    assert "full trials up to 10m 00s" in rows["search"]
+    with pytest.raises(StudyError) as refusal:
+        open_journal(path, within(900.0, confirm=1))
+    assert "confirm is 0 there and 1 here" in refusal.value.problem
+    assert "timeout" not in refusal.value.problem
