@@ -6,10 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 from highwater.engine import loss as loss_module  # noqa: E402
 from highwater.engine import row_kernels  # noqa: E402
 from highwater.engine.loss import chunk_rows, token_statistics  # noqa: E402
-from highwater.engine.objective import sft  # noqa: E402
+from highwater.engine.objective import sft, sft_slope  # noqa: E402
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 """Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and their gradients once each."""
@@ -35,6 +37,56 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
     wanted = torch.autograd.grad(expected, wide, list(upstream))
     for a, b in zip((*ours, *gradients), (*expected, *wanted), strict=True):
         assert float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("tokens", [0, 1, 128, 301])
+def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
+    dtype: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 16, dtype=getattr(torch, dtype), requires_grad=True)
+    weight = (torch.randn(1009, 16) / 4).to(getattr(torch, dtype)).requires_grad_()
+    labels = torch.randint(1009, (tokens,))
+    found = []
+    for slope in (sft_slope(trained_tokens=7), None):
+        statistics = token_statistics(hidden, weight, labels, loss="chunked", slope=slope)
+        loss = sft(statistics.logprobs_N, trained_tokens=7)
+        found.append((*statistics, *torch.autograd.grad(loss, (hidden, weight))))
+    for forward, backward in zip(*found, strict=True):
+        assert torch.equal(forward, backward)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_a_known_slope_saves_computing_logits_twice(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``full`` has them once anyway."""
+    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
+    hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    labels = torch.randint(11, (256,))
+    flops = []
+    for slope in (None, -1.0):
+        with FlopCounterMode(display=False) as counter:
+            (-token_statistics(hidden, weight, labels, loss=loss, slope=slope).logprobs_N.sum()).backward()
+        flops.append(counter.get_total_flops())
+    logits = 2 * 256 * 8 * 11
+    assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
+
+
+def test_what_was_made_forward_is_handed_over_once() -> None:
+    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    loss = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", slope=1.0).logprobs_N.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("trained_tokens", [0, 1, 3, 30_719, 1_000_003])
+def test_the_slope_of_sft_is_what_autograd_finds(trained_tokens: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        logprobs = torch.randn(5, dtype=dtype, requires_grad=True)
+        (found,) = torch.autograd.grad(sft(logprobs, trained_tokens=trained_tokens), logprobs)
+        assert torch.equal(found, torch.full_like(found, sft_slope(trained_tokens=trained_tokens)))
 
 
 def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> None:

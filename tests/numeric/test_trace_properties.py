@@ -39,8 +39,8 @@ MORE_GPUS = [
     ("2 share a sequence", "4 share a sequence"),
     ("offloaded", "offloaded, 2 shards"),
 ]
-MAY_GROW = {("aten.empty.memory_format", "backward", "")}
-"""What FSDP2 lays gradients out in to reduce them, and what they are reduced to."""
+MAY_GROW = {("aten.empty.memory_format", "backward", ""), ("aten.empty.memory_format", "forward", "model.layers.*")}
+"""What FSDP2 lays gradients out in to reduce them, and what they are reduced to; what the layer last gathered came in."""
 
 
 @pytest.fixture(scope="module")

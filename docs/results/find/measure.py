@@ -102,7 +102,7 @@ PAGES: dict[str, dict[str, str]] = {
         "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_FURTHER}",
         "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_FURTHER}",
         "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_GRID} {_LONG}",
-        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_LONG}",
+        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_CHUNKED} --timeout 10m",
         "long-0.6b-79gib": f"Qwen3-0.6B --gpus 1 --memory 79.15GiB --start-length 131072 --resolution 8192 {_LONG}",
         "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_GRID} {_FURTHER}",
         "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_GRID} {_LONG}",

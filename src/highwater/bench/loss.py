@@ -106,9 +106,11 @@ def eager_entropy(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor) -> Ten
     return -log_p.gather(1, labels_N[:, None]).sum() - (log_p.exp() * log_p).sum()
 
 
-def highwater_loss(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss, entropy: bool) -> Tensor:
+def highwater_loss(
+    hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss, entropy: bool, slope: float | None = None
+) -> Tensor:
     """This project's: negative log-likelihood, and the entropy where it is asked for."""
-    of = token_statistics(hidden_NE, weight_VE, labels_N, loss=loss)
+    of = token_statistics(hidden_NE, weight_VE, labels_N, loss=loss, slope=slope)
     return -of.logprobs_N.sum() + (of.entropies_N.sum() if entropy else 0.0)
 
 
@@ -125,6 +127,7 @@ CONTENDERS: dict[str, Contender] = {
     "hugging face": Contender(hugging_face, _exact),
     "full": Contender(partial(highwater_loss, loss="full", entropy=False), _exact),
     "chunked": Contender(partial(highwater_loss, loss="chunked", entropy=False), _exact),
+    "chunked, slope known": Contender(partial(highwater_loss, loss="chunked", entropy=False, slope=-1.0), _exact),
     "eager + entropy": Contender(eager_entropy, _exact_with_entropy),
     "full + entropy": Contender(partial(highwater_loss, loss="full", entropy=True), _exact_with_entropy),
     "chunked + entropy": Contender(partial(highwater_loss, loss="chunked", entropy=True), _exact_with_entropy),

@@ -75,11 +75,11 @@ def main() -> None:
 def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, object]]:
     """Median step time of every contender at every length, the contenders taking turns."""
     with tempfile.TemporaryDirectory() as folder:
-        directory = _same_weights(arguments.model, Path(folder))
+        directory = same_weights(arguments.model, Path(folder))
         steps = {name: CONTENDERS[name](directory, max(arguments.lengths)) for name in arguments.contenders}
         rows: dict[int, dict[str, object]] = {}
         for length in arguments.lengths:
-            sequences = _sequences(arguments.model, length, arguments.micro_batches)
+            sequences = sequences_of(arguments.model, length, arguments.micro_batches)
             losses = {name: step(sequences) for name, step in steps.items()}
             times: dict[str, list[float]] = {name: [] for name in steps}
             for _ in range(arguments.rounds):
@@ -96,7 +96,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     for length in lengths:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        sequences = _sequences(arguments.model, length, arguments.micro_batches)
+        sequences = sequences_of(arguments.model, length, arguments.micro_batches)
         step(sequences)
         # The second step is the first one with all optimizer states; its time counts where it is one of several.
         times = [_timed(step, sequences) for _ in range(STEPS_ALONE if length in arguments.alone else 1)]
@@ -171,7 +171,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _same_weights(model: str, folder: Path) -> str:
+def same_weights(model: str, folder: Path) -> str:
     """A directory with the model's config and random weights that every contender loads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,7 +183,7 @@ def _same_weights(model: str, folder: Path) -> str:
     return str(folder)
 
 
-def _sequences(model: str, length: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+def sequences_of(model: str, length: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
     """The same micro-batches for every contender: random tokens, the first 2,048 (or half) not trained on."""
     vocabulary = load_model(model).shape.vocab_size
     generator = torch.Generator().manual_seed(length)

@@ -16,7 +16,7 @@ def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
     assert all(t.is_contiguous() for t in (gate_TF, up_TF)), "products of a tile are whole"
     count = gate_TF.numel()
     if count:
-        _product_kernel[(triton.cdiv(count, _BLOCK),)](gate_TF, up_TF, count, BLOCK=_BLOCK, num_warps=_WARPS)
+        _gate_product_kernel[(triton.cdiv(count, _BLOCK),)](gate_TF, up_TF, count, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
@@ -24,11 +24,11 @@ def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
     assert all(t.is_contiguous() for t in (gate_TF, up_TF, gradient_TF)), "products of a tile are whole"
     count = gate_TF.numel()
     if count:
-        _backward_kernel[(triton.cdiv(count, _BLOCK),)](gate_TF, up_TF, gradient_TF, count, BLOCK=_BLOCK, num_warps=_WARPS)
+        _gate_backward_kernel[(triton.cdiv(count, _BLOCK),)](gate_TF, up_TF, gradient_TF, count, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 @triton.jit
-def _product_kernel(gates, ups, count, BLOCK: tl.constexpr):
+def _gate_product_kernel(gates, ups, count, BLOCK: tl.constexpr):
     # Tokens times width passes 2**31 in one tile of a whole batch: offsets are 64 bits wide.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
@@ -38,7 +38,7 @@ def _product_kernel(gates, ups, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(gates, ups, gradients, count, BLOCK: tl.constexpr):
+def _gate_backward_kernel(gates, ups, gradients, count, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     x = tl.load(gates + offsets, mask=inside, other=0.0).to(tl.float32)

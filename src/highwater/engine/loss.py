@@ -30,13 +30,19 @@ class TokenStatistics(NamedTuple):
     """Entropy of each token's distribution, in nats."""
 
 
-def token_statistics(hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss) -> TokenStatistics:
+def token_statistics(
+    hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, *, loss: Loss, slope: float | None = None
+) -> TokenStatistics:
     """Statistics of the distribution of each token, ``softmax(hidden @ weight.T)``.
 
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three numbers per token and
     computes each chunk's logits twice. Both give the same values and gradients up to the order of summation.
+    ``slope`` is the caller's word that what it goes backward from changes by so much with each log-probability, and with no
+    entropy: then ``chunked`` computes logits once too, and both gradients while it has them, whatever comes backward.
     Where no gradient is recorded there is nothing to keep: chunks then cost no time, and are what either means.
     """
+    if slope is not None and loss == "chunked" and torch.is_grad_enabled():
+        return TokenStatistics(*_SlopedStatistics.apply(hidden_NE, weight_VE, labels_N, chunk_rows(weight_VE), slope))
     keep_logits = loss == "full" and torch.is_grad_enabled()
     rows = max(1, len(labels_N)) if keep_logits else chunk_rows(weight_VE)
     return TokenStatistics(*_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, keep_logits))
@@ -49,7 +55,7 @@ def chunk_rows(weight_VE: Tensor) -> int:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """The one place where logits exist."""
+    """Logits are kept, or computed again by whoever goes backward."""
 
     @staticmethod
     def forward(
@@ -89,3 +95,31 @@ class _TokenStatistics(torch.autograd.Function):
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
         return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None
+
+
+class _SlopedStatistics(torch.autograd.Function):
+    """Gradients are computed forward, from the logits that gave the statistics; going backward they are handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, labels_N: Tensor, rows: int, slope: float) -> tuple[Tensor, Tensor]:
+        chunks: list[RowStatistics] = []
+        hidden_gradient_NE = torch.empty_like(hidden_NE)
+        weight_gradient_VE = WeightGradient(weight_VE)
+        for hidden, labels, hidden_gradient in zip(
+            *(t.split(rows) for t in (hidden_NE, labels_N, hidden_gradient_NE)), strict=True
+        ):
+            logits_NV = hidden @ weight_VE.T
+            of = row_kernels.statistics(logits_NV, labels)
+            chunks.append(of)
+            slopes_N, nothing_N = torch.full_like(of.logprob_N, slope), torch.zeros_like(of.entropy_N)
+            row_kernels.backward_(logits_NV, labels, of, slopes_N, nothing_N)
+            torch.mm(logits_NV, weight_VE, out=hidden_gradient)
+            weight_gradient_VE.add(logits_NV, hidden)
+        ctx.gradients = hidden_gradient_NE, weight_gradient_VE.total()
+        return torch.cat([of.logprob_N for of in chunks]), torch.cat([of.entropy_N for of in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        assert ctx.gradients is not None, "token_statistics is differentiable once: its gradients were handed over"
+        (hidden_gradient_NE, weight_gradient_VE), ctx.gradients = ctx.gradients, None
+        return hidden_gradient_NE, weight_gradient_VE, None, None, None

@@ -124,15 +124,17 @@ class LanguageModel(Decoder):
         labels_N: Tensor,
         document_lengths: Sequence[int],
         padding_tokens: int = 0,
+        slope: float | None = None,
     ) -> MicroBatchStatistics:
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider.
 
-        ``padding_tokens`` are the last of this rank's tokens: no expert of theirs is counted.
+        ``padding_tokens`` are the last of this rank's tokens: no expert of theirs is counted. ``slope`` as ``token_statistics``
+        has it.
         """
         if self.routers is not None:
             self.routers.begin(padding_tokens=padding_tokens)
         hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(0, trained_positions_N)
-        statistics = token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss)
+        statistics = token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss, slope=slope)
         router_loss = None if self.routers is None else self.routers.loss(self.attention.group)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
 

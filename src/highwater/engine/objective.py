@@ -30,6 +30,11 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
     return -logprobs_N.sum() / max(1, trained_tokens)
 
 
+def sft_slope(*, trained_tokens: int) -> float:
+    """What ``sft`` changes by with each log-probability, which no other objective could say before it has them."""
+    return -1 / max(1, trained_tokens)
+
+
 def clip_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, trained_tokens: int) -> Tensor:
     """PPO's clipped policy loss. Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7."""
     ratio_N = (logprobs_N - old_logprobs_N).exp()

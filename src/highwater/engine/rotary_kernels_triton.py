@@ -24,7 +24,7 @@ def rotate(
     tokens, heads, size = x_THD.shape
     if not tokens:
         return
-    _rotate_kernel[(tokens,)](
+    _rotary_forward_kernel[(tokens,)](
         x_THD,
         weight_D,
         cosines_TD,
@@ -56,7 +56,7 @@ def backward(
     programs = len(sums_PD) if sums_PD is not None else tokens
     if not programs:
         return
-    _backward_kernel[(programs,)](
+    _rotary_backward_kernel[(programs,)](
         gradient_THD,
         x_THD,
         weight_D,
@@ -87,7 +87,7 @@ def _blocks(heads: int, half: int) -> dict[str, int]:
 
 
 @triton.jit
-def _rotate_kernel(
+def _rotary_forward_kernel(
     x,
     weight,
     cosines,
@@ -132,7 +132,7 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _rotary_backward_kernel(
     gradients,
     x,
     weight,

@@ -17,7 +17,9 @@ def statistics(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Ten
     rows, vocabulary = logits_NV.shape
     out_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_NV.device)
     if rows:
-        _statistics_kernel[(rows,)](logits_NV, labels_N, *out_3N, logits_NV.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=_WARPS)
+        _row_statistics_kernel[(rows,)](
+            logits_NV, labels_N, *out_3N, logits_NV.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=_WARPS
+        )
     return out_3N[0], out_3N[1], out_3N[2]
 
 
@@ -31,7 +33,7 @@ def backward_(
     """See row_kernels.backward_."""
     rows, vocabulary = logits_NV.shape
     if rows:
-        _backward_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
+        _row_backward_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
             logits_NV,
             labels_N,
             of[1],
@@ -46,7 +48,7 @@ def backward_(
 
 
 @triton.jit
-def _statistics_kernel(logits, labels, logprobs, log_normalizers, entropies, row_stride, vocabulary, BLOCK: tl.constexpr):
+def _row_statistics_kernel(logits, labels, logprobs, log_normalizers, entropies, row_stride, vocabulary, BLOCK: tl.constexpr):
     # Rows times vocabulary passes 2**31 well within the lengths we train: offsets are 64 bits wide.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
@@ -76,7 +78,7 @@ def _statistics_kernel(logits, labels, logprobs, log_normalizers, entropies, row
 
 
 @triton.jit
-def _backward_kernel(
+def _row_backward_kernel(
     logits,
     labels,
     log_normalizers,

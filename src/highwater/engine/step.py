@@ -167,6 +167,7 @@ def _policy_loss(trainer: Trainer, batch: Batch, experience: Experience | None, 
         batch.labels_N,
         batch.document_lengths,
         batch.padding_tokens,
+        objective.sft_slope(trained_tokens=counted) if trainer.objective == "sft" else None,
     )
     loss = _objective_loss(trainer, statistics, batch, experience, counted)
     if statistics.router_loss is not None:

@@ -64,6 +64,7 @@ class Actor(Decoder):
         labels_N: Tensor,
         document_lengths: Sequence[int],
         padding_tokens: int = 0,  # noqa: ARG002 -- no experts to count
+        slope: float | None = None,  # noqa: ARG002 -- of `sft`, which the reference trains otherwise
     ) -> MicroBatchStatistics:
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N, float32 or wider."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)

@@ -1,0 +1,89 @@
+"""Where the time of a training step goes on a GPU: seconds of its kernels by kind, contenders side by side in one process.
+
+``python -m highwater.bench.kernels Qwen3-1.7B --contenders liger chunked --length 32768`` (one GPU) profiles one step of each, of
+the same weights and sequences as ``bench.step``, after one that compiles. A kernel's kind is read off its name, by ``KINDS``; the
+JSON has every kernel's own seconds and calls.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from highwater.bench.environment import environment
+from highwater.bench.step import CONTENDERS, Step, same_weights, sequences_of
+
+KINDS: Mapping[str, str] = {
+    "attention": r"flash|fmha|sdpa",
+    "matrix products": r"nvjet|gemm|cutlass|xmma|splitk",
+    "optimizer": r"adam|multi_tensor|norm_kernel|lpnorm",
+    "norms and rotations": r"layer_?norm|rms_?norm|gammabeta|rope|rotary",
+    "copies": r"memcpy|memset|copy|cat_?array|chunk_cat|split_with_sizes|fillfunctor",
+}
+"""What a kernel's name has, in any case of letters; the first that fits. All others are ``loss, gates and the rest``."""
+REST = "loss, gates and the rest"
+Kernels = dict[str, tuple[float, int]]
+"""By name: seconds, and how often it ran."""
+
+
+def main() -> None:
+    """Print the table; write the JSON document to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory or catalog name")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["liger", "chunked"], help="who takes part")
+    parser.add_argument("--length", type=int, default=32_768, help="tokens of one sequence")
+    parser.add_argument("--micro-batches", type=int, default=2, help="sequences of a step, one after the other")
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = same_weights(arguments.model, Path(folder))
+        steps = {name: CONTENDERS[name](directory, arguments.length) for name in arguments.contenders}
+        sequences = sequences_of(arguments.model, arguments.length, arguments.micro_batches)
+        kernels = {name: profiled(step, sequences) for name, step in steps.items()}
+    print(table(kernels), file=sys.stderr)
+    asked = {"model": arguments.model, "length_tokens": arguments.length, "micro_batches": arguments.micro_batches}
+    text = json.dumps({"environment": environment()} | asked | {"kernels": kernels}, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+
+
+def profiled(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> Kernels:
+    """The kernels of one step, the second."""
+    step(sequences)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(sequences)
+        torch.cuda.synchronize()
+    events: list[Any] = list(profiler.key_averages())
+    return {event.key: (event.self_device_time_total / 1e6, event.count) for event in events if event.self_device_time_total}
+
+
+def kind_of(kernel: str) -> str:
+    """A kind, or the rest."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), REST)
+
+
+def table(kernels: Mapping[str, Kernels]) -> str:
+    """A row for each kind, and one for all; seconds and calls of each contender."""
+    lines = [f"| kernels | {' | '.join(f'{name}: s | calls' for name in kernels)} |", f"|{'---|' * (1 + 2 * len(kernels))}"]
+    for kind in (*KINDS, REST, "all"):
+        cells = [kind]
+        for found in kernels.values():
+            own = [figures for name, figures in found.items() if kind in ("all", kind_of(name))]
+            cells += [f"{sum(seconds for seconds, _ in own):.3f}", f"{sum(calls for _, calls in own):,}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
