@@ -176,7 +176,8 @@ def test_a_study_from_before_goes_on_under_another_limit(recorded: Path, tmp_pat
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)
     limit_s = before.question.timeout_s or 0.0
-    cut = {t.spec.key for t in before.trials if t.result is not None and t.result.outcome is Outcome.TIMEOUT}
+    ends = [(trial.spec.key, trial.result.outcome) for trial in before.trials if trial.result is not None]
+    cut = {key for key, end in ends if end is Outcome.TIMEOUT} - {key for key, end in ends if end.tells}
     for timeout_s, is_longer in ((limit_s / 2, False), (2 * limit_s, True)):
         with open_journal(path, msgspec.structs.replace(before.question, timeout_s=timeout_s)) as journal:
             study = journal.snapshot()
@@ -206,7 +207,7 @@ def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
         journal.trial_started(spec, attempt=1, repeat=0)
         journal.trial_finished(spec, attempt=1, repeat=0, result=TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit"))
         assert journal.recorded(spec, attempt=2, repeat=0) == late, "the first attempt told: nobody needs the second"
-    assert [trial.timeout_s for trial in read_study(path).trials] == [900.0, 300.0]
+    assert [trial.timeout_s for trial in read_study(path).trials] == [300.0, 900.0], "what was run again stands where it ended"
 
 
 def test_with_the_proof_full_a_resumption_tries_again_what_left_no_answer(tmp_path):

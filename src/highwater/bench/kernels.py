@@ -2,7 +2,7 @@
 
 ``python -m highwater.bench.kernels Qwen3-1.7B --contenders liger chunked --length 32768`` (one GPU) profiles one step of each, of
 the same weights and sequences as ``bench.step``, after one that compiles. A kernel's kind is read off its name, by ``KINDS``; the
-JSON has every kernel's own seconds and calls.
+JSON has every kernel's own seconds and calls, and ``--read`` prints the table of such a file.
 """
 
 import argparse
@@ -22,35 +22,40 @@ from highwater.bench.environment import environment
 from highwater.bench.step import CONTENDERS, Step, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {
-    "attention": r"flash|fmha|sdpa",
+    "attention": r"flash|fmha|sdpa|cudnn::fusion",
     "matrix products": r"nvjet|gemm|cutlass|xmma|splitk",
-    "optimizer": r"adam|multi_tensor|norm_kernel|lpnorm",
     "norms and rotations": r"layer_?norm|rms_?norm|gammabeta|rope|rotary",
+    "optimizer": r"adam|multi_tensor|lpnorm",
     "copies": r"memcpy|memset|copy|cat_?array|chunk_cat|split_with_sizes|fillfunctor",
 }
 """What a kernel's name has, in any case of letters; the first that fits. All others are ``loss, gates and the rest``."""
 REST = "loss, gates and the rest"
-Kernels = dict[str, tuple[float, int]]
+Kernels = Mapping[str, tuple[float, int]]
 """By name: seconds, and how often it ran."""
 
 
 def main() -> None:
     """Print the table; write the JSON document to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory or catalog name")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("model", nargs="?", help="directory or catalog name")
+    asked.add_argument("--read", type=Path, metavar="FILE", help="print the table of this JSON, profile nothing")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["liger", "chunked"], help="who takes part")
     parser.add_argument("--length", type=int, default=32_768, help="tokens of one sequence")
     parser.add_argument("--micro-batches", type=int, default=2, help="sequences of a step, one after the other")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
+    if arguments.read:
+        print(table(json.loads(arguments.read.read_text())["kernels"]))
+        return
     with tempfile.TemporaryDirectory() as folder:
         directory = same_weights(arguments.model, Path(folder))
         steps = {name: CONTENDERS[name](directory, arguments.length) for name in arguments.contenders}
         sequences = sequences_of(arguments.model, arguments.length, arguments.micro_batches)
         kernels = {name: profiled(step, sequences) for name, step in steps.items()}
     print(table(kernels), file=sys.stderr)
-    asked = {"model": arguments.model, "length_tokens": arguments.length, "micro_batches": arguments.micro_batches}
-    text = json.dumps({"environment": environment()} | asked | {"kernels": kernels}, indent=1)
+    what = {"model": arguments.model, "length_tokens": arguments.length, "micro_batches": arguments.micro_batches}
+    text = json.dumps({"environment": environment()} | what | {"kernels": kernels}, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     else:

@@ -62,6 +62,21 @@ def divide_budget(device: torch.device, *, budget_bytes: int | None, nccl_bytes:
     return MemoryBudget(budget_bytes=budget, context_bytes=context_bytes, nccl_bytes=nccl_bytes, allocator_cap_bytes=cap)
 
 
+def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
+    """How the device came to more than its budget, in words; None where it did not, or where no driver told.
+
+    The allocator compares with its cap what it is asked for; expandable segments map 20 MiB at a time, which can pass it by less.
+    """
+    used = peaks.device_used_bytes
+    if used is None or used <= budget.budget_bytes:
+        return None
+    past_cap = (peaks.peak_reserved_bytes or 0) - budget.allocator_cap_bytes
+    why = "what is outside the allocator grew after the first step began"
+    if past_cap > 0:
+        why = f"the allocator maps whole pages, with which it passed its cap by {format_bytes(past_cap)}"
+    return f"{format_bytes(used)} used on the device, {format_bytes(budget.budget_bytes)} allowed: {why}"
+
+
 class MemoryWatch:
     """Follows a rank's memory; ``peaks`` may be read at any time, also after a failure."""
 

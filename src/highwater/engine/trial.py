@@ -17,11 +17,10 @@ from transformers.utils import logging as transformers_logging
 from highwater.engine import checkpoint
 from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, Document, batches, pack, shard
-from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget
+from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import Trainer, backward_of, clip, train_step
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
-from highwater.units import format_bytes
 from highwater.version import __version__
 
 REHEARSAL_TOKENS = 256
@@ -135,14 +134,11 @@ class Trial:
         self.report = self._with(saves=(*self.report.saves, done))
 
     def _stay_within_budget(self) -> None:
-        """A trial that fit by taking more than its budget, outside the allocator, did not fit."""
+        """A trial that fit by taking more than its budget did not fit."""
         assert self.watch is not None
-        used, budget = self.watch.peaks().device_used_bytes, self.report.budget
-        if used is not None and budget is not None and used > budget.budget_bytes:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory: {format_bytes(used)} used on the device, {format_bytes(budget.budget_bytes)} allowed: "
-                "what is outside the allocator grew after the first step began"
-            )
+        why = None if self.report.budget is None else past_budget(self.watch.peaks(), self.report.budget)
+        if why is not None:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -268,7 +268,7 @@ class Study(Noun, frozen=True, kw_only=True):
     """The journal on disk; None when nothing was recorded, as in a dry run."""
     question: Question
     trials: tuple[RecordedTrial, ...] = ()
-    """In the order in which they started."""
+    """In the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
     """In the order of the question's cells; a cell without an answer yet is absent."""
     expectations: tuple[Expectation, ...] = ()

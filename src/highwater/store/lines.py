@@ -120,7 +120,10 @@ class Record:
                 key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
                 if key not in self._trials:
                     raise ValueError(f"trial {line.spec_key} ended but never started")
-                trial = msgspec.structs.replace(self._trials[key], result=line.result, timeout_s=self.question.timeout_s)
+                before = self._trials[key]
+                if before.result is not None:
+                    del self._trials[key]  # it was run again, after all that stands before it
+                trial = msgspec.structs.replace(before, result=line.result, timeout_s=self.question.timeout_s)
                 self._trials[key] = trial
                 self._answered_within_s.pop(_cell_of(trial), None)
             case AnsweredLine():
@@ -145,7 +148,7 @@ class Record:
         return self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
-        """The launches of a cell, in the order in which they started."""
+        """The launches of a cell, in their order."""
         return tuple(trial for trial in self._trials.values() if _cell_of(trial) == cell)
 
     def has_begun(self, cell: Cell) -> bool:
@@ -159,7 +162,7 @@ class Record:
 
     @property
     def trials(self) -> tuple[RecordedTrial, ...]:
-        """Every launch, in the order in which they started."""
+        """Every launch, in the order in which they started; one that was run again stands where it ended."""
         return tuple(self._trials.values())
 
     @property
