@@ -1,6 +1,9 @@
 """Log-probabilities and entropies against log_softmax in float64: values, both gradients, several chunks, odd sizes, no token."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from highwater.engine import loss as loss_module  # noqa: E402
 from highwater.engine import row_kernels  # noqa: E402
+from highwater.engine.data import Document, pack  # noqa: E402
 from highwater.engine.loss import chunk_rows, token_statistics  # noqa: E402
+from highwater.engine.model import MicroBatchStatistics  # noqa: E402
 from highwater.engine.objective import sft, sft_slope  # noqa: E402
+from highwater.engine.step import Trainer, backward_of  # noqa: E402
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 """Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and their gradients once each."""
@@ -71,6 +77,40 @@ def test_a_known_slope_saves_computing_logits_twice(loss: str, monkeypatch: pyte
         flops.append(counter.get_total_flops())
     logits = 2 * 256 * 8 * 11
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
+
+
+def test_a_step_of_sft_tells_its_loss_the_slope_that_its_objective_has_and_no_other_step_does() -> None:
+    """Of all trained tokens, not of one micro-batch's."""
+    batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
+    for asked, slope in (("sft", sft_slope(trained_tokens=4 + 8)), ("ppo", None)):
+        policy = Listening()
+        mesh: Any = SimpleNamespace(size=lambda: 1, device_type="cpu")
+        trainer = Trainer(policy=policy, optimizer=torch.optim.SGD(policy.parameters()), mesh=mesh, objective=asked)
+        backward_of(trainer, batches if asked == "sft" else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches])
+        assert policy.slopes == [slope, slope]
+
+
+class Listening(torch.nn.Module):
+    """A policy whose log-probabilities are all one parameter."""
+
+    gives_scalars = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.slopes: list[float | None] = []
+
+    def forward(self, *batch: Any) -> MicroBatchStatistics:
+        _, _, positions_N, _, _, _, slope = batch
+        self.slopes.append(slope)
+        return MicroBatchStatistics(self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None)
+
+
+def test_entropies_of_a_loss_with_a_slope_are_no_part_of_it() -> None:
+    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    statistics = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", slope=1.0)
+    assert statistics.logprobs_N.requires_grad
+    assert not statistics.entropies_N.requires_grad
 
 
 def test_what_was_made_forward_is_handed_over_once() -> None:

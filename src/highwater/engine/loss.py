@@ -37,8 +37,9 @@ def token_statistics(
 
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three numbers per token and
     computes each chunk's logits twice. Both give the same values and gradients up to the order of summation.
-    ``slope`` is the caller's word that what it goes backward from changes by so much with each log-probability, and with no
-    entropy: then ``chunked`` computes logits once too, and both gradients while it has them, whatever comes backward.
+    ``slope`` is the derivative of the caller's loss with respect to each log-probability, where it is known beforehand and the
+    entropies are not part of it. Then ``chunked`` computes logits once, too: gradients are made with this slope in the forward
+    pass, and handed over in the backward pass whatever comes to it.
     Where no gradient is recorded there is nothing to keep: chunks then cost no time, and are what either means.
     """
     if slope is not None and loss == "chunked" and torch.is_grad_enabled():
@@ -116,7 +117,9 @@ class _SlopedStatistics(torch.autograd.Function):
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
         ctx.gradients = hidden_gradient_NE, weight_gradient_VE.total()
-        return torch.cat([of.logprob_N for of in chunks]), torch.cat([of.entropy_N for of in chunks])
+        entropies_N = torch.cat([of.entropy_N for of in chunks])
+        ctx.mark_non_differentiable(entropies_N)
+        return torch.cat([of.logprob_N for of in chunks]), entropies_N
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
