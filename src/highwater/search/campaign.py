@@ -7,8 +7,8 @@ With the proof ``memory`` a cell begins with a full trial of the first length, b
 whose full trial would exceed the time limit, or did, gets a memory-only trial. When the edge is known, full trials go up to
 the longest length that they can be expected to reach in time.
 
-What a study has recorded of a cell is taken before anything new is run, also where it was found in another order: under another
-time limit, or after the answer of an earlier cell that has changed since.
+What a study has recorded of a cell is taken before anything new is run but that first full trial, also where it was found in
+another order: under another time limit, or after the answer of an earlier cell that has changed since.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -128,13 +128,27 @@ class _Asked:
 
 
 def _recorded_trials(question: Question, known: Past) -> list[_Asked]:
-    """Those that told, or ran out of no less time than there is: each once, however often it was launched."""
-    found: dict[_Asked, None] = {}
+    """Those that told, and where time counts those that ran out of no less than there is, as often as is allowed.
+
+    Each stands here once, however often it was launched, and none of them needs another launch.
+    """
+    ends: dict[_Asked, dict[int, Outcome]] = {}
     for trial in known.trials:
-        if trial.result is not None and trial.result.outcome is not Outcome.CRASHED:
+        if trial.result is not None:
             index = question.grid.index_at_most(trial.spec.length_tokens)
-            found[_Asked(index, trial.repeat, memory_only=trial.spec.is_memory_only)] = None
-    return list(found)
+            asked = _Asked(index, trial.repeat, memory_only=trial.spec.is_memory_only)
+            ends.setdefault(asked, {})[trial.attempt] = trial.result.outcome
+
+    def is_late(asked: _Asked) -> bool:
+        late = dict.fromkeys(range(1, _allowed_timeouts(question, asked) + 1), Outcome.TIMEOUT)
+        return question.timeout_s is not None and ends[asked] == late
+
+    return [asked for asked, found in ends.items() if any(outcome.tells for outcome in found.values()) or is_late(asked)]
+
+
+def _allowed_timeouts(question: Question, asked: _Asked) -> int:
+    """Launches of a trial that may run out of time: one where a memory-only trial takes its place."""
+    return 1 if question.proof == "memory" and not asked.memory_only else MAX_TIMEOUTS
 
 
 class _CellSearch:
@@ -173,6 +187,8 @@ class _CellSearch:
             if not asked.memory_only and self._full_trials is not None:
                 self._full_trials.tell(self._question.grid.length(asked.index), result)
             self._take_in(asked, result)
+        for asked in self._recorded:  # a first full trial that only crashed undoes nothing that is recorded
+            self._take_in(asked, (yield from self._try(asked)))
 
     def _take_in(self, asked: _Asked, result: TrialResult) -> None:
         """What a trial says, for the bracket and for the answer."""
@@ -233,7 +249,7 @@ class _CellSearch:
         )
 
     def _next(self) -> _Asked | None:
-        """The next trial. Before one that is not recorded is run, and before the end, all that is recorded is taken in."""
+        """The next trial. Before a new one that is not the first in full, and before the end, all that is recorded is taken in."""
         asked = self._wanted()
         recorded = None if asked is None else self._as_recorded(asked)
         if self._begins_in_full:
@@ -289,7 +305,6 @@ class _CellSearch:
         """Launch a trial until an attempt tells whether the length fits, as often as is allowed; its last result."""
         cell, repeat, length_tokens = self._cell, asked.repeat, self._question.grid.length(asked.index)
         spec = self._question.trial(cell, length_tokens, memory_only=asked.memory_only)
-        has_substitute = self._full_trials is not None and not asked.memory_only
         timeouts, attempt = 0, 1
         while True:
             yield TrialStarted(cell=cell, spec=spec, attempt=attempt, repeat=repeat, trials_left=self._trials_left())
@@ -297,8 +312,7 @@ class _CellSearch:
             result = self._runner.run(spec, attempt=attempt, repeat=repeat)
             yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
             timeouts += result.outcome is Outcome.TIMEOUT
-            allowed = 1 if has_substitute else MAX_TIMEOUTS
-            if result.outcome.tells or attempt == MAX_ATTEMPTS or timeouts == allowed:
+            if result.outcome.tells or attempt == MAX_ATTEMPTS or timeouts == _allowed_timeouts(self._question, asked):
                 return result
             attempt += 1
 

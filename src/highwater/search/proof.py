@@ -29,11 +29,14 @@ class FullTrials:
         self._limit_s = FULL_SHARE * question.timeout_s
         self._longest: tuple[int, TrialResult] | None = None
         self._late_tokens: int | None = None
+        self._out_tokens: int | None = None
 
     def tell(self, length_tokens: int, result: TrialResult) -> None:
         """Take in the end of a full trial."""
         if result.outcome is Outcome.TIMEOUT:
             self._late_tokens = min(length_tokens, self._late_tokens or length_tokens)
+        if result.outcome.is_memory:
+            self._out_tokens = min(length_tokens, self._out_tokens or length_tokens)
         told = result.outcome is Outcome.FIT and result.step_time_s is not None
         if told and (self._longest is None or length_tokens > self._longest[0]):
             self._longest = length_tokens, result
@@ -57,13 +60,18 @@ class FullTrials:
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """The longest index up to ``fits`` that a full trial may be expected to reach in time; None when it is not worth it."""
+        """The longest index up to ``fits`` that a full trial may be expected to reach in time; None when it is not worth it.
+
+        No length is reached in full at or above one whose full trial ran out of memory.
+        """
         if self._longest is None:
             return None
-        known_tokens = self._longest[0]
+        known_tokens, out_tokens = self._longest[0], self._out_tokens
 
         def is_open(index: int) -> bool:
-            return length(index) <= TOLD_WITHIN * known_tokens and not self.exceeds(length(index))
+            tokens = length(index)
+            is_below = out_tokens is None or tokens < out_tokens
+            return is_below and tokens <= TOLD_WITHIN * known_tokens and not self.exceeds(tokens)
 
         low, high = 0, fits
         while low < high:

@@ -271,6 +271,8 @@ class Study(Noun, frozen=True, kw_only=True):
     """In the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
     """In the order of the question's cells; a cell without an answer yet is absent."""
+    answers_within_s: tuple[float, ...] = ()
+    """The time limit under which each answer was given, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
     """In the order of the question's cells, of which something was predicted; empty for journals from before it was recorded."""
     notes: tuple[str, ...] = ()
@@ -316,5 +318,18 @@ class Study(Noun, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Every cell of the question has an answer."""
-        return len(self.answers) == len(self.question.cells)
+        """Every cell of the question has an answer, given within no less time than there was when the study was last opened."""
+        return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
+
+    def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
+        """The answers that were given within no less time than this; all of them where the question has no limit."""
+        if timeout_s is None or not self.answers_within_s:
+            return self.answers
+        pairs = zip(self.answers, self.answers_within_s, strict=True)
+        return tuple(answer for answer, within_s in pairs if within_s >= timeout_s)
+
+    @property
+    def longest_timeout_s(self) -> float | None:
+        """The longest time limit of its answers and trials, and of whoever opened it last; None where the question has none."""
+        limits = (self.question.timeout_s, *self.answers_within_s, *(trial.timeout_s for trial in self.trials))
+        return max((limit_s for limit_s in limits if limit_s is not None), default=None)

@@ -52,7 +52,9 @@ class Journal:
         self.notes = notes
         self._descriptor = descriptor
         self._record = record
-        self._undecided = {answer.cell for answer in record.answers if answer.is_undecided}
+        is_timed = record.question.timeout_s is not None
+        self._mended = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
+        """Cells that were answered in spite of what crashed, and without a time limit of what ran out of time: it is tried again."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
         """The result of this launch of this trial; None when it has to be run."""
@@ -67,24 +69,27 @@ class Journal:
     def _stands(self, trial: RecordedTrial) -> bool:
         """Whether its result is taken as it is.
 
-        One that ran out of less time than there is now is run again, unless another attempt told. After a crash, and where time is
-        no matter of the question, it is if it left its cell without an answer: whoever resumes has mended something.
+        One that did not tell in less time than there is now is run again, unless another attempt told. After a crash it is run
+        again under any limit once its cell was answered: whoever resumes has mended something. Where time is no matter of the
+        question, what did not tell is run again if it left its cell without an answer.
         """
         if trial.result is None:
             return False
         if trial.result.outcome.tells or self._record.has_told(trial.spec, trial.repeat):
             return True
         now_s = self._record.question.timeout_s
-        if trial.result.outcome is Outcome.TIMEOUT and now_s is not None:
-            return not trial.ran_out_of_less_than(now_s)
-        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._undecided
+        if now_s is not None and trial.timeout_s is not None and trial.timeout_s < now_s:
+            return False
+        if now_s is not None and trial.result.outcome is Outcome.TIMEOUT:
+            return True
+        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._mended
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell was answered, and with no less time than there is now; crashes are no answer."""
+        """Whether a cell was answered, and with no less time than there is now; with as much, without a trial that crashed."""
         answer, within_s, now_s = self._record.answer(cell), self._record.answered_within_s(cell), self._record.question.timeout_s
-        if answer is None or within_s is None or now_s is None:
+        if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
             return False
-        return answer.limit != "inconclusive" and within_s >= now_s
+        return within_s > now_s or (within_s == now_s and not self._record.has_crashed(cell))
 
     def opened(self, command: Sequence[str], environment: Environment | None = None, *, timeout_s: float | None = None) -> None:
         """Record that this process writes from here on, under this time limit; raises MachineError when the disk is full."""
@@ -118,8 +123,9 @@ class Journal:
 
     def cell_answered(self, answer: CellAnswer) -> None:
         """Record the answer for a cell, unless that very answer is recorded already, where time counts with as much of it."""
-        is_timed = self._record.question.timeout_s is not None
-        if self._record.answer(answer.cell) != answer or (is_timed and not self._is_settled(answer.cell)):
+        now_s, within_s = self._record.question.timeout_s, self._record.answered_within_s(answer.cell)
+        has_time = now_s is None or (within_s is not None and within_s >= now_s)
+        if self._record.answer(answer.cell) != answer or not has_time:
             self._append(AnsweredLine(at_unix_s=time.time(), answer=answer))
 
     def snapshot(self) -> Study:
@@ -282,6 +288,7 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
         question=record.question,
         trials=record.trials,
         answers=record.answers,
+        answers_within_s=record.answers_within_s,
         expectations=record.expectations,
         notes=notes,
         command=record.opened.command if record.opened else (),

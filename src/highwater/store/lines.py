@@ -17,7 +17,7 @@ from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial
-from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 
 class HeaderLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="header"):
@@ -95,7 +95,9 @@ class Record:
         """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
         self._answers: dict[Cell, CellAnswer] = {}
         self._answered_within_s: dict[Cell, float | None] = {}
-        """The time limit under which a cell was answered, until another of its trials ends."""
+        """The time limit under which a cell was answered."""
+        self._ended_since: set[Cell] = set()
+        """Cells of which a trial has ended after the answer."""
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
@@ -125,10 +127,11 @@ class Record:
                     del self._trials[key]  # it was run again, after all that stands before it
                 trial = msgspec.structs.replace(before, result=line.result, timeout_s=self.question.timeout_s)
                 self._trials[key] = trial
-                self._answered_within_s.pop(_cell_of(trial), None)
+                self._ended_since.add(_cell_of(trial))
             case AnsweredLine():
                 self._answers[line.answer.cell] = line.answer
                 self._answered_within_s[line.answer.cell] = self.question.timeout_s
+                self._ended_since.discard(line.answer.cell)
 
     def trial(self, key: LaunchKey) -> RecordedTrial | None:
         """A launch of a trial; None when it never started."""
@@ -139,13 +142,18 @@ class Record:
         attempts = (trial for (key, _, again), trial in self._trials.items() if (key, again) == (spec.key, repeat))
         return any(trial.result is not None and trial.result.outcome.tells for trial in attempts)
 
+    def has_crashed(self, cell: Cell) -> bool:
+        """Whether a trial of a cell crashed, and none of its attempts told."""
+        crashes = (t for t in self.trials_of(cell) if t.result is not None and t.result.outcome is Outcome.CRASHED)
+        return any(not self.has_told(trial.spec, trial.repeat) for trial in crashes)
+
     def answer(self, cell: Cell) -> CellAnswer | None:
         """The recorded answer for a cell; None when there is none yet."""
         return self._answers.get(cell)
 
     def answered_within_s(self, cell: Cell) -> float | None:
         """The time limit under which a cell was answered; None where there is none, or where a trial has ended since."""
-        return self._answered_within_s.get(cell)
+        return None if cell in self._ended_since else self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The launches of a cell, in their order."""
@@ -169,6 +177,12 @@ class Record:
     def answers(self) -> tuple[CellAnswer, ...]:
         """The answers there are, in the order of the question's cells."""
         return tuple(self._answers[cell] for cell in self.question.cells if cell in self._answers)
+
+    @property
+    def answers_within_s(self) -> tuple[float, ...]:
+        """The time limit under which each of these answers was given; empty where the question has none."""
+        limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
+        return tuple(limit_s for limit_s in limits if limit_s is not None)
 
 
 def _cell_of(trial: RecordedTrial) -> Cell:
