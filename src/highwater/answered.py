@@ -14,23 +14,27 @@ from highwater.spec.plan import plan
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.store.journal import read_study
+from highwater.units import format_seconds
 
 
 def answered(request: Request) -> Study | None:
-    """The named study, which asks what is asked and has every answer; None where the question has to be asked, or refused, here.
+    """The named study, if it asks what is asked and has every answer, in as much time; None where it has to be asked, or refused.
 
     Only where no GPU is visible: elsewhere a search is resumed, which finds its trials recorded. Nothing is run or written.
-    Raises MachineError for a study that asks the same and is not finished: it cannot be resumed here.
+    Raises MachineError for a study that asks the same and is not finished, or not in that time: it cannot be resumed here.
     """
     if request.study is None or request.dry_run or request.device == "cpu" or probe().gpus:
         return None
     study = _study_of_gpus(Path(request.study))
     if study is None or not _asks_the_same(request, study.question):
         return None
-    open_cells = len(study.question.cells) - sum(not answer.is_undecided for answer in study.answers)
+    limit_s = None if study.question.timeout_s is None else request.timeout_s
+    answers = study.answers_within(limit_s)
+    open_cells = len(study.question.cells) - sum(not answer.is_undecided for answer in answers)
     shown = f"highwater show {shlex.quote(request.study)}"
     if open_cells:
-        cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer"
+        within = f" in {format_seconds(request.timeout_s)} a trial" if len(answers) < len(study.answers) else ""
+        cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer{within}"
         raise MachineError(
             f"no GPU is visible, and the search in {request.study} is not finished: {cells}",
             hint=f"`{shown}` shows what it has; the same command goes on with it on {study.question.device_name}",

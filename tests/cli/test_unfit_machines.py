@@ -129,6 +129,16 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
     assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
 
 
+def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(FOUND / "long-8b-2.jsonl", tmp_path))
+    limit_s = read_study(copy).question.timeout_s or 0.0
+    problem, hint = refusal(highwater(*typed_again(copy), "--timeout", f"{2 * limit_s:g}s"), EXIT_MACHINE)
+    assert "the search in long-8b-2.jsonl is not finished: 1 of 1 cells without a final answer in " in problem
+    assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
+    done = highwater(*typed_again(copy), "--timeout", f"{limit_s / 2:g}s")
+    assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
+
+
 def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
     problem, _ = refusal(highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,6 +237,15 @@ def test_a_forecast_scales_the_steps_and_leaves_the_rest():
     assert index is not None
     assert index <= TOLD_WITHIN
     assert not trials.exceeds(index * STEP)
+
+
+def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
+    trials, spec = FullTrials(ask()), ask().trial(ask().cells[0], STEP)
+    gpu = SimulatedRunner(fits_up_to(40), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
+    for index in (20, 60, 50):
+        length_tokens = index * STEP
+        trials.tell(length_tokens, gpu.run(msgspec.structs.replace(spec, length_tokens=length_tokens)))
+    assert trials.next_index(100, lambda i: i * STEP) == 49
 
 
 def study_of(capacity: int, flops_per_s: float) -> Study:

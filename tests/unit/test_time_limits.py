@@ -1,5 +1,6 @@
 """The time limit of a study may change: what was cut short is run again with more time, and nothing that told is."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from places import question_of
 from studies import report_of
 from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
 
-from highwater.errors import StudyError
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner
-from highwater.report.study_commands import find_words
-from highwater.report.study_parts import question_table
+from highwater.cli.commands import exit_code
+from highwater.errors import EXIT_INCONCLUSIVE, StudyError
+from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TimeLaw
+from highwater.report.study_commands import commands, find_words
+from highwater.report.study_parts import question_table, state
 from highwater.search.campaign import CellAnswered, campaign
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -23,18 +25,25 @@ from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
 from highwater.store.recording import RecordingRunner
 
+Ends = Sequence[Outcome | None]
+
 SLOW = 1e13
 """FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+CRASHES = st.lists(st.sampled_from([None, None, Outcome.CRASHED]), max_size=12)
 TIMED = [path for path in sorted(FOUND.glob("*.jsonl")) if read_study(path).question.timeout_s is not None]
 
 
 class Ran:
-    """A simulated GPU that keeps what it ran, and may be killed."""
+    """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are given: None is what memory says."""
 
-    def __init__(self, capacity: int, flops_per_s: float, timeout_s: float | None, kill: int | None = None) -> None:
+    def __init__(
+        self, capacity: int, flops_per_s: float, timeout_s: float | None, kill: int | None = None, ends: Ends = ()
+    ) -> None:
         self._gpu = SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=timeout_s)
+        self._capacity = capacity
         self._kill = kill
+        self._ends = ends
         self.specs: list[TrialSpec] = []
         self.keys: set[tuple[str, int]] = set()
         """Specification and repeat of each."""
@@ -42,9 +51,16 @@ class Ran:
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         if len(self.specs) == self._kill:
             raise KeyboardInterrupt
+        end = self._ends[len(self.specs)] if len(self.specs) < len(self._ends) else None
         self.specs.append(spec)
         self.keys.add((spec.key, repeat))
+        if end is not None:
+            return TrialResult(outcome=end, reason="given", attempt=attempt)
         return self._gpu.run(spec, attempt=attempt, repeat=repeat)
+
+    def take(self, step_time: TimeLaw, timeout_s: float) -> None:
+        """Let steps take another time."""
+        self._gpu = SimulatedRunner(fits_up_to(self._capacity), step_time=step_time, timeout_s=timeout_s)
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
@@ -140,7 +156,7 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
 @given(
     capacity=st.integers(0, GRID_SIZE - 1),
     flops_per_s=st.floats(1e12, 1e15),
-    limits=st.lists(st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8)), min_size=1, max_size=5),
+    limits=st.lists(st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8), CRASHES), min_size=1, max_size=5),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
 )
@@ -149,13 +165,13 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
 ):
     path = tmp_path_factory.mktemp("study") / "study.jsonl"
     changes = {"method": method, "confirm": confirm}
-    for timeout_s, kill in limits:
+    for timeout_s, kill, ends in limits:
         before = told(path) if path.exists() else set()
-        ran = Ran(capacity, flops_per_s, timeout_s, kill)
+        ran = Ran(capacity, flops_per_s, timeout_s, kill, ends)
         with suppress(KeyboardInterrupt):
             search(path, within(timeout_s, **changes), ran)
         assert not before & ran.keys
-    longest_s = max(timeout_s for timeout_s, _ in limits)
+    longest_s = max(timeout_s for timeout_s, *_ in limits)
     (resumed,) = search(path, within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s))
     study = read_study(path)
     full = [t.spec.length_tokens for t in study.trials if t.result is not None and t.result.outcome is Outcome.FIT]
@@ -168,6 +184,92 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
         again = Ran(capacity, flops_per_s, timeout_s)
         assert search(path, within(timeout_s, **changes), again) == (resumed,)
         assert again.specs == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    capacity=st.integers(0, GRID_SIZE - 1),
+    searches=st.lists(
+        st.tuples(st.none() | st.integers(0, 8), st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16)),
+        min_size=1,
+        max_size=5,
+    ),
+    method=st.sampled_from(["bisect", "linear"]),
+    confirm=st.integers(0, 1),
+)
+def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(tmp_path_factory, capacity, searches, method, confirm):
+    path = tmp_path_factory.mktemp("study") / "study.jsonl"
+    question = ask(proof="full", timeout_s=None, method=method, confirm=confirm)
+    for kill, ends in searches:
+        before = told(path) if path.exists() else set()
+        ran = Ran(capacity, 1e15, None, kill, ends)
+        with suppress(KeyboardInterrupt):
+            search(path, question, ran)
+        assert not before & ran.keys
+    (answer,) = search(path, question, Ran(capacity, 1e15, None))
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (capacity * STEP, "memory", True)
+    assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
+
+
+def test_a_stale_end_of_a_trial_does_not_undo_an_answer_that_others_made(tmp_path):
+    path, question = tmp_path / "study.jsonl", ask(proof="full", timeout_s=None)
+    late, crashed = Outcome.TIMEOUT, Outcome.CRASHED
+    (cut,) = search(path, question, Ran(20, 1e15, None, ends=(*(None,) * 4, late, late, late, crashed, crashed)))
+    assert (cut.limit, cut.capacity_tokens) == ("inconclusive", 8 * STEP)
+    (answer,) = search(path, question, Ran(20, 1e15, None))
+    assert (answer.limit, answer.capacity_tokens, answer.does_not_fit_tokens) == ("memory", 20 * STEP, 21 * STEP)
+    for _ in range(2):
+        assert_stays(path, question, (answer,), Ran(20, 1e15, None))
+
+
+def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...], ran: Ran) -> None:
+    """Asked again, the study answers the same, runs nothing, and gets no line but that it was opened."""
+    before = path.read_text().splitlines()
+    assert search(path, question, ran) == answers
+    assert ran.specs == []
+    (opened,) = path.read_text().splitlines()[len(before) :]
+    assert '"kind":"opened"' in opened
+
+
+def first_full_then_quick(capacity: int, timeout_s: float, ends: Ends = ()) -> Ran:
+    """Full trials take as long as their length, memory-only ones next to nothing."""
+    ran = Ran(capacity, SLOW, None, ends=ends)
+    ran.take(lambda spec: 1.0 if spec.is_memory_only else 3.0 * spec.length_tokens / STEP, timeout_s)
+    return ran
+
+
+def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path):
+    path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
+    (short,) = search(path, within(5.0), first_full_then_quick(100, 5.0))
+    assert (short.capacity_tokens, short.reach_tokens, short.does_not_fit_tokens) == (None, 100 * STEP, 101 * STEP)
+    ran = first_full_then_quick(100, 60.0, crashes)
+    (crashed,) = search(path, within(60.0), ran)
+    assert ran.tokens == [(STEP, False)] * 3
+    assert (crashed.reach_tokens, crashed.limit, crashed.monotone) == (100 * STEP, "inconclusive", True)
+    assert search(path, within(60.0), first_full_then_quick(100, 60.0, crashes)) == (crashed,)
+    assert read_study(path).answers == (crashed,)
+    assert path.read_text().count('"kind":"cell_answered"') == 3, "the third was found after trials of its own"
+    (mended,) = search(path, within(60.0), first_full_then_quick(100, 60.0))
+    assert (mended.limit, mended.reach_tokens, mended.does_not_fit_tokens) == ("memory", 100 * STEP, 101 * STEP)
+    assert (mended.capacity_tokens or 0) > STEP
+
+
+@pytest.mark.parametrize("again_s", [6000.0, 60000.0])
+def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again_s):
+    path, crashes = tmp_path / "study.jsonl", (None, *(Outcome.CRASHED,) * 3)
+    search(path, within(60.0), first_full_then_quick(100, 60.0))
+    (crashed,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, crashes))
+    assert "409,600 tokens in full: given" in crashed.reason
+    assert (crashed.capacity_tokens, crashed.limit) == (64 * STEP, "memory")
+    less = first_full_then_quick(100, 600.0)
+    assert search(path, within(600.0), less) == (crashed,)
+    assert less.specs == [], "with less time the answer stays"
+    mended = first_full_then_quick(100, again_s)
+    (answer,) = search(path, within(again_s), mended)
+    assert mended.tokens == [(100 * STEP, False)]
+    assert (answer.capacity_tokens, answer.memory_only) == (100 * STEP, None)
+    assert "in full" not in answer.reason
+    assert_stays(path, within(again_s), (answer,), first_full_then_quick(100, again_s))
 
 
 @pytest.mark.parametrize("recorded", TIMED, ids=lambda path: path.stem)
@@ -236,3 +338,43 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
         open_journal(path, within(900.0, confirm=1))
     assert "confirm is 0 there and 1 here" in refusal.value.problem
     assert "timeout" not in refusal.value.problem
+
+
+def test_an_inconclusive_answer_that_nothing_was_run_for_is_not_recorded_again(tmp_path):
+    path, question = tmp_path / "study.jsonl", within(300.0)
+    search(path, question, Ran(100, 2e14, 300.0, ends=(None, *(Outcome.CRASHED,) * 3)))
+    with open_journal(path, question) as journal:
+        (answer,) = journal.snapshot().answers
+        assert answer.limit == "inconclusive"
+        journal.cell_answered(answer)
+    assert path.read_text().count('"kind":"cell_answered"') == 1
+
+
+def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(tmp_path):
+    path = tmp_path / "study.jsonl"
+    answers = search(path, within(300.0), Ran(100, 2e14, 300.0))
+    with suppress(KeyboardInterrupt):
+        search(path, within(3000.0), Ran(100, 2e14, 3000.0, kill=0))
+    study, report = read_study(path), report_of(read_study(path))
+    assert (study.answers, study.answers_within_s, study.complete) == (answers, (300.0,), False)
+    assert "**Unfinished**" in state(report)
+    assert "0 of 1 cells are answered, 1 more in less time than there is now" in state(report)
+    assert exit_code(study) == EXIT_INCONCLUSIVE
+    assert "full trials up to 50m 00s (of 1 answers 1 up to 5m 00s)" in dict(question_table(report).rows)["search"]
+    answers = search(path, within(3000.0), Ran(100, 2e14, 3000.0))
+    open_journal(path, within(60.0)).close()
+    study, report = read_study(path), report_of(read_study(path))
+    assert (study.answers, study.answers_within_s, study.complete) == (answers, (3000.0,), True)
+    assert "full trials up to 50m 00s" in dict(question_table(report).rows)["search"]
+    assert "(of" not in dict(question_table(report).rows)["search"]
+    (anew,) = (command for command in report.commands if command.what.startswith("every trial anew"))
+    assert "--timeout 3000s" in anew.text
+
+
+def test_the_command_that_does_a_study_anew_has_the_time_that_its_answers_had(tmp_path):
+    path = tmp_path / "study.jsonl"
+    search(path, within(300.0), Ran(100, 2e14, 300.0))
+    typed = ("highwater", "find", "Qwen3-0.6B", "--proof", "memory", "--timeout", "60s")
+    open_journal(path, within(60.0), command=typed).close()
+    *_, anew = (command for command in commands(read_study(path)) if "--study" in command.words)
+    assert anew.words == (*typed[:-2], "--timeout", "300s", "--study", "study-again.jsonl")

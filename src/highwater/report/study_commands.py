@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from highwater.errors import HighwaterError
 from highwater.spec.codec import Noun
 from highwater.spec.model import Model, load_model
@@ -17,6 +19,7 @@ from highwater.spec.trial import TrialSpec
 from highwater.units import GIB, MIB, format_tokens, parse_bytes
 
 _STUDY_FLAG = "--study"
+_TIMEOUT_FLAG = "--timeout"
 
 
 class Command(Noun, frozen=True, kw_only=True):
@@ -43,9 +46,16 @@ def _searches(study: Study) -> Iterator[Command]:
         words = resumed(study)
         named = "" if words == typed else ", but for the study's own file"
         yield Command(what=f"as it was typed{named}: the same study, which {rest}", words=words)
-    again = typed if typed[:2] == ("highwater", "find") else find_words(study.question)
     name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
-    yield Command(what="every trial anew, in a study of its own", words=(*_without(again, _STUDY_FLAG), _STUDY_FLAG, name))
+    yield Command(what="every trial anew, in a study of its own", words=(*_without(_anew(study), _STUDY_FLAG), _STUDY_FLAG, name))
+
+
+def _anew(study: Study) -> tuple[str, ...]:
+    """The search as it was typed; where another opening had more time, with that: some of the answers took it."""
+    typed, limit_s = study.command, study.longest_timeout_s
+    if typed[:2] != ("highwater", "find"):
+        return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
+    return typed if limit_s == study.question.timeout_s else (*_without(typed, _TIMEOUT_FLAG), _TIMEOUT_FLAG, f"{limit_s:g}s")
 
 
 def resumed(study: Study) -> tuple[str, ...]:
@@ -124,7 +134,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),
         *_steps(question.steps, question.micro_batches, question.data),
-        *(() if question.timeout_s is None else ("--proof", question.proof, "--timeout", f"{question.timeout_s:g}s")),
+        *(() if question.timeout_s is None else ("--proof", question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s")),
         *(("--dry-run",) if question.simulated else ()),
     )
 

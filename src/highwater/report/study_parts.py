@@ -9,7 +9,7 @@ from highwater.report.study_report import CellReport, FailedTrial, Judgement, St
 from highwater.report.table import TextTable, answer_table, place, provenance
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
-from highwater.spec.study import Question, counted_ranks
+from highwater.spec.study import Question, Study, counted_ranks
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -62,7 +62,10 @@ def title(report: StudyReport) -> str:
 def state(report: StudyReport) -> str:
     """How far the search is, and whether anything was trained."""
     study = report.study
-    answered = f"{len(study.answers)} of {len(study.question.cells)} cells are answered"
+    answers = study.answers_within(study.question.timeout_s)
+    answered = f"{len(answers)} of {len(study.question.cells)} cells are answered"
+    if len(answers) < len(study.answers):
+        answered += f", {len(study.answers) - len(answers)} more in less time than there is now"
     finished = f"{study.finished_trials} of {len(study.trials)} trials that started have ended"
     beginning = "Finished" if report.is_complete else "**Unfinished**: the search is running, or was cut short"
     return f"{beginning}. {answered}; {finished}. Figures are {provenance(study.question)}, unless they are called predicted."
@@ -83,7 +86,7 @@ def question_table(report: StudyReport) -> TextTable:
         ("training", f"{named.objective}, {named.strategy}, entropy {named.entropy}, recompute {named.recompute}"),
         ("sequences", _sequences(question)),
         ("lengths", _lengths(question)),
-        ("search", _search(question)),
+        ("search", _search(report.study)),
         ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
         ("data", question.data or "synthetic sequences"),
         ("ordered by", ordered_by(report)),
@@ -107,11 +110,22 @@ def _lengths(question: Question) -> str:
     return f"{format_tokens(grid.start_tokens)} to {format_tokens(grid.max_tokens)} tokens in {step}{beyond}"
 
 
-def _search(question: Question) -> str:
+def _search(study: Study) -> str:
+    question = study.question
     confirmed = f", both trials of an edge repeated {question.confirm} times" if question.confirm else ""
     margin = f", a length has to leave {format_bytes(question.margin_bytes)}" if question.margin_bytes else ""
-    timeout = "" if question.timeout_s is None else f", full trials up to {format_seconds(question.timeout_s)}"
-    return f"{question.method}, proof {question.proof}{timeout}{confirmed}{margin}"
+    return f"{question.method}, proof {question.proof}{_within(study)}{confirmed}{margin}"
+
+
+def _within(study: Study) -> str:
+    """The longest time limit that the study met, and the others under which answers were given."""
+    longest_s = study.longest_timeout_s
+    if longest_s is None:
+        return ""
+    shorter = sorted({limit_s for limit_s in study.answers_within_s if limit_s < longest_s}, reverse=True)
+    counted = (f"{study.answers_within_s.count(limit_s)} up to {format_seconds(limit_s)}" for limit_s in shorter)
+    answers = f" (of {len(study.answers)} answers {', '.join(counted)})" if shorter else ""
+    return f", full trials up to {format_seconds(longest_s)}{answers}"
 
 
 def environment_tables(report: StudyReport) -> Iterator[TextTable]:

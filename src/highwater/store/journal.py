@@ -54,7 +54,7 @@ class Journal:
         self._record = record
         is_timed = record.question.timeout_s is not None
         self._mended = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
-        """Cells that were answered in spite of what crashed, and without a time limit of what ran out of time: it is tried again."""
+        """Cells that had an answer when it was opened, of which a crash is tried again; without a time limit the undecided ones."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
         """The result of this launch of this trial; None when it has to be run."""
