@@ -272,6 +272,21 @@ def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again
     assert_stays(path, within(again_s), (answer,), first_full_then_quick(100, again_s))
 
 
+def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
+    path, spec = tmp_path / "study.jsonl", ask().trial(ask().cells[0], STEP, memory_only=True)
+    ends = [TrialResult(outcome=outcome, reason="") for outcome in (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.TIMEOUT)]
+    with open_journal(path, within(300.0)) as journal:
+        for attempt, end in enumerate(ends, 1):
+            journal.trial_started(spec, attempt=attempt, repeat=0)
+            journal.trial_finished(spec, attempt=attempt, repeat=0, result=end)
+        (answer,) = (e.answer for e in campaign(ask(), Ran(9, SLOW, 300.0)) if isinstance(e, CellAnswered))
+        journal.cell_answered(answer)
+    for timeout_s, stand in ((300.0, ends), (301.0, [None] * 3)):
+        with open_journal(path, within(timeout_s)) as journal:
+            assert [journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2, 3)] == stand
+            assert (journal.past(ask().cells[0]).answer is None) == (timeout_s > 300.0)
+
+
 @pytest.mark.parametrize("recorded", TIMED, ids=lambda path: path.stem)
 def test_a_study_from_before_goes_on_under_another_limit(recorded: Path, tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"

@@ -140,8 +140,11 @@ def _recorded_trials(question: Question, known: Past) -> list[_Asked]:
             ends.setdefault(asked, {})[trial.attempt] = trial.result.outcome
 
     def is_late(asked: _Asked) -> bool:
-        late = dict.fromkeys(range(1, _allowed_timeouts(question, asked) + 1), Outcome.TIMEOUT)
-        return question.timeout_s is not None and ends[asked] == late
+        found = [ends[asked].get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
+        launched = found.index(None) if None in found else MAX_ATTEMPTS
+        late = found[:launched].count(Outcome.TIMEOUT)
+        has_ended = launched == MAX_ATTEMPTS or late >= _allowed_timeouts(question, asked)
+        return question.timeout_s is not None and has_ended and found[launched - 1] is Outcome.TIMEOUT
 
     return [asked for asked, found in ends.items() if any(outcome.tells for outcome in found.values()) or is_late(asked)]
 

@@ -80,7 +80,7 @@ class Journal:
         now_s = self._record.question.timeout_s
         if now_s is not None and trial.timeout_s is not None and trial.timeout_s < now_s:
             return False
-        if now_s is not None and trial.result.outcome is Outcome.TIMEOUT:
+        if now_s is not None and (trial.result.outcome is Outcome.TIMEOUT or self._record.ran_out_after(trial)):
             return True
         return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._mended
 

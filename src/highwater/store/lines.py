@@ -9,6 +9,7 @@ Schema 2:  header           the question, once
 """
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -139,13 +140,21 @@ class Record:
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
         """Whether any attempt of a trial told about memory."""
-        attempts = (trial for (key, _, again), trial in self._trials.items() if (key, again) == (spec.key, repeat))
-        return any(trial.result is not None and trial.result.outcome.tells for trial in attempts)
+        return any(trial.result is not None and trial.result.outcome.tells for trial in self._attempts(spec, repeat))
+
+    def ran_out_after(self, trial: RecordedTrial) -> bool:
+        """Whether a later attempt of a trial ran out of time."""
+        later = (other for other in self._attempts(trial.spec, trial.repeat) if other.attempt > trial.attempt)
+        return any(other.result is not None and other.result.outcome is Outcome.TIMEOUT for other in later)
+
+    def _attempts(self, spec: TrialSpec, repeat: int) -> Iterator[RecordedTrial]:
+        found = spec.key, repeat
+        return (trial for (key, _, again), trial in self._trials.items() if (key, again) == found)
 
     def has_crashed(self, cell: Cell) -> bool:
-        """Whether a trial of a cell crashed, and none of its attempts told."""
+        """Whether a trial of a cell crashed, and neither told nor ran out of time in the end."""
         crashes = (t for t in self.trials_of(cell) if t.result is not None and t.result.outcome is Outcome.CRASHED)
-        return any(not self.has_told(trial.spec, trial.repeat) for trial in crashes)
+        return any(not self.has_told(trial.spec, trial.repeat) and not self.ran_out_after(trial) for trial in crashes)
 
     def answer(self, cell: Cell) -> CellAnswer | None:
         """The recorded answer for a cell; None when there is none yet."""
