@@ -123,8 +123,9 @@ def _within(study: Study) -> str:
     if longest_s is None:
         return ""
     shorter = sorted({limit_s for limit_s in study.answers_within_s if limit_s < longest_s}, reverse=True)
-    counted = (f"{study.answers_within_s.count(limit_s)} up to {format_seconds(limit_s)}" for limit_s in shorter)
-    answers = f" (of {len(study.answers)} answers {', '.join(counted)})" if shorter else ""
+    count = study.answers_within_s.count
+    counted = (f"{count(limit_s)} of {len(study.answers)} answers up to {format_seconds(limit_s)}" for limit_s in shorter)
+    answers = f" ({', '.join(counted)})" if shorter else ""
     return f", full trials up to {format_seconds(longest_s)}{answers}"
 
 
