@@ -1,7 +1,10 @@
-"""Machines, models and questions that tests of the control plane share."""
+"""Machines, models, questions and scripts that tests of the control plane share."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -24,6 +27,17 @@ TINY = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+
+
+def script(path: Path) -> ModuleType:
+    """A script of the results' pages, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # what it declares looks for its own module there
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_model(directory: Path, **changes: Any) -> Path:

@@ -1,13 +1,12 @@
 """The simulated allocator beside the real one: what an H200's did, step by step (docs/results/predict/histories.py recorded it)."""
 
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from places import script
 
 from highwater.prediction import allocator
 from highwater.prediction.allocator import CachingAllocator, segment_size
@@ -19,19 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "predict" / "histories
 TOLD = json.loads(gzip.decompress(SCRIPT.with_suffix(".json.gz").read_bytes()))
 SEQUENCES = [pytest.param(name, case, id=name) for name, case in TOLD["random"].items()]
 TRIALS = [pytest.param(name, case, id=name) for name, case in TOLD["trials"].items()]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("histories", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["histories"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-histories = load_script()
+histories = script(SCRIPT)
 
 
 def disagreeing() -> set[str]:

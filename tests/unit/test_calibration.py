@@ -1,15 +1,14 @@
 """Intervals: the stated share of exchangeable residuals is covered, by counting; too few are said to be; studies that teach."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import script
 
 import highwater
 from highwater.errors import HighwaterError, UsageError
@@ -97,17 +96,9 @@ def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residu
     assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("residuals_script", RESULTS / "predict" / "residuals.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_what_is_shipped_is_what_the_committed_results_say() -> None:
-    assert (ROOT / "src" / "highwater" / "prediction" / "residuals.json").read_text() == script().text()
+    made = script(RESULTS / "predict" / "residuals.py").text()
+    assert (ROOT / "src" / "highwater" / "prediction" / "residuals.json").read_text() == made
 
 
 def test_no_trial_that_is_held_out_is_shipped() -> None:

@@ -1,15 +1,12 @@
 """The shipped traces of the reference system's step beside that step on H200s, in what an A100 leaves its allocator."""
 
-import importlib.util
 import json
-import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
+from places import script
 
 from highwater.prediction.capacity import Room
 from highwater.prediction.replay import replay
@@ -24,26 +21,17 @@ from highwater.units import GIB, MIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "predict"
 TRIALS = json.loads((RESULTS / "trinity_trials.json").read_text())
+hypotheses = script(RESULTS / "hypotheses.py")
 SETTINGS = Settings(strategy="fsdp", loss="full", objective="grpo", entropy="full", sequences_per_micro_batch=2)
 NEAR_BYTES = 64 * MIB
 """When the GPU comes to free what other streams used decides which of the last segments are given back."""
+WAITED_BYTES = 24 * MIB
+"""Where it had done all of that before the update."""
 UNSPLIT_BYTES = 16 * MIB
 """A block of which less than a MiB would be left is allocated whole: which ones are, the order decides."""
 
 LAST_BYTES = 32 * MIB
 """With no more left, when the GPU comes to free what other streams used decides."""
-
-
-@cache
-def hypotheses() -> ModuleType:
-    """The script that edits traces."""
-    spec = importlib.util.spec_from_file_location("hypotheses", RESULTS / "hypotheses.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def name(row: dict[str, Any]) -> str:
@@ -57,8 +45,9 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
     lines = shipped(load_model(row["model"]).shape, cell, Room(device_bytes=round(79.15 * GIB)))
     assert lines is not None
     log = lines.at(tokens_of_a_gpu(settings, cell.layout, row["length_tokens"]))
+    near_bytes = NEAR_BYTES
     if row.get("releases_cached", False):  # the reference waits for its gradients' norm, which the shipped traces lack
-        log = hypotheses().waits_before_update(log, row["gpus"])
+        log, near_bytes = hypotheses.waits_before_update(log, row["gpus"]), WAITED_BYTES
     else:  # the first trials kept it between their steps
         log = msgspec.structs.replace(log, events=tuple(each for each in log.events if not isinstance(each, ReleaseCached)))
     ours = replay(log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True)
@@ -67,5 +56,5 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
         is_full = row["capacity_bytes"] - measured["peak_reserved_bytes"] < LAST_BYTES
         assert ours.fits == row["fits"] or is_full
         assert ours.peak_allocated_bytes == pytest.approx(measured["peak_allocated_bytes"], abs=UNSPLIT_BYTES)
-        assert ours.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], abs=NEAR_BYTES)
+        assert ours.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], abs=near_bytes)
         assert abs(ours.retries - measured["retries"]) <= 1

@@ -246,7 +246,7 @@ class Past(Noun, frozen=True, kw_only=True):
     answer: CellAnswer | None = None
     """The answer, where no more time than it had could change it: the cell is not searched again."""
     trials: tuple[RecordedTrial, ...] = ()
-    """Those whose results are taken as they are, in the order in which they started."""
+    """Those whose results are taken as they are, in the study's order."""
 
 
 class Expectation(Noun, frozen=True, kw_only=True):

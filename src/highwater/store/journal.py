@@ -53,7 +53,7 @@ class Journal:
         self._descriptor = descriptor
         self._record = record
         is_timed = record.question.timeout_s is not None
-        self._mended = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
+        self._reopened = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
         """Cells that had an answer when it was opened, of which a crash is tried again; without a time limit the undecided ones."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
@@ -82,7 +82,7 @@ class Journal:
             return False
         if now_s is not None and (trial.result.outcome is Outcome.TIMEOUT or self._record.ran_out_after(trial)):
             return True
-        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._mended
+        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._reopened
 
     def _is_settled(self, cell: Cell) -> bool:
         """Whether a cell was answered, and with no less time than there is now; with as much, without a trial that crashed."""
