@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 import highwater
 from highwater.prediction.affine import affine
 from highwater.prediction.replay import Replayed, replay
-from highwater.spec.events import EventLog, TraceOrder, Trainer
+from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceOrder, Trainer
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -75,16 +76,20 @@ def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_ov
     logs: dict[int, EventLog] = {}
     for length in (4224, 4608, 8192, 139_264):
         spec = msgspec.structs.replace(small(Layout()), settings=settings, length_tokens=length)
-        with TemporaryDirectory() as folder:
-            target = Path(folder, "events.json")
-            done = run(spec, target, trainer="trinity")
-            assert done.returncode == 0, done.stderr
-            logs[2 * length] = msgspec.json.decode(target.read_bytes(), type=EventLog)
+        logs[2 * length] = traced(spec, trainer="trinity")
     lines = affine(logs)  # which refuses a length between that is not on the line through two and under the longest's ceiling
     assert any(kind.most_bytes is not None for kind in lines.kinds), "sums over tokens"
     peaks = [replay(lines.at(tokens), allocator="expandable").peak_allocated_bytes for tokens in (2**16, 2**17)]
     vocabulary = load_model("tiny").shape.vocab_size
     assert (peaks[1] - peaks[0]) / 2**16 / vocabulary > 8, "four vectors of logits, and what else a token costs"
+
+
+def test_the_reference_system_waits_for_its_gpu_before_an_update_so_that_nothing_lent_is_held_when_states_are_made() -> None:
+    settings = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+    spec = msgspec.structs.replace(small(Layout(gpus=2)), settings=settings, length_tokens=4096)
+    held = {phase: given_back for phase, given_back in given_back_by_phase(traced(spec, trainer="trinity")) if given_back}
+    assert "optimizer" not in held
+    assert "backward" in held, "so that there is something to wait for"
 
 
 def small(layout: Layout, **settings: Any) -> TrialSpec:
@@ -107,17 +112,32 @@ def check(ours: Replayed, measured: RankMemory) -> None:
     assert ours.peak_reserved_bytes == pytest.approx(measured.peak_reserved_bytes, abs=RESERVED_TOLERANCE_BYTES)
 
 
+def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
+    """For every allocation of a MiB: how many there are that the GPU may still use."""
+    waiting, phase = set[int](), ""
+    for event in log.events:
+        match event:
+            case GiveBack():
+                waiting.add(event.id)
+            case Free():
+                waiting.discard(event.id)
+            case Allocate() if event.bytes >= MIB:
+                yield phase, len(waiting)
+            case _:
+                phase = getattr(event, "phase", phase)
+
+
 @cache
-def traced(spec: TrialSpec) -> EventLog:
+def traced(spec: TrialSpec, trainer: Trainer = "highwater") -> EventLog:
     """A process of its own traces, as always."""
     with TemporaryDirectory() as folder:
         target = Path(folder, "events.json")
-        done = run(spec, target)
+        done = run(spec, target, trainer)
         assert done.returncode == 0, done.stderr
         return msgspec.json.decode(target.read_bytes(), type=EventLog)
 
 
-def run(spec: TrialSpec, target: Path, trainer: Trainer = "highwater") -> "subprocess.CompletedProcess[str]":
+def run(spec: TrialSpec, target: Path, trainer: Trainer) -> "subprocess.CompletedProcess[str]":
     with TemporaryDirectory() as folder:
         source = Path(folder, "order.json")
         here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypotheses
 import msgspec
@@ -34,11 +34,6 @@ from highwater.spec.published import read_capacity_table
 from highwater.spec.settings import Allocator
 from highwater.spec.trial import Device, TrialSpec
 from highwater.units import GIB, format_tokens
-
-if TYPE_CHECKING:
-    import torch
-
-    from highwater.engine.step import Trainer
 
 FILE = Path(__file__).with_suffix(".json")
 TIMEOUT_S = 240.0
@@ -54,6 +49,12 @@ TRIALS: tuple[Trial, ...] = (
     ("Qwen3-8B", 4, 4, "native", 51_200),
     ("Qwen3-8B", 4, 1, "native", 12_288),
     ("Qwen3-14B", 4, 4, "expandable", 20_480),
+    ("Qwen3-8B", 2, 1, "expandable", 4096),
+    ("Qwen3-8B", 2, 1, "native", 4096),
+    ("Qwen3-8B", 2, 2, "native", 4096),
+    ("Qwen3-8B", 2, 2, "expandable", 4096),
+    ("Qwen3-4B", 2, 1, "native", 12_288),
+    ("Qwen3-4B", 2, 2, "native", 24_576),
     ("Qwen3-4B", 1, 1, "native", 4096),
     ("Qwen3-1.7B", 1, 1, "native", 16_384),
     ("Qwen3-0.6B", 1, 1, "native", 20_480),
@@ -169,8 +170,6 @@ class Worker:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=4_000_000)
         trainer = reference.assemble(self.spec, place)
-        if place.device.type == "cuda":
-            wait_in_every_layer(trainer)
         source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
         for _ in range(self.spec.steps):
             if place.device.type == "cuda":
@@ -209,18 +208,6 @@ class Worker:
             entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
             told = [[entry["action"], entry.get("addr"), entry["size"], entry["stream"]] for entry in entries]
             self.report.with_suffix(".gz").write_bytes(gzip.compress(json.dumps(told).encode()))
-
-
-def wait_in_every_layer(trainer: "Trainer") -> None:
-    """The reference's attention reads the longest document's length from the GPU, so that its host is never ahead by a layer."""
-    import torch
-
-    def wait(module: "torch.nn.Module", _: Any) -> None:  # noqa: ARG001 -- as PyTorch calls it
-        torch.cuda.current_stream().synchronize()
-
-    for name, module in trainer.policy.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(wait)
 
 
 def capacity_bytes(trial: Trial) -> int:

@@ -27,6 +27,8 @@ _SLOTS = 120
 """More virtual functions than the hooks have."""
 heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
 """Who is told of tensors, and of the stream that is said to use them."""
+heard_wait: list[Callable[[], object]] = []
+"""Who is told that the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
 """Who is told of the gradient of a part of FSDP1's vectors, and of the stream where autograd goes on with it."""
 _kept: list[Any] = []
@@ -63,7 +65,12 @@ class Stream:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Wait for something, or be waited for."""
 
-    wait_stream = wait_event = synchronize = record = wait = nothing
+    wait_stream = wait_event = record = wait = nothing
+
+    def synchronize(self) -> None:
+        """The host goes on when all is done that it launched here."""
+        for hear in heard_wait:
+            hear()
 
     def query(self) -> bool:
         """Everything is done at once."""
@@ -71,13 +78,20 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         """An event that has happened."""
-        return event or Stream()
+        return event or Event()
 
     def __enter__(self) -> None:
         self._before, Stream.current = Stream.current, self
 
     def __exit__(self, *_: object) -> None:
         Stream.current = self._before
+
+
+class Event(Stream):
+    """Something that has happened on a stream: nobody has to wait for it."""
+
+    def synchronize(self) -> None:
+        """It has."""
 
 
 @contextmanager
@@ -99,7 +113,7 @@ def _put_streams() -> None:
     default = Stream.current
     answers: dict[str, Callable[..., Any]] = {
         "Stream": Stream,
-        "Event": Stream,
+        "Event": Event,
         "current_stream": lambda *_: Stream.current,
         "default_stream": lambda *_: default,
         "stream": _on,

@@ -87,13 +87,13 @@ def trace(order: TraceOrder) -> EventLog:
         ledger.most_awaited = _LENT_BY_FSDP1
     fake_cuda.heard_record_stream.append(ledger.lend)
     fake_cuda.heard_gradient.append(ledger.pass_on)
+    fake_cuda.heard_wait.append(ledger.wait)
     _mute_while_shapes_are_asked(ledger)
     gc.disable()  # a collection would free at moments that another process does not
     with QuickFakeMode(allow_non_fake_inputs=True), ledger:
         if order.trainer == "trinity":
             trainer = trinity.assemble(spec, place)
             ledger.follow(trainer.policy)
-            _wait_in_every_layer(trainer.policy, ledger)
         else:
             _prove_kernel(spec, place)
             trainer = assemble(spec, place)
@@ -338,13 +338,6 @@ def _mute_while_shapes_are_asked(ledger: EventLedger) -> None:
             ledger.is_muted = before
 
     setattr(propagator, name, muted)
-
-
-def _wait_in_every_layer(policy: nn.Module, ledger: EventLedger) -> None:
-    """The reference's attention reads the longest document's length from the GPU, so that its host is never ahead by a layer."""
-    for name, module in policy.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(lambda *_: ledger.wait())
 
 
 def _place(spec: TrialSpec, rank: int, kernel: Kernel) -> Place:

@@ -2,8 +2,9 @@
 
 What differs from our own, as that trainer is known to work: Hugging Face's layers as they are; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients are two more vectors of logits;
-optimizer states made by the first update; gradients dropped after each. The step around them is our ``grpo``. It was traced,
-compared with the plain objective on the CPU, and has run on H200s (docs/results/predict/trinity_trials.py).
+optimizer states made by the first update; gradients dropped after each; a host that is never far ahead of its GPU. The step around
+them is our ``grpo``. It was traced, compared with the plain objective on the CPU, and has run on H200s
+(docs/results/predict/trinity_trials.py).
 
 Shapes:  T packed tokens of a micro-batch on this rank  E hidden size  V vocabulary  N trained tokens
 """
@@ -42,6 +43,7 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
         return actor_on_meta(config, attention=attention, dtype=dtype)
 
     policy = on_fsdp1(actor(torch.float32), **how)
+    _wait_in_every_layer(policy)
     return Trainer(
         policy=policy,
         reference=offloaded(actor(dtype), **how),
@@ -100,10 +102,29 @@ class _Statistics(torch.autograd.Function):
 
 
 class _AdamW(torch.optim.AdamW):
-    """Lets go of gradients between steps, and makes its states at the first one, as PyTorch does by default."""
+    """Lets go of gradients between steps, and makes its states at the first one, as PyTorch does by default. The host waits for the
+    GPU before an update: verl looks whether the gradients' norm is finite, and else goes without it (``dp_actor.py``).
+    """
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] -- nobody has a closure
+        _wait_for_gpu()
+        super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 -- our step asks to keep them
         super().zero_grad(set_to_none=True)
+
+
+def _wait_for_gpu(*_: object) -> None:
+    """What other streams used and was given back is free then."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def _wait_in_every_layer(policy: Decoder) -> None:
+    """The reference's attention reads the longest document's length from the GPU, so that its host is never ahead by a layer."""
+    for name, module in policy.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_wait_for_gpu)
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
