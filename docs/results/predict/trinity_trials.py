@@ -58,6 +58,12 @@ TRIALS: tuple[Trial, ...] = (
     ("Qwen3-4B", 1, 1, "native", 4096),
     ("Qwen3-1.7B", 1, 1, "native", 16_384),
     ("Qwen3-0.6B", 1, 1, "native", 20_480),
+    ("Qwen3-0.6B", 1, 1, "native", 24_576),
+    ("Qwen3-0.6B", 1, 1, "expandable", 24_576),
+    ("Qwen3-0.6B", 1, 1, "expandable", 28_672),
+    ("Qwen3-1.7B", 1, 1, "expandable", 16_384),
+    ("Qwen3-1.7B", 1, 1, "expandable", 20_480),
+    ("Qwen3-4B", 1, 1, "expandable", 4096),
 )
 """First those of 14B and 8B that replay has longer than they were published."""
 HEADINGS = (
