@@ -24,7 +24,7 @@ from gradient_graphs import GRAPHS, loss
 from highwater.engine import fake_cuda, gradient_sums
 from highwater.engine.fake_dispatch import QuickFakeMode
 from highwater.engine.gradient_sums import GradientSums
-from highwater.engine.tracer import EventLedger
+from highwater.engine.ledger import EventLedger
 
 class Listening(GradientSums):
     def operator(self, func, args):

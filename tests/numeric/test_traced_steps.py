@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from itertools import dropwhile, takewhile
+from itertools import accumulate, dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from traces import alive_at, requested_bytes, traced, trial  # noqa: E402
 
-from highwater.engine.tracer import EventLedger  # noqa: E402
+from highwater.engine.ledger import EventLedger  # noqa: E402
 from highwater.prediction.formula import footprint  # noqa: E402
 from highwater.prediction.replay import replay  # noqa: E402
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack  # noqa: E402
@@ -151,7 +151,9 @@ def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pas
 
 
 def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(logs: dict[str, EventLog]) -> None:
-    """Autograd runs a node on the stream of its forward pass: so did H200s (docs/results/predict/trinity_trials.py)."""
+    """Autograd runs a node on the stream of its forward pass: so did H200s (docs/results/predict/trinity_trials.py). There, too,
+    FSDP1 frees the unit, so that nothing is lent that the backward pass gathers.
+    """
     log = logs["fsdp, offload, 2 shards"]
     after = dropwhile(lambda event: event != Enter("backward"), log.events)
     backward = [event for event in takewhile(lambda event: event != Enter("optimizer"), after) if isinstance(event, Allocate)]
@@ -162,6 +164,13 @@ def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(l
     largest = max(event.bytes for event in gathered)
     assert {event.stream for event in gathered if event.bytes == largest} == {event.stream for event in gradients}
     assert sum(event.bytes == largest for event in gradients) == 2 * 8, "of each micro-batch and layer"
+    of_layers = [event for event in gathered if event.bytes == largest]
+    phases = accumulate(log.events, lambda phase, event: event.phase if isinstance(event, Enter) else phase, initial="")
+    units = {event.id for event, phase in zip(log.events, phases, strict=False) if event in of_layers and phase == "backward"}
+    given_back = {event.id for event in log.events if isinstance(event, GiveBack)}
+    assert given_back & {event.id for event in gradients}
+    assert units
+    assert not units & given_back
 
 
 def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(logs: dict[str, EventLog]) -> None:

@@ -194,30 +194,6 @@ def weights_sent(log: EventLog, gpus: int) -> EventLog:
     return before_steps(log, send) if gpus > 1 else log
 
 
-def waits_before_update(log: EventLog, gpus: int) -> EventLog:  # noqa: ARG001 -- of one as of several
-    """The host waits for the norm of the gradients: verl skips an update where it is not finite (``dp_actor.py``). What other
-    streams used is free by then.
-    """
-    given: dict[int, None] = {}
-    freed: set[int] = set()
-    events: list[Event] = []
-    for event in log.events:
-        match event:
-            case GiveBack():
-                given[event.id] = None
-            case Free():
-                given.pop(event.id, None)
-            case Enter(phase="optimizer"):
-                events += map(Free, given)
-                freed |= given.keys()
-                given.clear()
-            case _:
-                pass
-        if not (isinstance(event, Free) and event.id in freed):
-            events.append(event)
-    return with_events(log, events)
-
-
 def four_micro_batches(log: EventLog, gpus: int) -> EventLog:
     """And two more micro-batches a step: the trace's last, twice again."""
     log = weights_sent(log, gpus)
@@ -343,7 +319,6 @@ def with_events(log: EventLog, events: Sequence[Event]) -> EventLog:
 HYPOTHESES = (
     Hypothesis(name="as shipped", edit=as_shipped),
     Hypothesis(name="cache kept between steps", edit=kept_between_steps),
-    Hypothesis(name="the host waits before the update", edit=waits_before_update),
     Hypothesis(name="weights sent to the explorer", edit=weights_sent),
     Hypothesis(name="the same, four micro-batches", edit=four_micro_batches),
     Hypothesis(name="as shipped, final save", edit=final_save),

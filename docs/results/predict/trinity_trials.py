@@ -132,8 +132,8 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
     fits = len(told) == gpus and all(each["error"] is None for each in told)
     row = {"model": name, "gpus": gpus, "ulysses_degree": ulysses, "allocator": allocator, "length_tokens": length}
     print(row, "fits" if fits else [each["error"] for each in told], flush=True)
-    row |= {"releases_cached": True, "capacity_bytes": spec.memory_budget_bytes}
-    return row | {"fits": fits, "ranks": told, "wall_s": time.monotonic() - began}
+    row |= {"capacity_bytes": spec.memory_budget_bytes, "fits": fits}
+    return row | {"ranks": told, "wall_s": time.monotonic() - began}
 
 
 class Worker:
@@ -234,11 +234,9 @@ def published(trial: Trial) -> tuple[Any, Any, int]:
 
 
 def replayed(row: dict[str, Any]) -> Replayed:
-    """The shipped trace at this length, in the memory of the trial. The first trials kept what was cached between their steps."""
+    """The shipped trace at this length, in the memory of the trial."""
     question, cell, _ = published(trial_of(row))
     log = hypotheses.events_of(question, cell, row["length_tokens"])
-    if not row.get("releases_cached", False):
-        log = hypotheses.kept_between_steps(log, row["gpus"])
     return replay(log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True)
 
 

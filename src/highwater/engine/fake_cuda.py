@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _CUDA = 1
@@ -27,7 +28,7 @@ _SLOTS = 120
 """More virtual functions than the hooks have."""
 heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
 """Who is told of tensors, and of the stream that is said to use them."""
-heard_wait: list[Callable[[], object]] = []
+heard_wait: list[Callable[["Stream"], object]] = []
 """Who is told that the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
 """Who is told of the gradient of a part of FSDP1's vectors, and of the stream where autograd goes on with it."""
@@ -51,34 +52,53 @@ def install() -> None:
 
 
 class Stream:
-    """A stream that nothing runs on, told apart by its number."""
+    """A stream that nothing runs on, told apart by its number; it knows how far others are done before what is launched here."""
 
     current: ClassVar["Stream"]
     _count = 0
+    _moment = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream_id = Stream._count
         Stream._count += 1
         self.device = torch.device("cuda", 0)
         self.device_index = 0
+        self.before: dict[int, int] = {}
+        """By number of another stream: the moment until which its work is."""
 
-    def nothing(self, *_: Any, **__: Any) -> None:
-        """Wait for something, or be waited for."""
+    @staticmethod
+    def moment() -> int:
+        """A later one each time."""
+        Stream._moment += 1
+        return Stream._moment
 
-    wait_stream = wait_event = record = wait = nothing
+    def wait_stream(self, other: "Stream") -> None:
+        """What is launched here waits for all that was launched there."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: "Event") -> None:
+        """It waits for what the event knows."""
+        for stream_id, moment in event.before.items():
+            self.before[stream_id] = max(moment, self.before.get(stream_id, 0))
+
+    def has_waited(self, stream_id: int, moment: int) -> bool:
+        """Once all is done here, so is what had been launched on a stream at a moment."""
+        return stream_id == self.stream_id or self.before.get(stream_id, 0) >= moment
 
     def synchronize(self) -> None:
         """The host goes on when all is done that it launched here."""
         for hear in heard_wait:
-            hear()
+            hear(self)
 
     def query(self) -> bool:
         """Everything is done at once."""
         return True
 
-    def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
-        return event or Event()
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """What has been launched here until now."""
+        event = event or Event()
+        event.record(self)
+        return event
 
     def __enter__(self) -> None:
         self._before, Stream.current = Stream.current, self
@@ -87,11 +107,27 @@ class Stream:
         Stream.current = self._before
 
 
-class Event(Stream):
-    """Something that has happened on a stream: nobody has to wait for it."""
+class Event:
+    """What had been launched on a stream. No host waits for one: it is taken to have happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.before: dict[int, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Of a stream until now."""
+        stream = stream or Stream.current
+        self.before = {**stream.before, stream.stream_id: Stream.moment()}
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """A stream waits."""
+        (stream or Stream.current).wait_event(self)
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
 
     def synchronize(self) -> None:
-        """It has."""
+        """It has happened."""
 
 
 @contextmanager
@@ -157,11 +193,22 @@ def _move_with_data() -> None:
 
 def _follow_streams() -> None:
     """Let FSDP1's gradients be gathered on the stream where their parameters were taken apart, as autograd has it of real tensors:
-    a node runs on the stream of its forward pass, of which fakes on a CPU build have none.
+    a node runs on the stream of its forward pass, of which fakes on a CPU build have none. So does the hook that then frees the
+    unit, on the stream where it was gathered.
     """
     handle: Any = FlatParamHandle
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
         setattr(handle, name, _backward_as_forward(getattr(handle, name)))
+    runtime: Any = _runtime_utils
+    runtime._post_backward_hook = _where_taken_apart(runtime._post_backward_hook)
+
+
+def _where_taken_apart(hook: Callable[..., None]) -> Callable[..., None]:
+    def hooked(state: Any, handle: Any, *rest: Any) -> None:
+        with _on(handle.taken_apart_on):
+            hook(state, handle, *rest)
+
+    return hooked
 
 
 def _backward_as_forward(take_apart: Callable[..., Iterable[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
@@ -170,6 +217,7 @@ def _backward_as_forward(take_apart: Callable[..., Iterable[torch.Tensor]]) -> C
 
     def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         views, stream = list(take_apart(*args, **kwargs)), Stream.current
+        args[0].taken_apart_on = stream
 
         def begin(*_: object) -> None:
             before.append(Stream.current)

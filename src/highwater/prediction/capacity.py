@@ -34,7 +34,7 @@ ACCURACY: Mapping[Trainer, str] = {
 }
 """What is known of the errors of a formula besides the intervals."""
 _REPLAYED_ACCURACY = (
-    "by replay of a trace, which has of the published A100 table 39 of 40 cells with expandable segments and 33 of 40 without, and "
+    "by replay of a trace, which has of the published A100 table 39 of 40 cells with expandable segments and 34 of 40 without, and "
     "all but two of the others within one step of the grid"
 )
 TRACED_ACCURACY = (

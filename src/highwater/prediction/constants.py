@@ -82,6 +82,6 @@ TRINITY_FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
 """Fitted to the published A100 tables, where the native allocator loses 12 to 14 %."""
 TRINITY_OUTSIDE_BYTES: Mapping[bool, int] = {False: round(2.0 * GIB), True: round(3.5 * GIB)}
 """By replay: what is not in the trace of its step, by whether GPUs share sequences: context, NCCL, whatever else its workers hold.
-Fitted to the published A100 table, of whose cells 2.0, by one, and 3.2 to 3.8 GiB alike give the most exactly
+Fitted to the published A100 table, of whose cells 2.0, by one, and 3.2 to 3.7 GiB alike give the most exactly
 (docs/results/predict/outside_scan.py). Of these workers themselves H200s have 1.6 and 2.0 to 2.8 GiB outside the allocator
 (docs/results/predict, Outside the allocator)."""
