@@ -65,7 +65,7 @@ TRIALS: tuple[Trial, ...] = (
     ("Qwen3-1.7B", 1, 1, "expandable", 20_480),
     ("Qwen3-4B", 1, 1, "expandable", 4096),
 )
-"""First those of 14B and 8B that replay has longer than they were published."""
+"""First those of 14B and 8B on four GPUs that replay has longer than they were published; then edges on two GPUs and on one."""
 HEADINGS = (
     *("model", "rung", "GPUs", "SP", "length", "published", "allocator may hold, GiB"),
     *("shipped trace", "allocated GiB", "reserved", "retries"),
