@@ -172,8 +172,8 @@ def test_a_table_says_when_no_cell_is_replayed_and_may_name_directories(highwate
     done = highwater("predict", "--trainer", "trinity", "--against", "few.csv")
     assert done.returncode == 0, done.stderr
     assert "no cell by replay of a trace that comes with the package: all 3 by formula" in done.stdout
-    assert "vanilla, A100-80GB, ./tiny, 3 GPUs, SP=1: known 4,096" in done.stdout
-    assert f"vanilla, A100-80GB, {other}, 3 GPUs, SP=1: known 4,096" in done.stdout
+    assert "vanilla, A100-80GB, ./tiny, 3 GPUs: known 4,096" in done.stdout
+    assert f"vanilla, A100-80GB, {other}, 3 GPUs: known 4,096" in done.stdout
     assert done.stderr == "next: highwater predict --trainer trinity --against few.csv --json\n"
 
 

@@ -28,7 +28,7 @@ from highwater.spec.published import read_capacity_table, table_capacities
         (
             "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,1,Qwen3-0.6B,4096\nA100-80GB,env,2,2,Qwen3-0.6B,8192\n"
             "A100-80GB,env,2,1,Qwen3-0.6B,8192\n",
-            "lines 2 and 4 are both about A100-80GB, env, 2 GPUs, SP=1, Qwen3-0.6B: 4096 and 8192",
+            "lines 2 and 4 are both about A100-80GB, env, 2 GPUs, Qwen3-0.6B: 4096 and 8192",
         ),
     ],
 )

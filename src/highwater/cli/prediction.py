@@ -97,7 +97,7 @@ def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
 
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
-    where = f"{spec.layout.gpus} GPUs, SP={spec.layout.ulysses_degree}, " if spec.layout.gpus > 1 else ""
+    where = f"{spec.layout.gpus} GPUs{spec.layout.suffix}, " if spec.layout.gpus > 1 else ""
     what = f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} tokens"
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
 

@@ -103,7 +103,7 @@ class Progress:
                 (
                     cell.settings.label,
                     str(cell.layout.gpus),
-                    str(cell.layout.ulysses_degree),
+                    cell.layout.sharing,
                     self._states[cell],
                     format_tokens(self._fits.get(cell)),
                     str(self._trials[cell]),

@@ -176,7 +176,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
     """Where a trial's log goes: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``."""
-    folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / f"sp-{spec.layout.ulysses_degree}"
+    folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
     if layout == "rung":
         folder /= spec.settings.slug
     return folder / f"model_len-{spec.length_tokens}.log"

@@ -106,11 +106,7 @@ def guide_rows(guide: Guide) -> list[dict[str, str | int]]:
 def cell_label(cell: Cell) -> str:
     """``vanilla``, ``Env``, ``SP=2``, ``Env + SP=2``, ``Env + Offload + SP=2``, ``Env + chunked``."""
     parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
-    if cell.layout.ulysses_degree > 1:
-        parts.append(f"SP={cell.layout.ulysses_degree}")
-    if cell.layout.ring_degree > 1:
-        parts.append(f"ring={cell.layout.ring_degree}")
-    return " + ".join(parts) or "vanilla"
+    return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
 
 
 def training(capacity: Capacity) -> str:

@@ -107,7 +107,7 @@ def score_table(score: Score, *, name: str) -> TextTable:
 def _missed(miss: Miss) -> str:
     where = f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, {counted_ranks(miss.cell.layout.gpus, 'cuda')}"
     lengths = f"known {format_tokens(miss.known_tokens)}, predicted {format_tokens(miss.predicted_tokens)}"
-    return f"{where}, SP={miss.cell.layout.ulysses_degree}: {lengths}"
+    return f"{where}{miss.cell.layout.suffix}: {lengths}"
 
 
 def _title(prediction: Prediction) -> str:
@@ -130,7 +130,7 @@ def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
         if predicted.does_not_fit_tokens is not None:
             ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
     return (
-        *(cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)),
+        *(cell.settings.label, str(cell.layout.gpus), cell.layout.sharing),
         *((answer,) if prediction.calibration is None else (answer, likely)),
         *(ended, _device_memory(predicted), format_bytes(predicted.headroom_bytes)),
         *(format_bytes(footprint.host_bytes), predicted.peak_phase),

@@ -159,7 +159,7 @@ def _title(found: Recommendation) -> str:
 
 
 def _names(candidate: Candidate) -> tuple[str, str, str]:
-    return candidate.cell.settings.label, str(candidate.cell.layout.ulysses_degree), _by(candidate)
+    return candidate.cell.settings.label, candidate.cell.layout.sharing, _by(candidate)
 
 
 def _by(candidate: Candidate) -> str:

@@ -105,10 +105,9 @@ def _first(trials: Iterable[RecordedTrial], length_tokens: int | None) -> TrialS
 
 def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
     """``highwater try`` with the very trial of a specification."""
-    layout = spec.layout
     return (
         *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens), "--device", spec.device),
-        *("--gpus", str(layout.gpus), "--ulysses", str(layout.ulysses_degree)),
+        *spec.layout.flags,
         *_memory(spec.memory_budget_bytes),
         *setting_flags(spec.settings),
         *_steps(spec.steps, spec.micro_batches, spec.data),

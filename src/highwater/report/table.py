@@ -245,7 +245,7 @@ def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
 
 
 def _names(cell: Cell) -> tuple[str, str, str]:
-    return cell.settings.label, str(cell.layout.gpus), str(cell.layout.ulysses_degree)
+    return cell.settings.label, str(cell.layout.gpus), cell.layout.sharing
 
 
 def _at_least(question: Question, length_tokens: int) -> str:

@@ -7,6 +7,8 @@ from highwater.spec.study import Cell
 
 _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
+_RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
+"""From the one that computes nothing twice; any other is taken for less simple than these."""
 
 
 def default_ladder(
@@ -38,6 +40,6 @@ def simplicity(cell: Cell) -> tuple[int, ...]:
         int(settings.offload),
         cell.layout.context_degree,
         int(settings.allocator == "expandable") + int(settings.loss == "chunked") + int(settings.entropy == "chunked"),
-        ("none", "all-but-attention", "layer").index(settings.recompute),
+        _RECOMPUTE_ORDER.index(settings.recompute) if settings.recompute in _RECOMPUTE_ORDER else len(_RECOMPUTE_ORDER),
         settings.mlp_tiles or 0,
     )

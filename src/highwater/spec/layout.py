@@ -1,5 +1,7 @@
 """Layout: how many GPUs, and how they share the sequence and the states."""
 
+from typing import NamedTuple
+
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
 
@@ -41,3 +43,52 @@ class Layout(Noun, frozen=True, kw_only=True):
     def shard_degree(self) -> int:
         """GPUs over which parameters, gradients and optimizer states are sharded."""
         return self.gpus // self.replicate_degree
+
+    @property
+    def degrees(self) -> tuple[str, ...]:
+        """Each degree that is not 1, as every label has it: ``SP=2``, ``ring=3``, ``2 copies``."""
+        return tuple(spelling.label.format(degree) for spelling, degree in self._spelled if degree > 1)
+
+    @property
+    def suffix(self) -> str:
+        """What a label says after the GPUs: ``, SP=2, ring=3``; empty where every degree is 1."""
+        return "".join(f", {degree}" for degree in self.degrees)
+
+    @property
+    def sharing(self) -> str:
+        """What stands under ``SP`` in a table: ``2``; with a ring ``2, ring=3``."""
+        (_, ulysses_degree), *others = self._spelled
+        return ", ".join((str(ulysses_degree), *(spelling.label.format(degree) for spelling, degree in others if degree > 1)))
+
+    @property
+    def slug(self) -> str:
+        """The degrees in paths: ``sp-1``, ``sp-2``, ``sp-2+ring-3``. The first is always there, as in the published log tree."""
+        (first, ulysses_degree), *others = self._spelled
+        return "+".join((f"{first.slug}-{ulysses_degree}", *(f"{each.slug}-{degree}" for each, degree in others if degree > 1)))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What is typed to name the layout: ``--gpus 4 --ulysses 2``, and one more for each other degree that is not 1."""
+        (first, ulysses_degree), *others = self._spelled
+        words = ("--gpus", str(self.gpus), first.flag, str(ulysses_degree))
+        return (*words, *(word for each, degree in others if degree > 1 for word in (each.flag, str(degree))))
+
+    @property
+    def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:
+        return tuple((spelling, getattr(self, spelling.field)) for spelling in _SPELLINGS)
+
+
+class _Spelling(NamedTuple):
+    """How one degree is written wherever it is: the only place that says so."""
+
+    field: str
+    label: str
+    slug: str
+    flag: str
+
+
+_SPELLINGS = (
+    _Spelling("ulysses_degree", "SP={}", "sp", "--ulysses"),
+    _Spelling("ring_degree", "ring={}", "ring", "--ring"),
+    _Spelling("replicate_degree", "{} copies", "copies", "--copies"),
+)

@@ -166,8 +166,7 @@ def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
         if before is not row:
-            layout = row.cell.layout
-            degrees = f"{counted_ranks(layout.gpus, 'cuda')}, SP={layout.ulysses_degree}"
+            degrees = f"{counted_ranks(row.cell.layout.gpus, 'cuda')}{row.cell.layout.suffix}"
             place = f"{row.device_name}, {rung_name(row.cell.settings)}, {degrees}, {row.model_name}"
             problem = f"{path}: lines {before.line} and {row.line} are both about {place}: {before.tokens} and {row.tokens}"
             raise UsageError(problem, hint="keep one of them")

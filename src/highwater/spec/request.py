@@ -253,8 +253,7 @@ def setting_flags(settings: Settings) -> tuple[str, ...]:
 
 def trial_flags(cell: Cell, length_tokens: int) -> tuple[str, ...]:
     """The flags of ``highwater try`` that name a cell at a length."""
-    degrees = ("--gpus", str(cell.layout.gpus), "--ulysses", str(cell.layout.ulysses_degree))
-    return (*degrees, "--length", str(length_tokens), *setting_flags(cell.settings))
+    return (*cell.layout.flags, "--length", str(length_tokens), *setting_flags(cell.settings))
 
 
 def choices(name: str) -> tuple[str, ...]:

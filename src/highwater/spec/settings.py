@@ -11,6 +11,8 @@ Loss = Literal["full", "chunked"]
 Entropy = Literal["none", "full", "chunked"]
 Objective = Literal["sft", "grpo", "ppo", "rw"]
 Recompute = Literal["none", "layer", "all-but-attention"]
+_RECOMPUTE_LABELS = {"none": "no-recompute", "all-but-attention": "attention-kept"}
+"""What labels say of it where it is not a layer's; any other is called ``recompute-`` and its name."""
 Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
@@ -107,7 +109,7 @@ class Settings(Noun, frozen=True, kw_only=True):
         if self.entropy == "chunked":
             parts.append("entropy-saving")
         if self.recompute != "layer":
-            parts.append({"none": "no-recompute", "all-but-attention": "attention-kept"}[self.recompute])
+            parts.append(_RECOMPUTE_LABELS.get(self.recompute, f"recompute-{self.recompute}"))
         if self.mlp_tiles is not None:
             parts.append(f"mlp-tiles-{self.mlp_tiles}")
         return " + ".join(parts) or "vanilla"

@@ -3,8 +3,9 @@
 from typing import Literal
 
 from highwater.errors import UsageError
-from highwater.spec.codec import Noun, digest, to_builtins
+from highwater.spec.codec import Noun
 from highwater.spec.environment import Environment
+from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
@@ -94,14 +95,13 @@ class Cell(Noun, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``Env + chunked, 4 GPUs, SP=2``."""
+        """``Env + chunked, 4 GPUs, SP=2``; with a ring ``vanilla, 6 GPUs, SP=2, ring=3``."""
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
         """The label in the device's words: a rank on the CPU is a process, not a GPU."""
         ranks = counted_ranks(self.layout.gpus, device)
-        sharded = f", SP={self.layout.ulysses_degree}" if self.layout.ulysses_degree > 1 else ""
-        return f"{self.settings.label}, {ranks}{sharded}"
+        return f"{self.settings.label}, {ranks}{self.layout.suffix}"
 
 
 class Question(Noun, frozen=True, kw_only=True):
@@ -144,9 +144,7 @@ class Question(Noun, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Digest of everything but the place where the model lies, and the time limit."""
-        fields = to_builtins(self) | {"timeout_s": None}
-        del fields["model"]["directory"]
-        return digest(fields)
+        return key_of(self, without=("directory",), blank=("timeout_s",))
 
     def size_of(self, cell: Cell) -> int:
         """Lengths of the grid that a cell can try: its token budget may end it earlier."""

@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.codec import Noun, digest, to_builtins
+from highwater.spec.codec import Noun
+from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.units import counted
@@ -120,9 +121,7 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Digest that names the trial: the same in every place where the model may lie."""
-        fields = to_builtins(self)
-        del fields["model_directory"], fields["checkpoint_directory"]
-        return digest(fields)
+        return key_of(self, without=("model_directory", "checkpoint_directory"))
 
 
 class MemoryBudget(Noun, frozen=True, kw_only=True):
