@@ -8,7 +8,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
 
-from curve import STEPS, hugging_face_curve, join_alone, our_curve, save_model  # noqa: E402
+from curve import STEPS, hugging_face_curve, our_curve, save_model  # noqa: E402
+
+from highwater.parallel.mesh import alone  # noqa: E402
 
 TOLERANCE = 1e-3
 """Norm-relative, in bfloat16: both round activations to 8 bits, at different places."""
@@ -17,11 +19,8 @@ TOLERANCE = 1e-3
 def test_two_hundred_steps_in_bfloat16_have_hugging_faces_loss_curve(tmp_path: Path) -> None:
     gpu = torch.device("cuda", 0)
     directory = save_model(tmp_path / "model")
-    join_alone(gpu, tmp_path)
-    try:
+    with alone(gpu):
         ours = our_curve(directory, gpu, torch.bfloat16)
-    finally:
-        torch.distributed.destroy_process_group()
     theirs = hugging_face_curve(directory, gpu, torch.bfloat16)
     assert len(ours) == STEPS
     assert ours[-1] < 0.9 * ours[0], "it learns"

@@ -11,8 +11,6 @@ from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-import torch.distributed as dist  # noqa: E402
-
 from highwater.attention.dense import register, select_kernel  # noqa: E402
 from highwater.engine import step  # noqa: E402
 from highwater.engine.data import Batch, Document, pack  # noqa: E402
@@ -57,10 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def alone() -> Iterator[None]:
+    with process_mesh.alone(torch.device("cuda", 0)):
+        yield
 
 
 def test_offloaded_gradients_are_those_of_the_gpu(model: Path) -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -99,9 +98,3 @@ def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torc
         optimizer.zero_grad()
         losses.append(total)
     return torch.tensor(losses, dtype=torch.float64)
-
-
-def join_alone(device: torch.device, folder: Path) -> None:
-    """A process group of one, which needs no port."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)

@@ -1,7 +1,6 @@
 """Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their sums are what they were."""
 
 import json
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,11 +10,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import torch.distributed as dist  # noqa: E402
-from curve import join_alone  # noqa: E402
-
 from highwater.attention.dense import register  # noqa: E402
 from highwater.engine import step  # noqa: E402
 from highwater.engine.data import Batch, Document, pack  # noqa: E402
@@ -45,13 +39,12 @@ SHAPE = {
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    join_alone(torch.device("cpu"), tmp_path)
+def alone() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small are slower on several
-    yield
+    with process_mesh.alone(torch.device("cpu")):
+        yield
     torch.set_num_threads(threads)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("recompute", ["layer", "none"])

@@ -8,7 +8,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from curve import STEPS, hugging_face_curve, join_alone, our_curve, save_model  # noqa: E402
+from curve import STEPS, hugging_face_curve, our_curve, save_model  # noqa: E402
+
+from highwater.parallel.mesh import alone  # noqa: E402
 
 TOLERANCE = 1e-6
 """Norm-relative, in float32: 200 updates have rounded in another order of summation."""
@@ -18,14 +20,13 @@ TOLERANCE = 1e-6
 def test_two_hundred_steps_on_real_text_have_hugging_faces_loss_curve(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     directory = save_model(tmp_path / "model")
-    join_alone(cpu, tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small are slower on several
     try:
-        ours = our_curve(directory, cpu, torch.float32)
+        with alone(cpu):
+            ours = our_curve(directory, cpu, torch.float32)
         theirs = hugging_face_curve(directory, cpu, torch.float32)
     finally:
-        torch.distributed.destroy_process_group()
         torch.set_num_threads(threads)
     assert len(ours) == STEPS
     assert ours[-1] < 0.9 * ours[0], "it learns"

@@ -133,8 +133,9 @@ def main() -> None:
 
 def measure(name: str, *, device: str, mlp_tiles: int | None = None) -> dict[str, Any]:
     """What a token costs at the peak; ``layer_bytes_per_token`` of it is one layer's recomputation and backward pass."""
-    model, mesh = _model(name, torch.device(device, 0), mlp_tiles)
-    peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
+    with process_mesh.alone(torch.device(device, 0)):
+        model, mesh = _model(name, torch.device(device, 0), mlp_tiles)
+        peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
     inputs = 2 * model.causal_lm.config.hidden_size * LAYERS
     return {
         "model": name,
@@ -171,9 +172,6 @@ def _model(name: str, device: torch.device, mlp_tiles: int | None) -> tuple[Deco
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kernel = select_kernel(device, torch.bfloat16, query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-    if not torch.distributed.is_initialized():
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        process_mesh.join(device)
     mesh = process_mesh.shard_mesh(Layout(), device)
     config = read_config(model.directory, length_tokens=shape.native_length_tokens, rope="auto")
     config.num_hidden_layers, config.vocab_size = LAYERS, VOCABULARY

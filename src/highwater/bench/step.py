@@ -109,8 +109,7 @@ def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "la
     shape = load_model(directory).shape
     kernel = select_kernel(device, torch.bfloat16, query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     if not torch.distributed.is_initialized():
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        process_mesh.join(device)
+        process_mesh.join_alone(device)
     mesh = process_mesh.shard_mesh(Layout(), device)
     # The native RoPE at every length, as Hugging Face has it here: YaRN changes values, not time or memory.
     config = read_config(directory, length_tokens=min(longest, shape.native_length_tokens), rope="auto")

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -21,6 +23,21 @@ def join(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = int(os.environ["WORLD_SIZE"]) == 1
     dist.init_process_group(backend, device_id=device if device.type == "cuda" and not alone else None)
+
+
+def join_alone(device: torch.device) -> None:
+    """Make a group of this process alone: its store is in this process's memory, and nothing listens."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def alone(device: torch.device) -> Generator[None]:
+    """A group of this process alone for as long as the block runs: another one may be made after it."""
+    join_alone(device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
