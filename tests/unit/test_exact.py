@@ -4,7 +4,7 @@ from threading import Event
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import highwater
@@ -57,7 +57,6 @@ class Tracer:
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**23))
 def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
     tracer = Tracer(bytes_per_token)
@@ -76,7 +75,6 @@ def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_toke
         assert found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**23), st.floats(1, 1.5))
 def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_traced_twice(bytes_per_token, upper):
     tracer = Tracer(bytes_per_token)
@@ -141,7 +139,6 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
     assert len(tracer.asked) <= 6
 
 
-@settings(deadline=None)
 @given(st.integers(SIZE // 2, 2 * SIZE), st.integers(1, SIZE), st.floats(1, 1.5))
 def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(budget, held, upper):
     """Shorter lengths fill it: their traces need more than that of one that leaves almost half of it empty."""

@@ -138,7 +138,7 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> N
             assert journal.snapshot().answers == whole.answers
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(cut=st.integers(min_value=0, max_value=10_000))
 def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "study.jsonl"
