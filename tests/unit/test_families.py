@@ -8,7 +8,7 @@ from places import write_model
 
 from highwater.errors import ModelError
 from highwater.prediction.formula import FAMILIES
-from highwater.spec.families import CLASS_DEFAULTS
+from highwater.spec.families import CLASS_DEFAULTS, ROPE_BY_LAYER
 from highwater.spec.model import load_model, window_tokens
 
 SIZES: dict[str, Any] = {
@@ -30,6 +30,17 @@ SWITCHED = {**WINDOW, "use_sliding_window": True}
 
 def test_every_family_that_is_predicted_has_its_classs_defaults() -> None:
     assert set(CLASS_DEFAULTS) == set(FAMILIES)
+
+
+def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = pytest.importorskip("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found: set[str] = set()
+    for name in set(names) - {"gemma4_assistant"}:  # its class refuses its own defaults
+        rope = getattr(transformers.CONFIG_MAPPING[name](), "rope_parameters", None) or {}
+        if any(isinstance(block, dict) for block in rope.values()):
+            found.add(name)
+    assert found <= ROPE_BY_LAYER
 
 
 @pytest.mark.parametrize("family", FAMILIES)

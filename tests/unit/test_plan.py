@@ -17,6 +17,7 @@ from highwater.spec.model import catalog_names, load_model
 from highwater.spec.pieces import pieces
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
+from highwater.spec.rope import yarn
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.units import GIB
@@ -224,13 +225,44 @@ def test_one_trial_past_a_models_own_rope_scaling_is_refused_unless_yarn_is_aske
     assert plan_trial(request_from({"model": "Llama-3.1-8B", "rope": "yarn"}), machine_with(1), 262144).length_tokens == 262144
 
 
+def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_path: Path) -> None:
+    grows = {"rope_type": "dynamic", "factor": 2.0}
+    model = str(write_model(tmp_path / "m", rope_scaling=grows))
+    result = plan(request_from({"model": model}), machine_with(1))
+    assert result.question.grid.max_tokens == 1024**2
+    assert result.notes == ()
+    assert plan_trial(request_from({"model": model}), machine_with(1), 8192).length_tokens == 8192
+    assert yarn(load_model(model), length_tokens=8192) is None
+    assert yarn(load_model(model), length_tokens=8192, rope="yarn") is not None
+    fixed = str(write_model(tmp_path / "fixed", rope_scaling={**grows, "alpha": 1000.0}))
+    assert plan(request_from({"model": fixed}), machine_with(1)).question.grid.max_tokens == 4096
+
+
+@pytest.mark.parametrize("rope", ["auto", "yarn"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 2},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ],
+)
+def test_a_rope_for_each_kind_of_layer_is_not_scaled(tmp_path: Path, rope: str, config: dict[str, Any]) -> None:
+    model = str(write_model(tmp_path / "m", **config))
+    result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
+    assert result.question.grid.max_tokens == 4096
+    assert "a RoPE for each kind of layer, which one scaling does not fit" in result.notes[0]
+    with pytest.raises(UsageError, match="a RoPE for each kind of layer") as refusal:
+        plan_trial(request_from({"model": model, "rope": rope}), machine_with(1), 8192)
+    assert refusal.value.hint == "use `--length 4096`"
+
+
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
 def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_is_asked_for(tmp_path: Path, rope: str) -> None:
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
     result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
     grid = result.question.grid
     assert [grid.length(index) for index in range(1, grid.size + 1)] == [4096, 8192]
-    assert result.notes == ("lengths end at 10,000: m (opt) has no RoPE to scale past them",)
+    assert result.notes == ("lengths end at 10,000: m was made for them, and opt has no RoPE to scale",)
 
 
 def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
+from highwater.engine.document_rope import follow_documents
 from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.loss import token_statistics
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
@@ -27,6 +29,7 @@ from highwater.errors import ModelError
 from highwater.parallel.fsdp import local_shard, shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.parallel.fsdp1 import shard_flat
+from highwater.parallel.sequence import parts_of
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 
 _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
@@ -61,11 +64,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
+        self.document_ropes = follow_documents(causal_lm)
         self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
         """Of the whole model, tied ones once, however it is sharded afterwards."""
 
     def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
         """The last hidden state of every token, normalised; of shape (T, E)."""
+        self._tell_documents(document_lengths, tokens=len(input_ids_T))
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -74,6 +79,13 @@ class Decoder(nn.Module):
         ).last_hidden_state[0]
         self._check_callers()
         return hidden_TE
+
+    def _tell_documents(self, document_lengths: Sequence[int], *, tokens: int) -> None:
+        """Tell rotary modules that depend on it which documents this rank's tokens are of."""
+        start = 0 if self.attention.group is None else tokens * dist.get_rank(self.attention.group)
+        parts = parts_of(document_lengths, start=start, stop=start + tokens) if self.document_ropes else []
+        for rope in self.document_ropes:
+            rope.parts = parts
 
     def _check_callers(self) -> None:
         """Raise ModelError unless every layer attends through our attention: any other way documents would see each other."""

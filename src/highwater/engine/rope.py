@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from highwater.errors import UsageError
-from highwater.spec.rope import kept_parameters, yarn_parameters
+from highwater.spec.rope import grows, kept_parameters, yarn_parameters
 from highwater.spec.settings import Rope
 
 
@@ -13,7 +13,8 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
     """Set the config's RoPE for a length, in place; nothing changes up to the native length.
 
     YaRN's factor is length / native length; for a model that brings its own scaling and ``rope="yarn"``, the native length is
-    the one its scaling started from. Raises UsageError past a maximum that cannot or may not be exceeded.
+    the one its scaling started from. Scaling that grows with the length (``dynamic``) has no maximum. Raises UsageError past a
+    maximum that cannot or may not be exceeded.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -21,11 +22,14 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
     if length_tokens <= native and not (own_scaling and rope == "yarn"):
         return
     if "rope_type" not in parameters:
+        why = "it has no RoPE to scale" if not parameters else "its RoPE for each kind of layer is not scaled"
         raise UsageError(
-            f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, and it has no RoPE to scale",
+            f"{length_tokens} tokens are past the {native} that {config.model_type} was made for, and {why}",
             hint=f"use `--max-length {native}`",
         )
     if own_scaling:
+        if rope == "auto" and grows(parameters):
+            return
         if rope == "auto":
             raise UsageError(
                 f"{length_tokens} tokens are past the {native} up to which the model's own {parameters['rope_type']} scaling goes",

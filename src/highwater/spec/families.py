@@ -30,6 +30,14 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, untied embeddings."""
 
+ROPE_BY_LAYER = frozenset(
+    (
+        *("beam", "deepseek_v4", "dots3_note_text", "gemma3_text", "gemma3n_text", "gemma4_assistant", "gemma4_text"),
+        *("gemma4_unified_text", "laguna", "lfm3", "mellum", "mimo_v2_flash", "modernbert-decoder", "olmo3", "zaya"),
+    )
+)
+"""Families with RoPE of its own for each kind of layer, whatever their config leaves out."""
+
 _WITHOUT_WINDOW = ("llama", "olmo2")
 """Families whose attention takes no window, whatever their config says."""
 _WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3")

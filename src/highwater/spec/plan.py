@@ -15,6 +15,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, window_tokens
 from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
+from highwater.spec.rope import ends_at_native, unscalable
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.spec.trial import Device, TrialSpec
@@ -352,12 +353,12 @@ def _grid(request: Request, model: Model, device: Device, window: int | None) ->
     if request.max_tokens is None and device == "cpu":
         longest = max(longest, request.start_tokens)
         notes = (f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",)
-    if longest > native and _ends_at_native(model, request.rope):
+    if longest > native and ends_at_native(model, request.rope):
         _refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
         longest = native
         why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
-        if not model.rope:
-            why = f"{model.name} ({model.shape.model_type}) has no RoPE to scale past them"
+        if unscalable(model) is not None:
+            why = f"{model.name} was made for them, and {unscalable(model)}"
         notes = (f"lengths end at {format_tokens(native)}: {why}",)
     if window is not None and longest > window:
         refuse_past_window(model, request.start_tokens, flag="--start-length")
@@ -377,20 +378,14 @@ def _grid(request: Request, model: Model, device: Device, window: int | None) ->
     return grid, notes
 
 
-def _ends_at_native(model: Model, rope: Rope) -> bool:
-    """Nothing scales the positions past the native length: there is no RoPE, or the model brings its own scaling up to there."""
-    return not model.rope or (model.own_rope_scaling and rope == "auto")
-
-
 def _refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
     native = model.shape.native_length_tokens
-    if length_tokens <= native or not _ends_at_native(model, rope):
+    if length_tokens <= native or not ends_at_native(model, rope):
         return
     length, longest = format_tokens(length_tokens), format_tokens(native)
-    if not model.rope:
+    if unscalable(model) is not None:
         raise UsageError(
-            f"{length} tokens are past the {longest} that {model.name} was made for, "
-            f"and {model.shape.model_type} has no RoPE to scale",
+            f"{length} tokens are past the {longest} that {model.name} was made for, and {unscalable(model)}",
             hint=f"use `{flag} {native}`",
         )
     raise UsageError(

@@ -1,10 +1,11 @@
-"""Rope: the YaRN block that a length past the native one needs, read off a model's ``config.json`` without transformers."""
+"""Rope: how far a model's positions reach, and the YaRN block of a length past them, from ``config.json``, without transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from highwater.spec.codec import Noun
+from highwater.spec.families import ROPE_BY_LAYER
 from highwater.spec.model import Model, read_config, rope_block
 from highwater.spec.settings import Rope
 
@@ -19,6 +20,29 @@ def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[s
 def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
     """What stays of a model's own parameters where YaRN takes their place."""
     return {name: own[name] for name in _KEPT if own.get(name) is not None}
+
+
+def grows(own: Mapping[str, Any]) -> bool:
+    """Whether a model's own scaling goes on past its native length: ``dynamic``, whose frequencies follow each document's length.
+
+    Not with Hunyuan's ``alpha``, which fixes them.
+    """
+    return own.get("rope_type", own.get("type")) == "dynamic" and not own.get("alpha")
+
+
+def unscalable(model: Model) -> str | None:
+    """Why no YaRN takes the model's positions past its native length, in words; None where it can."""
+    family = model.shape.model_type
+    if not model.rope:
+        return f"{family} has no RoPE to scale"
+    if family in ROPE_BY_LAYER or any(isinstance(value, Mapping) for value in _own(model).values()):
+        return f"{family} has a RoPE for each kind of layer, which one scaling does not fit"
+    return None
+
+
+def ends_at_native(model: Model, rope: Rope) -> bool:
+    """Nothing scales the positions past the native length: nothing can, or the model brings its own scaling, up to there."""
+    return unscalable(model) is not None or (model.own_rope_scaling and rope == "auto" and not grows(_own(model)))
 
 
 class Yarn(Noun, frozen=True, kw_only=True):
@@ -41,13 +65,13 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
 
     A length that cannot be reached is refused before: see ``spec/plan.py``.
     """
-    path = Path(model.directory, "config.json")
-    config = read_config(path)
-    own = rope_block(config, str(path))
+    config, own = read_config(Path(model.directory, "config.json")), _own(model)
     native = model.shape.native_length_tokens
-    if not model.rope or (length_tokens <= native and not (model.own_rope_scaling and rope == "yarn")):
+    if unscalable(model) is not None or (length_tokens <= native and not (model.own_rope_scaling and rope == "yarn")):
         return None
     if model.own_rope_scaling:
+        if rope == "auto" and grows(own):
+            return None
         native = int(own.get("original_max_position_embeddings") or native)
     if length_tokens <= native:
         return None
@@ -57,3 +81,8 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
         rope_parameters={**kept_parameters({**config, **own}), **yarn_parameters(factor, native_length_tokens=native)},
         max_position_embeddings=length_tokens,
     )
+
+
+def _own(model: Model) -> dict[str, Any]:
+    path = Path(model.directory, "config.json")
+    return rope_block(read_config(path), str(path))

@@ -1,0 +1,186 @@
+"""One process of a group: RoPE that depends on a document's length, packed and sharded, against each document alone.
+
+``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cases import RecordGradients, _whole
+from reference import load_textbook
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+
+from highwater.attention.dense import register
+from highwater.engine.data import Document, pack, shard
+from highwater.engine.model import build, read_config
+from highwater.engine.step import CLIP_NORM, Trainer, train_step
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.layout import Layout
+
+VOCABULARY = 97
+BORDER_TOKENS = 16
+"""Documents up to here have one set of frequencies, longer ones another: for ``dynamic``, one for each length."""
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+BATCHES = {
+    "alone": ((31,), (31,)),
+    "both-sides": ((11, 41), (41, 11)),
+    "many": ((16, 17, 1, 33, 33, 2), (17,)),
+    "short-after-long": ((64,), (5, 9)),
+}
+"""Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or with padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, documents, and a way to train them."""
+
+    model: str
+    batch: str
+    strategy: str
+    recompute: str
+    ulysses: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def cases_for(processes: int) -> list[Case]:
+    """Every model with every batch, in float64 and in another way."""
+    ways = [("fsdp2", "layer", "float64"), ("fsdp", "none", "float64"), ("fsdp2", "none", "float32")]
+    every = product(MODELS, BATCHES, (1, 2) if processes > 1 else (1,))
+    return [
+        Case(model=model, batch=batch, ulysses=ulysses, strategy=strategy, recompute=recompute, dtype=dtype)
+        for index, (model, batch, ulysses) in enumerate(every)
+        for strategy, recompute, dtype in (ways[0], ways[1 + index % 2])
+    ]
+
+
+def phi3() -> PreTrainedModel:
+    rope = {**LONGROPE, "rope_theta": 1e4}
+    longest = {"max_position_embeddings": 64, "original_max_position_embeddings": BORDER_TOKENS}
+    return Phi3ForCausalLM(Phi3Config(**SHAPE, **longest, rope_parameters=rope))
+
+
+def llama() -> PreTrainedModel:
+    rope = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS, "attention_factor": 1.3}
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
+
+
+def dynamic() -> PreTrainedModel:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=BORDER_TOKENS, rope_parameters=rope))
+
+
+def olmo3() -> PreTrainedModel:
+    """One kind of RoPE for each kind of layer; the window holds every document."""
+    own = {"full_attention": {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS}}
+    rope = {**own, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
+    return Olmo3ForCausalLM(Olmo3Config(**SHAPE, **kinds, max_position_embeddings=64, rope_parameters=rope))
+
+
+MODELS = {"phi3": phi3, "llama": llama, "dynamic": dynamic, "olmo3": olmo3}
+
+
+def save_models(folder: Path) -> None:
+    """Each model with random float64 weights, as safetensors."""
+    torch.manual_seed(0)
+    for name, make in MODELS.items():
+        make().double().save_pretrained(folder / name)
+
+
+def main() -> None:
+    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    results = {}
+    for case in cases_for(world):
+        try:
+            results[case.name] = run(case, folder / case.model, mesh, rank, world)
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    if rank == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
+    """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
+    dtype = getattr(torch, case.dtype)
+    group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
+    data_rank, data_ranks = rank // case.ulysses, world // case.ulysses
+    whole = [pack([Document(ids, ids) for ids in documents(lengths, data_rank)]) for lengths in BATCHES[case.batch]]
+    model = build(
+        read_config(str(directory), length_tokens=64, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash", group=group),
+        strategy=case.strategy,
+        loss="full",
+        recompute=case.recompute,
+        compute_dtype=dtype,
+        master_dtype=dtype,
+    )
+    optimizer = RecordGradients(model.parameters(), lr=0.0)
+    own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
+    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
+    found = _whole(model, optimizer.gradients)
+    expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)
+    assert set(found) == set(expected), f"parameters without a partner: {set(found) ^ set(expected)}"
+    deviations = {n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm()) for n in expected}
+    worst = max(deviations, key=deviations.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(expected_loss) - 1),
+        "norm": abs(float(norm) / float(expected_norm) - 1),
+        "gradient": deviations[worst],
+        "worst": worst,
+    }
+
+
+def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+@cache
+def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The mean loss over all documents, each through a plain model that has seen no other one; norm; clipped gradients."""
+    model = load_textbook(directory, dtype)
+    everything = [ids for rank in range(data_ranks) for lengths in BATCHES[batch] for ids in documents(lengths, rank)]
+    trained = sum(len(ids) - 1 for ids in everything)
+    loss = torch.zeros((), dtype=dtype)
+    for ids in everything:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / trained
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main()
