@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from reference import Documents, reference_gradients, reference_training
 from torch import Tensor, nn
 
 from highwater.attention.dense import register
+from highwater.engine import random_weights
 from highwater.engine.data import Batch, Document, pack, shard
 from highwater.engine.model import Fill, LanguageModel, build, build_on_meta, name_in_files, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
@@ -30,6 +32,8 @@ VOCABULARY = 97
 COVER = "cover"
 """Cases in which every value of one field meets every value of any other field."""
 BUILD = "FSDP1 is built unit by unit"
+FILLED = "filled"
+"""No cases: random weights, and those of a family that makes parameters off meta."""
 PRODUCTS = ("fsdp", "fsdp offload", "fsdp2", "fsdp2 offload")
 """Every combination of the other fields."""
 
@@ -89,6 +93,8 @@ def cases_for(processes: int, part: str) -> list[Case]:
     possible = [case for case in every if processes % case.ulysses == 0 and case.is_told_by_its_result]
     if part == COVER:
         return _pairwise(possible)
+    if part == FILLED:
+        return []
     strategy, _, offload = part.partition(" ")
     return [case for case in possible if (case.strategy, case.offload) == (strategy, bool(offload))]
 
@@ -127,6 +133,9 @@ def main() -> None:
             results[case.name] = {"error": traceback.format_exc()}
     if part == COVER:
         results[BUILD] = build_unit_by_unit(weights / "tied", mesh)
+    if part == FILLED:
+        results["random"] = random_everywhere(weights, mesh)
+        results["saved"] = made_elsewhere(weights / "diffllama", mesh, groups[min(2, world)], rank)
     if rank == 0:
         result.write_text(json.dumps(results))
     process_mesh.leave()
@@ -227,6 +236,46 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
         "random": max(float((whole[name] - expected[name]).abs().max()) for name in expected),
         "held": max(held) / (everything / mesh.size() + largest),
     }
+
+
+def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
+    """By strategy and offload, the worst deviation of random weights from those of a model that nothing shards."""
+    random_weights.CHUNK_NUMBERS = 1000  # several to a parameter, whose rows they cut anywhere
+    deviations = {}
+    for name, strategy, offload, loss in product(("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None)):
+        config = read_config(str(weights / name), length_tokens=64, rope="auto")
+        plain = build_on_meta(config, attention=register("flash"), loss=loss, master_dtype=torch.float32)
+        Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
+        expected = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
+        with TemporaryDirectory() as empty:
+            model = build(
+                config,
+                directory=empty,
+                mesh=mesh,
+                attention=register("flash"),
+                strategy=strategy,
+                offload=offload,
+                loss=loss,
+                recompute="none",
+                compute_dtype=torch.float32,
+                seed=7,
+            )
+        whole = _whole(model, [p.detach() for p in model.parameters()])
+        assert set(whole) == set(expected)
+        deviations[f"{name} {strategy} {offload} {loss}"] = max(float((whole[n] - expected[n]).abs().max()) for n in expected)
+    return deviations
+
+
+def made_elsewhere(directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int) -> dict[str, float]:
+    """By strategy and offload, the worst deviation of saved weights that are trained on."""
+    ulysses = min(2, mesh.size())
+    how = {"precision": "float64", "loss": "chunked", "recompute": "layer", "batch": "packed", "mlp_tiles": None}
+    worst = {}
+    for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):
+        case = Case(model="diffllama", strategy=strategy, offload=offload, ulysses=ulysses, **how)
+        found = run(case, directory, mesh, group, rank)
+        worst[f"{strategy} {offload}"] = max(found[what] for what in ("loss", "norm", "gradient"))
+    return worst
 
 
 def documents(kind: str, rank: int, micro_batch: int) -> Documents:

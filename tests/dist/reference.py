@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -32,7 +34,9 @@ SHAPE = {
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings, mixture of experts."""
+    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings, mixture of experts; and one
+    whose class makes parameters by functions that know no default device.
+    """
     torch.manual_seed(0)
     dense = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
     tied = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=True))
@@ -47,7 +51,8 @@ def save_models(folder: Path) -> None:
             tie_word_embeddings=False,
         )
     )
-    for name, model in (("dense", dense), ("tied", tied), ("moe", moe)):
+    diffllama = DiffLlamaForCausalLM(DiffLlamaConfig(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
+    for name, model in (("dense", dense), ("tied", tied), ("moe", moe), ("diffllama", diffllama)):
         model.double().save_pretrained(folder / name)
 
 
@@ -87,7 +92,7 @@ def unsharded(kind: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     )
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
-            if type(norm).__name__.endswith("RMSNorm"):
+            if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
                 setattr(parent, name, _TextbookNorm(norm.weight, norm.variance_epsilon))
     return model
 

@@ -44,13 +44,13 @@ class Pass(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With weights: without files, each placement of the shards draws random numbers of its own."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """Without weights: on the GPU and offloaded, training starts from the same random ones."""
+    from transformers import Qwen3Config
 
     directory = tmp_path_factory.mktemp("model")
     shape = {"num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
     sizes = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 8192}
-    Qwen3ForCausalLM(Qwen3Config(**shape, **sizes, tie_word_embeddings=False)).save_pretrained(directory)
+    Qwen3Config(**shape, **sizes, tie_word_embeddings=False).save_pretrained(directory)
     return directory
 
 

@@ -4,7 +4,6 @@ Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
 """
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -21,12 +19,13 @@ from highwater.engine import weights
 from highwater.engine.document_rope import follow_documents
 from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.loss import token_statistics
+from highwater.engine.random_weights import fill_random
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.recompute import recompute_layers
 from highwater.engine.rope import scale_rope
 from highwater.engine.router import follow_routers
 from highwater.errors import ModelError
-from highwater.parallel.fsdp import local_shard, shard
+from highwater.parallel.fsdp import shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.sequence import parts_of
@@ -36,10 +35,6 @@ _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softc
 """Config fields by which a family changes its logits after the head, and the value that changes nothing."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
-
-
-_PART_NUMBERS = 16 * 1024**2
-"""Random numbers that the GPU makes at once for the host."""
 SCORE = "score.weight"
 """The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
 
@@ -236,6 +231,7 @@ def build(
             shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
             model.to_empty(device="cpu" if offload else device)
             fill.values(model)
+    fill.finish()
     assert all(p.dtype == master_dtype for p in model.parameters()), "master parameters keep their dtype"
     return model.train()
 
@@ -253,6 +249,8 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss 
             experts_implementation=experts,
             trust_remote_code=False,
         )
+    drop_storage(causal_lm)
+    _refuse_shared_parameters(causal_lm)
     _refuse_other_mixing(causal_lm)
     fuse_norms(causal_lm)
     fuse_attentions(causal_lm)
@@ -262,6 +260,31 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss 
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(f"{config.model_type} has a bias on its head, which is not supported", hint="use a model without one")
     return model
+
+
+def drop_storage(causal_lm: PreTrainedModel) -> None:
+    """Put on meta what the family's class made elsewhere, by functions that know no default device: Fill gives all values."""
+    for module in causal_lm.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="meta"))
+
+
+def _refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
+    """Refuse a parameter with several places, but for the embedding in the head's: FSDP would train each place by itself."""
+    first: dict[nn.Parameter, str] = {}
+    head = cast(nn.Linear, causal_lm.get_output_embeddings()).weight
+    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        if parameter in first and parameter is not head:
+            raise ModelError(
+                f"{causal_lm.config.model_type} has one parameter as {first[parameter]} and as {name}, which is not supported",
+                hint="use a family whose layers share nothing, for example Qwen3 or Llama",
+            )
+        first.setdefault(parameter, name)
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
@@ -309,8 +332,10 @@ class Fill:
         self.saved = saved
         self.device = device
         self.seed = seed
-        # Read before anything is wrapped, which changes names.
+        # Read before anything is wrapped, which changes names, or given storage, which parts what is shared.
         self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._missing = {name_in_files(name) for name, _ in model.named_parameters()}
+        self._is_tied = model.head.weight is cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
 
     def one_unit(self, unit: nn.Module) -> None:
         """Storage on the device and values for what of the unit is still on meta: all but the units within it."""
@@ -323,23 +348,29 @@ class Fill:
         """Values for all of a model that has storage."""
         self._fill(list(model.modules()))
 
+    def finish(self) -> None:
+        """Every parameter has been given its values, each once."""
+        assert not self._missing, f"never filled: {sorted(self._missing)}"
+
     def _fill(self, modules: Sequence[nn.Module]) -> None:
         _fill_buffers(modules, device=self.device)
-        if self.model in modules or self.model.head in modules:
-            _retie(self.model)
+        if self._is_tied and self.model.head in modules:
+            self.model.head.weight = cast(nn.Embedding, self.model.causal_lm.get_input_embeddings()).weight
         parameters, buffers = {}, {}
         for module in modules:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
             buffers |= {prefix + name: b for name, b in module.named_buffers(recurse=False)}
         fresh = _once(parameters)
+        assert fresh.keys() <= self._missing, f"filled twice, or new: {sorted(fresh.keys() - self._missing)}"
+        self._missing -= fresh.keys()
         if self.saved is not None:
             saved = {name: p for name, p in fresh.items() if name != SCORE or self.saved.has(SCORE)}
             self.saved.fill(saved, buffers)
             fresh = {name: p for name, p in fresh.items() if name not in saved}
         std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
         for name, parameter in fresh.items():
-            _fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
+            fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
 
 def name_in_files(name: str) -> str:
@@ -363,28 +394,3 @@ def _fill_buffers(modules: Sequence[nn.Module], *, device: torch.device) -> None
         fresh = cast(Any, type(module))(module.config)
         for name in buffers:
             setattr(module, name, getattr(fresh, name).to(device))
-
-
-def _retie(model: Decoder) -> None:
-    """Share the embedding's weight with the head again: materialising gave each its own."""
-    if model.causal_lm.config.tie_word_embeddings:
-        model.head.weight = cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
-
-
-def _fill_random(name: str, parameter: nn.Parameter, *, std: float, seed: int, device: torch.device) -> None:
-    """Norms 1, biases 0, the rest normal; every shard has a stream of its own, a whole parameter the same on every rank.
-
-    The numbers come from ``device``, wherever the parameter lies: a GPU makes them a hundred times faster than a host.
-    """
-    local = local_shard(parameter.detach())
-    if parameter.ndim == 1:
-        local.fill_(0.0 if name.endswith("bias") else 1.0)
-        return
-    rank = parameter.device_mesh.get_rank() if isinstance(parameter, DTensor) else 0
-    stream = int.from_bytes(hashlib.sha256(f"{seed} {rank} {name}".encode()).digest()[:7], "big")
-    generator = torch.Generator(device).manual_seed(stream)
-    if local.device.type == device.type:
-        local.normal_(0.0, std, generator=generator)
-        return
-    for part in local.view(-1).split(_PART_NUMBERS):
-        part.copy_(torch.empty_like(part, device=device).normal_(0.0, std, generator=generator))

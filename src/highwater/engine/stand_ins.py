@@ -47,7 +47,7 @@ def put(kernel: Kernel) -> None:
     gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
     rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
-    models._fill_random = in_place
+    models.fill_random = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
     models.tile_mlps = _outside(models.tile_mlps)
     actors.actor_on_meta = _outside(actors.actor_on_meta)

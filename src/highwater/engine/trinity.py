@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from highwater.attention.dense import Attention, register
 from highwater.engine import row_kernels, weights
-from highwater.engine.model import Decoder, Fill, MicroBatchStatistics, read_config
+from highwater.engine.model import Decoder, Fill, MicroBatchStatistics, drop_storage, read_config
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.recompute import recompute_layers
 from highwater.engine.step import LEARNING_RATE, Trainer
@@ -133,6 +133,7 @@ def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torc
         causal_lm = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=attention.name, trust_remote_code=False
         )
+    drop_storage(causal_lm)
     return Actor(causal_lm, attention=attention)
 
 
@@ -150,13 +151,17 @@ def on_fsdp1(
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "use_orig_params": use_orig_params}
-        return cast(Decoder, shard_flat(actor, actor.layers, materialise=fill.one_unit, **how)).train()
+        wrapped = shard_flat(actor, actor.layers, materialise=fill.one_unit, **how)
+    fill.finish()
+    return cast(Decoder, wrapped).train()
 
 
 def offloaded(actor: Actor, *, directory: str, mesh: DeviceMesh, compute_dtype: torch.dtype, seed: int = 0) -> Decoder:
     """Frozen, in host memory, with FSDP2: a layer is on the device at a time, as with FSDP1's offload."""
-    fsdp.shard(actor, list(actor.layers), mesh=mesh, compute_dtype=compute_dtype, offload=True)
-    actor.to_empty(device="cpu")
     with weights.opened(directory) as saved:
-        Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed).values(actor)
+        fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
+        fsdp.shard(actor, list(actor.layers), mesh=mesh, compute_dtype=compute_dtype, offload=True)
+        actor.to_empty(device="cpu")
+        fill.values(actor)
+    fill.finish()
     return actor.requires_grad_(False).train()

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from highwater.errors import ModelError
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp import local_shard, own_rows
 
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
@@ -36,7 +35,7 @@ class SavedWeights:
         Raises ModelError for parameters that the files lack, and for shapes that differ from the config's.
         """
         for name, parameter in parameters.items():
-            start, stop = _own_rows(parameter)
+            start, stop = own_rows(parameter)
             if start < stop:
                 _copy(parameter, self._read(name, start, stop), name, self.directory)
         for name, buffer in buffers.items():
@@ -81,16 +80,6 @@ def _files(directory: Path) -> list[Path]:
     if index.is_file():
         return [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     return sorted(directory.glob("*.safetensors"))
-
-
-def _own_rows(parameter: nn.Parameter) -> tuple[int, int]:
-    """Rows of the whole parameter that this rank's shard holds: FSDP2 shards dimension 0 in chunks of equal size."""
-    total = parameter.shape[0]
-    if not isinstance(parameter, DTensor):
-        return 0, total
-    chunk = -(-total // parameter.device_mesh.size())
-    start = min(parameter.device_mesh.get_local_rank() * chunk, total)
-    return start, min(start + chunk, total)
 
 
 def _copy(parameter: nn.Parameter, rows: Tensor, name: str, directory: str) -> None:

@@ -52,3 +52,13 @@ def release(model: nn.Module) -> None:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, where it lies: of FSDP2's a view, FSDP1's are their own part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(parameter: Tensor) -> tuple[int, int]:
+    """Rows of the whole parameter that this rank's shard holds: FSDP2 cuts dimension 0 into chunks of equal size."""
+    total = parameter.shape[0]
+    if not isinstance(parameter, DTensor):
+        return 0, total
+    chunk = -(-total // parameter.device_mesh.size())
+    start = min(parameter.device_mesh.get_local_rank() * chunk, total)
+    return start, min(start + chunk, total)

@@ -1,0 +1,53 @@
+"""Random weights: what stands at a place of a parameter, whichever rank holds it, in whichever layout.
+
+A parameter is drawn in chunks of its rows laid one after the other. Each chunk has a stream of its own, named by the seed, the
+parameter and the chunk's number, and a rank draws the chunks that its rows overlap. So FSDP1 and FSDP2, one rank and many, on
+the GPU and offloaded, start from the same numbers on one kind of device. They are drawn in float32 whatever the parameter's
+dtype: a narrow copy of a model is the wide one, rounded.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from highwater.parallel.fsdp import local_shard, own_rows
+
+CHUNK_NUMBERS = 2**20
+"""4 MiB, of which a rank holds at the most one besides its shards: few enough to matter to no peak, enough that a GPU draws 8
+billion numbers in about a second."""
+
+
+def fill_random(name: str, parameter: nn.Parameter, *, std: float, seed: int, device: torch.device) -> None:
+    """Fill this rank's rows: vectors named ``weight`` (norms) with 1, biases with 0, the rest normal with deviation ``std``.
+
+    The numbers come from ``device``, wherever the parameter lies: a GPU makes them a hundred times faster than a host.
+    """
+    local = local_shard(parameter.detach())
+    if parameter.ndim == 1 and name.endswith("bias"):
+        local.zero_()
+        return
+    if parameter.ndim == 1 and name.endswith("weight"):
+        local.fill_(1.0)
+        return
+    first_row, _ = own_rows(parameter)
+    numbers_per_row = parameter.numel() // parameter.shape[0]
+    place = {"first": first_row * numbers_per_row, "total": parameter.numel()}
+    draw(local.view(-1), **place, stream=f"{seed} {name}", std=std, device=device)
+
+
+def draw(own: Tensor, *, first: int, total: int, stream: str, std: float, device: torch.device) -> None:
+    """Fill ``own``, which is part of the ``total`` numbers of a stream and begins at the number ``first`` of them."""
+    generator = torch.Generator(device)
+    last = first + len(own)
+    in_place = own.device.type == device.type and own.dtype == torch.float32
+    for chunk in range(first // CHUNK_NUMBERS, -(-last // CHUNK_NUMBERS)):
+        begin, end = chunk * CHUNK_NUMBERS, min((chunk + 1) * CHUNK_NUMBERS, total)
+        generator.manual_seed(int.from_bytes(hashlib.sha256(f"{stream} {chunk}".encode()).digest()[:7], "big"))
+        start, stop = max(begin, first), min(end, last)
+        target = own[start - first : stop - first]
+        if in_place and (start, stop) == (begin, end):
+            target.normal_(0.0, std, generator=generator)
+        else:
+            whole = torch.empty(end - begin, device=device).normal_(0.0, std, generator=generator)
+            target.copy_(whole[start - begin : stop - begin])
