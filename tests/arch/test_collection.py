@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_pytest_enters_every_folder_that_has_tests(pytestconfig: pytest.Config) -> None:
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
-    assert {"arch", "cli", "dist", "emit", "faults", "gpu", "numeric", "pages", "unit"} <= folders
+    assert {"arch", "cli", "dist", "emit", "faults", "gpu", "numeric", "pages", "references", "unit"} <= folders
     assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
 
 

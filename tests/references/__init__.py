@@ -11,5 +11,5 @@ Written from the papers and from verl's and TRL's definitions, without having re
 - load balance of routers (Switch Transformers, arXiv:2101.03961, equations 4 to 6): transformers' ``load_balancing_loss_func``
 - the supervised loss: Hugging Face's ``ForCausalLMLoss`` with ``num_items_in_batch``
 
-No packing, no sharding, no micro-batches: each document runs alone through a model whose float32 casts are lifted.
+No packing, no sharding, no micro-batches: each document runs alone through a model whose casts to float32 are lifted.
 """

@@ -13,6 +13,28 @@ from references.router import step_imbalance
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the definitions leave open, at verl's defaults."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    divergence: float = 0.001
+    """Weight of the divergence from the reference model: GRPO."""
+    entropy: float = 0.0
+    """Weight of the entropy, which lowers the loss."""
+    value: float = 0.5
+    """Weight of the critic's squared error, which verl and TRL halve."""
+    value_clip: float = 0.5
+    discount: float = 1.0
+    decay: float = 0.95
+    """The lambda of generalised advantage estimation."""
+
+
+VERL = Numbers()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Router:
     """How the routers' auxiliary loss enters the loss of a step."""
 
@@ -42,19 +64,18 @@ def group_relative(
     documents: list[Document],
     *,
     estimator: str = "k3",
-    divergence_coefficient: float = 0.001,
-    entropy_coefficient: float = 0.0,
+    numbers: Numbers = VERL,
     router: Router | None = None,
 ) -> Tensor:
     """GRPO: rewards standardised in whole groups, the clipped loss, and a divergence from the reference; means over all tokens."""
     standardised = standardised_in_groups([one.reward for one in documents], [one.group for one in documents])
     advantages = [one.expand(len(document.trained)) for one, document in zip(standardised, documents, strict=True)]
     predicted = [predictions(policy, document, router=router is not None) for document in documents]
-    loss = _policy_loss(documents, predicted, _joined(advantages), entropy_coefficient=entropy_coefficient)
+    loss = _policy_loss(documents, predicted, _joined(advantages), numbers)
     with torch.no_grad():
         referred = _joined([predictions(reference, document).logprobs for document in documents])
     estimates = divergence(_joined([one.logprobs for one in predicted]), referred, estimator=estimator)
-    loss = loss + divergence_coefficient * estimates.mean()
+    loss = loss + numbers.divergence * estimates.mean()
     return loss if router is None else loss + router.loss(documents, predicted)
 
 
@@ -63,7 +84,7 @@ def proximal(
     critic: nn.Module | None,
     documents: list[Document],
     *,
-    entropy_coefficient: float = 0.0,
+    numbers: Numbers = VERL,
     router: Router | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """PPO: the policy's loss, and the critic's. Without a critic every value is 0 and nothing is trained to predict it.
@@ -71,17 +92,21 @@ def proximal(
     A token's value is the critic's score one token earlier, where the token is chosen; before the update it is the baseline.
     """
     values = [_values(critic, document) for document in documents]
-    estimated = [generalised(one.detach(), document.reward) for one, document in zip(values, documents, strict=True)]
+    estimated = [
+        generalised(one.detach(), document.reward, discount=numbers.discount, decay=numbers.decay)
+        for one, document in zip(values, documents, strict=True)
+    ]
     advantages = whitened(_joined(estimated))
     predicted = [predictions(policy, document, router=router is not None) for document in documents]
-    loss = _policy_loss(documents, predicted, advantages, entropy_coefficient=entropy_coefficient)
+    loss = _policy_loss(documents, predicted, advantages, numbers)
     if router is not None:
         loss = loss + router.loss(documents, predicted)
     if critic is None:
         return loss, None
     current = _joined(values)
     returns = _joined(estimated) + current.detach()
-    return loss, clipped_value(current, current.detach(), returns).mean()
+    errors = clipped_value(current, current.detach(), returns, clip=numbers.value_clip)
+    return loss, numbers.value * errors.mean()
 
 
 def pairwise(model: nn.Module, pairs: list[tuple[Document, Document]]) -> Tensor:
@@ -93,9 +118,7 @@ def pairwise(model: nn.Module, pairs: list[tuple[Document, Document]]) -> Tensor
     return -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
 
 
-def _policy_loss(
-    documents: list[Document], predicted: list[Predicted], advantages: Tensor, *, entropy_coefficient: float
-) -> Tensor:
+def _policy_loss(documents: list[Document], predicted: list[Predicted], advantages: Tensor, numbers: Numbers) -> Tensor:
     logprobs = _joined([one.logprobs for one in predicted])
     old = _joined(
         [
@@ -104,7 +127,8 @@ def _policy_loss(
         ]
     )
     entropy = _joined([one.entropies for one in predicted]).mean()
-    return clipped(logprobs, old, advantages).mean() - entropy_coefficient * entropy
+    losses = clipped(logprobs, old, advantages, low=numbers.clip_low, high=numbers.clip_high, dual=numbers.dual_clip)
+    return losses.mean() - numbers.entropy * entropy
 
 
 def _values(critic: nn.Module | None, document: Document) -> Tensor:

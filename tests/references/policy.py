@@ -31,6 +31,6 @@ def divergence(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: str) 
 
 
 def clipped_value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.5) -> Tensor:
-    """Half the larger squared error of a value and of the value held within ``clip`` of what it was, of each token."""
+    """The larger squared error of a value and of the value held within ``clip`` of what it was, of each token."""
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-    return 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)
+    return torch.maximum((values - returns) ** 2, (held - returns) ** 2)

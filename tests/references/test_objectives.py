@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from references.documents import Document, predictions, scores, trained_tokens
-from references.objectives import Router, group_relative, pairwise, proximal, supervised
+from references.objectives import Numbers, Router, group_relative, pairwise, proximal, supervised
 from references.router import imbalance
 from references.tiny import VOCABULARY, dense, documents, language_model, scoring_model, with_experts
 from references.wide import float32_casts_lifted
 
 LENGTHS = [7, 12, 5, 20]
+NO_DIVERGENCE = Numbers(divergence=0.0)
 TIGHT = 1e-12
 """Relative: some hundred roundings of float64."""
 
@@ -78,7 +79,7 @@ def test_the_first_token_of_a_document_and_ignored_labels_are_not_trained() -> N
 def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability() -> None:
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
-    loss = group_relative(model, model, step, divergence_coefficient=0.0)
+    loss = group_relative(model, model, step, numbers=NO_DIVERGENCE)
     advantages = [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5]  # of two rewards, whatever they are
     plain = -sum(a * predictions(model, one).logprobs.sum() for a, one in zip(advantages, step, strict=True)) / trained_tokens(step)
     assert isinstance(plain, Tensor)
@@ -117,9 +118,7 @@ def test_the_reference_model_itself_diverges_by_nothing() -> None:
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     for estimator in ("k1", "k2", "k3"):
-        apart = group_relative(model, model, step, estimator=estimator) - group_relative(
-            model, model, step, divergence_coefficient=0.0
-        )
+        apart = group_relative(model, model, step, estimator=estimator) - group_relative(model, model, step, numbers=NO_DIVERGENCE)
         assert apart.item() == 0.0
 
 
@@ -128,8 +127,8 @@ def test_the_divergence_counts_by_its_coefficient() -> None:
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     pairs = [(predictions(model, one).logprobs, predictions(reference, one).logprobs) for one in step]
     k2 = sum(((a - b) ** 2).sum().item() for a, b in pairs) / 2 / trained_tokens(step)
-    with_k2 = group_relative(model, reference, step, estimator="k2", divergence_coefficient=0.01)
-    without = group_relative(model, reference, step, divergence_coefficient=0.0)
+    with_k2 = group_relative(model, reference, step, estimator="k2", numbers=Numbers(divergence=0.01))
+    without = group_relative(model, reference, step, numbers=NO_DIVERGENCE)
     assert (with_k2 - without).item() == pytest.approx(0.01 * k2, rel=1e-10)
 
 
@@ -138,8 +137,8 @@ def test_an_even_distribution_has_the_entropy_of_its_vocabulary() -> None:
     nn.init.zeros_(model.lm_head.weight)
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0])
     for loss in (
-        lambda coefficient: group_relative(model, model, step, entropy_coefficient=coefficient),
-        lambda coefficient: proximal(model, None, step, entropy_coefficient=coefficient)[0],
+        lambda coefficient: group_relative(model, model, step, numbers=Numbers(entropy=coefficient)),
+        lambda coefficient: proximal(model, None, step, numbers=Numbers(entropy=coefficient))[0],
     ):
         assert (loss(0.0) - loss(0.001)).item() == pytest.approx(0.001 * math.log(VOCABULARY), rel=1e-10)
 

@@ -111,7 +111,7 @@ def test_the_value_loss_worked_out_by_hand() -> None:
     returns = torch.tensor([3.0, 3.0, 0.0], dtype=torch.float64)
     # unchanged: 4; moved by 1, held at 1.5: max(1, 2.25); moved away to 0, held at 0.5: max(0, 0.25)
     loss = clipped_value(values, old, returns)
-    assert loss.tolist() == [2.0, 1.125, 0.125]
+    assert loss.tolist() == [4.0, 2.25, 0.25]
     loss.sum().backward()
     assert values.grad is not None
-    assert values.grad.tolist() == [-2.0, 0.0, 0.0]
+    assert values.grad.tolist() == [-4.0, 0.0, 0.0]
