@@ -21,6 +21,7 @@ from highwater.answered import answered
 from highwater.errors import MachineError, UsageError
 from highwater.evidence import OnCalibrate, own_constants, own_residuals
 from highwater.foresight import check_prediction, expectation, foresight
+from highwater.launch.local import LocalRunner, LogLayout, refuse_unsupported
 from highwater.launch.probe import (
     INSTALL_HINT,
     environment,
@@ -32,7 +33,6 @@ from highwater.launch.probe import (
     refuse_unreadable_gpus,
 )
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
-from highwater.launch.torchrun import LogLayout, TorchrunRunner, refuse_unsupported
 from highwater.launch.tracing import CachedTracer, trace_directory
 from highwater.prediction.asked import calibration_of, predict_by_formula, predicted_question, room_in
 from highwater.prediction.capacity import ACCURACY, NOT_MODELLED, NOT_TRACED, TRACED_ACCURACY, Prediction, Room, accuracy
@@ -346,7 +346,7 @@ def _is_recorded_start(event: Event, journal: Journal) -> bool:
 def _runner(request: Request, log_layout: LogLayout, device_total_bytes: int | None = None) -> Runner:
     if request.dry_run:
         return SimulatedRunner(FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes)
-    return TorchrunRunner(
+    return LocalRunner(
         log_directory=Path(request.log_dir),
         timeout_s=request.timeout_s,
         log_layout=log_layout,

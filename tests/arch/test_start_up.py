@@ -38,7 +38,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.api",
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
-        "highwater.launch.torchrun",
+        "highwater.launch.local",
     ],
 )
 def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:

@@ -4,18 +4,22 @@ The first step's batches are good, so that a fault comes in mid-training, all bu
 goes through files in the folder that the variable ``FAULTS`` names.
 """
 
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from processes import MARK, marked
 
 FIRST_STEP = 2
 """Micro-batches of one step."""
@@ -91,6 +95,62 @@ def aborting_for_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
     os.abort()
+
+
+def telling_who_listens(*, length_tokens: int, **_: Any) -> Batches:
+    """Writes the addresses on which any process of this trial listens to the file ``listening``."""
+    yield from _first_step(length_tokens)
+    found = [
+        address
+        for pid in (os.getpid(), *marked(os.environ[MARK]))
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN and (address := connection.laddr.ip)
+    ]
+    Path(os.environ["FAULTS"], "listening").write_text(json.dumps(found))
+    yield from good(length_tokens=length_tokens)
+
+
+def starting_a_thread_without_room(*, length_tokens: int, **_: Any) -> Batches:
+    """No memory ran out: the stack that is asked for is larger than all addresses."""
+    yield from _first_step(length_tokens)
+    threading.stack_size(2**47)
+    threading.Thread(target=print).start()
+
+
+def segmentation_fault_after_a_handled_error(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+    """Both ranks handle an error of memory; then one dies of something else."""
+    sys.stderr.write(
+        "OSError: [Errno 12] Cannot allocate memory\nterminate called after throwing an instance of 'std::bad_alloc'\n"
+    )
+    yield from _first_step(length_tokens)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if data_rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    yield from good(length_tokens=length_tokens)
+
+
+def raising_what_is_no_text(*, length_tokens: int, **_: Any) -> Batches:
+    """A file's name, as Python gives one whose bytes are not UTF-8."""
+    yield from _first_step(length_tokens)
+    raise ValueError(f"no documents in {os.fsdecode(bytes([0xFF, 0xFE]))}.txt")
+
+
+def filling_the_control_group(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+    """Takes memory until the kernel kills this process, whose control group has less than the trial's limit."""
+    yield from _first_step(length_tokens)
+    held = []
+    while data_rank == 1:
+        held.append(b"\1" * 2**24)
+    yield from good(length_tokens=length_tokens)
+
+
+def killed_while_another_group_runs_out(*, length_tokens: int, **_: Any) -> Batches:
+    """The kernel kills somebody for want of memory, in the control group that the file ``group`` names; and somebody kills us."""
+    yield from _first_step(length_tokens)
+    tasks = Path(Path(os.environ["FAULTS"], "group").read_text(), "cgroup.procs")
+    code = f"open({str(tasks)!r}, 'w').write('0'); held = [b'1' * 2**24 for _ in range(2**10)]"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hanging(*, length_tokens: int, **_: Any) -> Batches:

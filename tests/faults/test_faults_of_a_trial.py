@@ -1,12 +1,19 @@
 """Faults of one trial: real processes, real training steps, and the outcome that each fault must have."""
 
-from collections.abc import Callable
+import ipaddress
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from processes import marked
 
 import highwater
+from highwater.launch import kernel_kills
+from highwater.spec.codec import from_json
 from highwater.spec.trial import Outcome, TrialResult
 
 pytestmark = pytest.mark.timeout(180)
@@ -94,7 +101,7 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
     [
         pytest.param("asking_for_a_tebibyte", "rank 0, data: MemoryError", marks=pytest.mark.slow),
         ("raising_bad_alloc", "rank 0, data: RuntimeError: std::bad_alloc"),
-        ("aborting_for_bad_alloc", "a worker died without a report after its log said that memory ran out"),
+        ("aborting_for_bad_alloc", "rank 0 was aborted without a report: its last words say that memory ran out"),
     ],
 )
 def test_out_of_memory_spelled_differently_is_out_of_memory(attempt: Attempt, data: str, reason: str) -> None:
@@ -106,3 +113,94 @@ def test_out_of_memory_spelled_differently_is_out_of_memory(attempt: Attempt, da
 def test_a_data_source_that_does_not_exist_is_the_users_to_mend(attempt: Attempt) -> None:
     with pytest.raises(highwater.HighwaterError, match="'faulty_batches:nothing'"):
         attempt("nothing")
+
+
+def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(attempt: Attempt, tmp_path: Path) -> None:
+    result = attempt("telling_who_listens", gpus=2)
+    assert result.outcome is Outcome.FIT, result.reason
+    listening = json.loads((tmp_path / "listening").read_text())
+    assert [address for address in listening if not ipaddress.ip_address(address).is_loopback] == []
+    assert len(listening) <= 2 * 2, "gloo alone listens, once for each rank and group"
+
+
+@pytest.mark.parametrize(
+    ("data", "gpus", "reason"),
+    [
+        ("starting_a_thread_without_room", 1, "rank 0, data: RuntimeError: can't start new thread"),
+        ("segmentation_fault_after_a_handled_error", 2, "rank 1 was ended by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_what_only_looks_like_out_of_memory_is_a_crash(attempt: Attempt, data: str, gpus: int, reason: str) -> None:
+    result = attempt(data, gpus=gpus)
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, reason)
+
+
+def test_an_error_that_is_no_text_keeps_its_reason(attempt: Attempt) -> None:
+    result = attempt("raising_what_is_no_text")
+    reason = r"rank 0, data: ValueError: no documents in \udcff\udcfe.txt"
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, reason)
+
+
+GROUP_BYTES = 768 * 2**20
+"""Enough for a trial of two processes that takes nothing more; less than the 1 GiB that each may have."""
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[[int], Path]]:
+    """Makes control groups with a limit, below this process's own."""
+    made: list[Path] = []
+
+    def group(limit_bytes: int) -> Path:
+        for counter in kernel_kills.counters():
+            directory = counter.parent / f"highwater-test-{uuid.uuid4().hex}"
+            try:
+                directory.mkdir()
+                made.append(directory)
+                limits = ("memory.swappiness", "0"), ("memory.limit_in_bytes", str(limit_bytes))
+                if counter.name == "memory.events":
+                    limits = ("memory.max", str(limit_bytes)), ("memory.swap.max", "0")
+                for name, value in limits:
+                    (directory / name).write_text(value)
+            except OSError:
+                continue
+            return directory
+        pytest.skip("this machine lets nobody make a control group")
+
+    yield group
+    for directory in made:
+        directory.rmdir()
+
+
+def attempt_in(group: Path, model: Path, data: str, gpus: int) -> TrialResult:
+    """Tries a trial in a control group, from a process of its own."""
+    code = f"""
+open({str(group / "cgroup.procs")!r}, "w").write("0")
+import highwater
+from highwater.spec.codec import to_json
+words = dict(device="cpu", memory="1GiB", gpus=[{gpus}], data="faulty_batches:{data}", timeout="2m", log_dir="logs")
+print(to_json(highwater.run_trial({str(model)!r}, 32, **words)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return from_json(done.stdout, TrialResult)
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_ran_out_of_it(
+    mark: str, groups: Callable[[int], Path], tiny: Path
+) -> None:
+    result = attempt_in(groups(GROUP_BYTES), tiny, "filling_the_control_group", 2)
+    assert (result.outcome, result.reason) == (Outcome.OUT_OF_MEMORY, "the kernel killed rank 1 for want of host memory")
+
+
+def test_a_rank_that_is_killed_while_others_run_out_of_memory_did_not(
+    mark: str, groups: Callable[[int], Path], tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "group").write_text(str(groups(16 * 2**20)))
+    before = _kills_on_this_machine()
+    result = attempt_in(groups(GROUP_BYTES * 4), tiny, "killed_while_another_group_runs_out", 1)
+    assert (result.outcome, result.reason) == (Outcome.CRASHED, "rank 0 was ended by signal 9 (SIGKILL)")
+    assert _kills_on_this_machine() > before
+
+
+def _kills_on_this_machine() -> int:
+    (line,) = (line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill "))
+    return int(line.split()[1])

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.attention.dense import Kernel, attend  # noqa: E402
-from highwater.launch.torchrun import TorchrunRunner  # noqa: E402
+from highwater.launch.local import LocalRunner  # noqa: E402
 from highwater.spec.layout import Layout  # noqa: E402
 from highwater.spec.model import load_model  # noqa: E402
 from highwater.spec.pieces import pieces  # noqa: E402
@@ -103,7 +103,7 @@ def trial(tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: 
         length_tokens=length,
         attention_depth=depth,
     )
-    return TorchrunRunner(log_directory=tmp_path, timeout_s=240).run(spec)
+    return LocalRunner(log_directory=tmp_path, timeout_s=240).run(spec)
 
 
 @pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])

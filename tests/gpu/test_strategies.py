@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from highwater.launch.local import LocalRunner
 from highwater.launch.probe import probe
-from highwater.launch.torchrun import TorchrunRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Objective, Settings, Strategy
@@ -81,6 +81,6 @@ def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankR
         steps=3,
         micro_batches=4,
     )
-    result = TorchrunRunner(log_directory=logs, timeout_s=240).run(spec)
+    result = LocalRunner(log_directory=logs, timeout_s=240).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     return result.ranks[0]

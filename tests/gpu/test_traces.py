@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.launch.torchrun import TorchrunRunner
+from highwater.launch.local import LocalRunner
 from highwater.launch.tracing import CachedTracer
 from highwater.prediction.replay import replay
 from highwater.spec.layout import Layout
@@ -32,7 +32,7 @@ def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -
         length_tokens=16_384,
         memory_budget_bytes=60 * GIB,
     )
-    result = TorchrunRunner(log_directory=tmp_path, timeout_s=280).run(spec)
+    result = LocalRunner(log_directory=tmp_path, timeout_s=280).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:
         log = tracer(spec)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError
-from highwater.launch.torchrun import TorchrunRunner
+from highwater.launch.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Allocator, Loss, Settings
@@ -29,7 +29,7 @@ def trial(tmp_path: Path, length: int, *, loss: Loss = "full", allocator: Alloca
         length_tokens=length,
         memory_budget_bytes=parse_bytes(BUDGET),
     )
-    return TorchrunRunner(log_directory=tmp_path, timeout_s=240).run(spec)
+    return LocalRunner(log_directory=tmp_path, timeout_s=240).run(spec)
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])

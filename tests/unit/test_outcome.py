@@ -1,6 +1,9 @@
 """The judge: exit status, signals, reports and log together give the one outcome; text alone never does."""
 
+import errno
+import math
 import re
+import signal
 from typing import Any
 
 import msgspec
@@ -10,58 +13,107 @@ from hypothesis import strategies as st
 from places import question_of
 
 from highwater.launch.outcome import Ending, Verdict, judge
+from highwater.launch.ranks import RankExit
 from highwater.spec.layout import Layout
-from highwater.spec.oom import exhausted_memory
+from highwater.spec.oom import exhausted_memory, memory_aborted
 from highwater.spec.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
 
 QUESTION = question_of(loss="full", allocator="native")
-CUDA_SPELLINGS = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
-    "RuntimeError: CUDA error: out of memory",
-    "AcceleratorError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-    "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "RuntimeError: cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-    "torch.distributed.DistBackendError: NCCL error: unhandled cuda error, NCCL version 2.28.9\n"
-    "Last error:\nCuda failure 2 'out of memory'",
-    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77\nLast error:\nFailed to CUDA calloc async 608 bytes",
+
+
+def error_of(name: str, text: str) -> BaseException:
+    """An exception as PyTorch raises it: a RuntimeError of its own type."""
+    module, _, kind = name.rpartition(".")
+    made = RuntimeError if name == "RuntimeError" else type(kind, (RuntimeError,), {"__module__": module})
+    return made(text)
+
+
+ABORTED = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
+"""How the C++ runtime ends a process whose exception nobody catches."""
+CUDA_TEXTS = (
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "NCCL error: unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error in: NCCLUtils.cpp:77\nLast error:\nFailed to CUDA calloc async 608 bytes",
     "node:1:1 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'",
-    "terminate called after throwing an instance of 'c10::Error'\n  what():  cudaErrorMemoryAllocation",
-    "RuntimeError: Triton Error [CUDA]: out of memory",
-    "RuntimeError: CUDA driver error: out of memory",
-    "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)",
-    "RuntimeError: cuMemMap(ptr, size, 0, handle, 0) failed: out of memory",
-    "RuntimeError: cuMemCreate returned CUDA_ERROR_OUT_OF_MEMORY",
-    "RuntimeError: cuMemSetAccess: out of memory",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
+    "cudaErrorMemoryAllocation",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: out of memory",
+    "Allocation on device 0 would exceed allowed memory. (out of memory)",
+    "cuMemMap(ptr, size, 0, handle, 0) failed: out of memory",
+    "cuMemCreate returned CUDA_ERROR_OUT_OF_MEMORY",
+    "cuMemSetAccess: out of memory",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
 )
-HOST_SPELLINGS = (
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+HOST_TEXTS = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 1073741824 bytes. Error code 12 (Cannot allocate memory)",
-    "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
-    "MemoryError",
-    "OSError: [Errno 12] Cannot allocate memory",
-    "RuntimeError: can't start new thread",
-    "ImportError: libtorch_cuda.so: failed to map segment from shared object",
-    "RuntimeError: cuMemHostAlloc failed: out of memory",
-    "RuntimeError: cuMemAllocHost returned CUDA_ERROR_OUT_OF_MEMORY",
+    "std::bad_alloc",
+    "unable to mmap 1024 bytes from file </models/model.safetensors>: Cannot allocate memory (12)",
+    "cuMemHostAlloc failed: out of memory",
+    "cuMemAllocHost returned CUDA_ERROR_OUT_OF_MEMORY",
 )
+CUDA_ERRORS = (
+    error_of("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB"),
+    error_of("torch.OutOfMemoryError", "a text of a later release"),
+    error_of("torch.AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    error_of("torch.distributed.DistBackendError", "NCCL error\nLast error:\nCuda failure 2 'out of memory'"),
+    *(RuntimeError(text) for text in CUDA_TEXTS),
+)
+HOST_ERRORS = (
+    MemoryError(),
+    MemoryError("std::bad_alloc"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    *(RuntimeError(text) for text in HOST_TEXTS),
+)
+AMBIGUOUS = (
+    RuntimeError("can't start new thread"),
+    ImportError("libtorch_cuda.so: failed to map segment from shared object"),
+    OSError("/noexec/libtriton.so: failed to map segment from shared object: Operation not permitted"),
+)
+"""Memory ran out, or threads are limited, or a disk is mounted noexec."""
 OTHER_ERRORS = (
-    "ValueError: the tokenizer is broken",
-    "RuntimeError: CUDA error: an illegal memory access was encountered",
-    "RuntimeError: CUDA error: device-side assert triggered",
-    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, m, n, k)`",
-    "RuntimeError: CUDA driver error: invalid argument",
-    "RuntimeError: Triton Error [CUDA]: invalid device context",
-    "RuntimeError: cuMemMap failed: invalid argument",
-    "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
-    "OSError: [Errno 28] No space left on device",
-    "KeyError: 'memory'",
+    ValueError("the tokenizer is broken"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/MemoryError-study/std::bad_alloc/cache"),
+    KeyError("CUDA out of memory"),
+    ValueError("std::bad_alloc"),
+    error_of("users.OutOfMemoryError", "of tokens"),
+    error_of("torch.distributed.DistBackendError", "NCCL error: Call to ibv_reg_mr failed with error Cannot allocate memory"),
+    RuntimeError("MemoryError: a cache was dropped"),
+    RuntimeError("Cannot allocate memory"),
+    RuntimeError("libgomp: Thread creation failed: Resource temporarily unavailable"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, m, n, k)`"),
+    RuntimeError("CUDA driver error: invalid argument"),
+    RuntimeError("Triton Error [CUDA]: invalid device context"),
+    RuntimeError("cuMemMap failed: invalid argument"),
+    error_of("torch.distributed.DistBackendError", "NCCL error: remote process exited or there was a network error"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    KeyError("memory"),
+    *AMBIGUOUS,
 )
+ABORTS = tuple(ABORTED.format("c10::Error", text) for text in CUDA_TEXTS)
+HOST_ABORTS = (
+    ABORTED.format("std::bad_alloc", "std::bad_alloc"),
+    *(ABORTED.format("c10::Error", text) for text in HOST_TEXTS),
+)
+SAID = (
+    *(f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS, *OTHER_ERRORS)),
+    *ABORTS,
+    *HOST_ABORTS,
+)
+"""What may stand in a log."""
+
+
+def is_spent() -> bool:
+    return True
 
 
 def spec_of(*, device: Device = "cuda", gpus: int = 1) -> TrialSpec:
@@ -78,18 +130,15 @@ def report(rank: int = 0, *, losses: tuple[float, ...] = (6.0, 5.9), **failure: 
     return RankReport(rank=rank, losses=losses, failure=failed)
 
 
-def ending(*reports: RankReport, exit_code: int | None = 0, log: str = "", host_kills: int = 0) -> Ending:
-    return Ending(exit_code=exit_code, timeout_s=30, reports=reports, log_tail=log, host_kills=host_kills)
+def ending(
+    *reports: RankReport, exit_code: int | None = 0, log: str = "", exits: tuple[RankExit, ...] = (), kernel_kills: int = 0
+) -> Ending:
+    return Ending(exit_code=exit_code, timeout_s=30, reports=reports, exits=exits, log_tail=log, kernel_kills=kernel_kills)
 
 
-def summary(**exits: int) -> str:
-    """The end of torchrun's log: ``rank_0=-9`` for a rank 0 that was ended by signal 9."""
-    entries = [
-        f"[{rank}]:\n  time      : 2026-01-01_00:00:00\n  host      : node\n  rank      : {rank} (local_rank: {rank})\n"
-        f"  exitcode  : {code} (pid: {100 + int(rank)})  (SIG)\n  error_file: <N/A>\n"
-        for rank, code in ((name.removeprefix("rank_"), code) for name, code in exits.items())
-    ]
-    return "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nworker FAILED\n" + "".join(entries)
+def ended(output: str = "", **statuses: int) -> tuple[RankExit, ...]:
+    """``rank_0=-9`` for a rank 0 that was ended by signal 9; each wrote ``output``."""
+    return tuple(RankExit(rank=int(name.removeprefix("rank_")), status=status, output=output) for name, status in statuses.items())
 
 
 def test_steps_done_and_exit_status_0_are_a_fit() -> None:
@@ -107,9 +156,32 @@ def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth: int, said: s
     assert judge(spec, ending(report(kind="device_memory", text="no memory"), exit_code=1)).outcome is Outcome.OUT_OF_MEMORY
 
 
-@given(log=st.lists(st.sampled_from((*CUDA_SPELLINGS, *HOST_SPELLINGS, *OTHER_ERRORS, summary(rank_0=-9)))).map("\n".join))
+@given(log=st.lists(st.sampled_from(SAID)).map("\n".join))
 def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log: str) -> None:
-    assert judge(spec_of(), ending(report(), log=log, host_kills=1)).outcome is Outcome.FIT
+    exits = ended(log, rank_0=0)
+    assert judge(spec_of(), ending(report(), log=log, exits=exits, kernel_kills=1)).outcome is Outcome.FIT
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("depth", [None, 1])
+def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value: float, depth: int | None) -> None:
+    spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
+    for wrong in (report(losses=(6.0, value)), msgspec.structs.replace(report(), gradient_norms=(value, 1.0))):
+        verdict = judge(spec, ending(wrong))
+        assert verdict == Verdict(Outcome.CRASHED, "rank 0 reports a loss or a gradient norm that is no finite number")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ((0, 1, 2), "there is a report of rank 2, in a trial of ranks 0 to 1"),
+        ((0, 7), "there is a report of rank 7, in a trial of ranks 0 to 1"),
+        ((-1, 0, 1), "there is a report of rank -1, in a trial of ranks 0 to 1"),
+        ((0, 1, 1), "there are 2 reports of rank 1"),
+    ],
+)
+def test_reports_of_ranks_that_do_not_exist_are_a_crash(ranks: tuple[int, ...], said: str) -> None:
+    assert judge(spec_of(gpus=2), ending(*(report(rank) for rank in ranks))) == Verdict(Outcome.CRASHED, said)
 
 
 def test_a_rank_that_stopped_early_without_an_error_is_a_crash() -> None:
@@ -145,22 +217,54 @@ def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_r
     assert verdict == Verdict(Outcome.CRASHED, f"1 rank left no report; the launcher exited with 0; {damaged}")
 
 
-@pytest.mark.parametrize("text", CUDA_SPELLINGS)
-def test_every_spelling_of_device_memory_that_ran_out_is_known(text: str) -> None:
-    assert exhausted_memory(text, device="cuda") == "device_memory"
-    assert exhausted_memory(f"some lines before\n{text}\nand after", device="cuda") == "device_memory"
+@pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
+def test_every_error_of_device_memory_that_ran_out_is_known(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cuda") == "device_memory"
 
 
-@pytest.mark.parametrize("text", HOST_SPELLINGS)
-def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(text: str) -> None:
-    assert exhausted_memory(text, device="cuda") == "host_memory"
-    assert exhausted_memory(text, device="cpu") == "device_memory"
+@pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
+def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cuda") == "host_memory"
+    assert exhausted_memory(error, device="cpu") == "device_memory"
 
 
-@pytest.mark.parametrize("text", OTHER_ERRORS)
-def test_other_errors_do_not_speak_of_memory_that_ran_out(text: str) -> None:
-    assert exhausted_memory(text, device="cuda") is None
-    assert exhausted_memory(text, device="cpu") is None
+@pytest.mark.parametrize("error", OTHER_ERRORS, ids=str)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(error: BaseException, device: Device) -> None:
+    assert exhausted_memory(error, device=device) is None
+
+
+@pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
+def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
+    assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
+
+
+@pytest.mark.parametrize("error", [error for error in OTHER_ERRORS if error not in AMBIGUOUS], ids=str)
+def test_that_memory_is_spent_makes_no_other_error_one_of_memory(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cpu", is_spent=is_spent) is None
+
+
+def test_an_exception_whose_text_is_broken_is_no_error_of_memory() -> None:
+    class BrokenError(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert exhausted_memory(BrokenError(), device="cuda", is_spent=is_spent) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "exhausted"), [*((o, "device_memory") for o in ABORTS), *((o, "host_memory") for o in HOST_ABORTS)]
+)
+def test_the_last_words_of_an_abort_say_which_memory_ran_out(output: str, exhausted: str) -> None:
+    assert memory_aborted(f"a line before\n{output}", device="cuda") == exhausted
+    assert memory_aborted(f"{output}{ABORTED.format('c10::Error', 'index out of range')}", device="cuda") is None
+
+
+@pytest.mark.parametrize("said", [f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS)])
+def test_what_was_said_before_an_abort_is_not_why_it_aborted(said: str) -> None:
+    assert memory_aborted(f"{said}\n{ABORTED.format('c10::Error', 'index out of range')}", device="cuda") is None
+    assert memory_aborted(f"{said}\npure virtual method called", device="cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -193,42 +297,47 @@ def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank: int, kind: 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS")])
 def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number: int, name: str) -> None:
     lost = report(0, text="RuntimeError: Connection closed by peer")
-    verdict = judge(spec_of(gpus=2), ending(lost, exit_code=1, log=summary(rank_0=1, rank_1=-number)))
+    verdict = judge(spec_of(gpus=2), ending(lost, exit_code=1, exits=ended(rank_1=-number, rank_0=1)))
     assert verdict == Verdict(Outcome.CRASHED, f"rank 1 was ended by signal {number} ({name})")
 
 
 def test_a_signal_without_a_name_is_still_a_crash() -> None:
-    verdict = judge(spec_of(), ending(exit_code=1, log=summary(rank_0=-200)))
+    verdict = judge(spec_of(), ending(exit_code=1, exits=ended(rank_0=-200)))
     assert verdict == Verdict(Outcome.CRASHED, "rank 0 was ended by signal 200 (unknown)")
 
 
 @pytest.mark.parametrize(("device", "outcome"), [("cpu", Outcome.OUT_OF_MEMORY), ("cuda", Outcome.HOST_OUT_OF_MEMORY)])
 def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(device: Device, outcome: Outcome) -> None:
-    log = summary(rank_0=-9)
-    assert judge(spec_of(device=device), ending(exit_code=1, log=log, host_kills=1)).outcome is outcome
-    assert judge(spec_of(device=device), ending(exit_code=1, log=log)).outcome is Outcome.CRASHED
-    assert judge(spec_of(device=device), ending(exit_code=1, log=summary(rank_0=-11), host_kills=1)).outcome is Outcome.CRASHED
+    killed, spec = ended(rank_0=-signal.SIGKILL), spec_of(device=device)
+    assert judge(spec, ending(exit_code=137, exits=killed, kernel_kills=1)).outcome is outcome
+    assert judge(spec, ending(exit_code=137, exits=killed)).outcome is Outcome.CRASHED
+    for other in (-signal.SIGSEGV, 1):
+        assert judge(spec, ending(exit_code=1, exits=ended(rank_0=other), kernel_kills=1)).outcome is Outcome.CRASHED
 
 
-@given(text=st.sampled_from((*CUDA_SPELLINGS, *HOST_SPELLINGS)), number=st.sampled_from([9, 15]))
-def test_who_was_killed_by_somebody_else_did_not_run_out_of_memory_whatever_the_log_says(text: str, number: int) -> None:
-    verdict = judge(spec_of(), ending(exit_code=1, log=f"{text}\n{summary(rank_0=-number)}"))
-    assert verdict.outcome is Outcome.CRASHED
+@given(said=st.sampled_from(SAID), status=st.sampled_from([1, 3, -9, -11, -15]))
+def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(said: str, status: int) -> None:
+    left = ending(exit_code=1, log=said, exits=ended(said, rank_0=status))
+    assert judge(spec_of(), left).outcome is Outcome.CRASHED
 
 
-@pytest.mark.parametrize("exit_status", [1, -6, -11])
 @pytest.mark.parametrize(
-    ("text", "outcome"),
-    [(text, Outcome.OUT_OF_MEMORY) for text in CUDA_SPELLINGS] + [(text, Outcome.HOST_OUT_OF_MEMORY) for text in HOST_SPELLINGS],
+    ("output", "outcome"),
+    [(each, Outcome.OUT_OF_MEMORY) for each in ABORTS] + [(each, Outcome.HOST_OUT_OF_MEMORY) for each in HOST_ABORTS],
 )
-def test_a_rank_that_died_in_native_code_is_judged_by_what_its_log_said(text: str, outcome: Outcome, exit_status: int) -> None:
-    log = f"{text}\n{summary(rank_0=-15, rank_1=exit_status)}"
-    assert judge(spec_of(gpus=2), ending(exit_code=1, log=log)).outcome is outcome
+def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output: str, outcome: Outcome) -> None:
+    aborted, other = RankExit(rank=1, status=-signal.SIGABRT, output=output), RankExit(rank=0, status=1, output="")
+    assert judge(spec_of(gpus=2), ending(exit_code=134, exits=(aborted, other))).outcome is outcome
+    swapped = RankExit(rank=1, status=-signal.SIGABRT, output=""), RankExit(rank=0, status=1, output=output)
+    assert judge(spec_of(gpus=2), ending(exit_code=134, log=output, exits=swapped)) == Verdict(
+        Outcome.CRASHED, "rank 1 was ended by signal 6 (SIGABRT)"
+    )
 
 
 def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_error() -> None:
-    log = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n" + summary(rank_0=1)
-    verdict = judge(spec_of(), ending(exit_code=1, log=log))
+    log = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
+    others = "OSError: of another rank"
+    verdict = judge(spec_of(), ending(exit_code=1, log=f"{log}{others}", exits=ended(log, rank_0=1)))
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason == (
         "1 rank left no report; the launcher exited with 1; the last error in the log: my.package.DiskError: on fire"
@@ -239,16 +348,16 @@ def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0() ->
     assert judge(spec_of(gpus=2), ending()) == Verdict(Outcome.CRASHED, "2 ranks left no report; the launcher exited with 0")
 
 
-def test_a_reported_error_beside_a_rank_that_torchrun_ended_is_the_reason() -> None:
+def test_a_reported_error_beside_a_rank_that_the_leash_ended_is_the_reason() -> None:
     failed = report(1, text="ValueError: broken", phase="data")
-    verdict = judge(spec_of(gpus=2), ending(failed, exit_code=1, log=summary(rank_0=-15, rank_1=1)))
+    verdict = judge(spec_of(gpus=2), ending(failed, exit_code=1, exits=ended(rank_1=1)))
     assert verdict == Verdict(Outcome.CRASHED, "rank 1, data: ValueError: broken")
 
 
 _reports = st.lists(
     st.builds(
         RankReport,
-        rank=st.integers(0, 3),
+        rank=st.integers(-1, 4),
         losses=st.lists(st.floats(), max_size=3).map(tuple),
         failure=st.none()
         | st.builds(
@@ -259,16 +368,24 @@ _reports = st.lists(
             at_unix_s=st.none() | st.floats(0, 2e9),
         ),
     ),
-    max_size=4,
-    unique_by=lambda report: report.rank,
+    max_size=5,
 ).map(tuple)
 _endings = st.builds(
     Ending,
     exit_code=st.none() | st.integers(0, 255),
     timeout_s=st.floats(1, 1e6),
     reports=_reports,
-    log_tail=st.text(max_size=60) | st.sampled_from((*CUDA_SPELLINGS, summary(rank_0=-9, rank_1=1))),
-    host_kills=st.integers(0, 2),
+    exits=st.lists(
+        st.builds(
+            RankExit,
+            rank=st.integers(0, 3),
+            status=st.integers(-70, 255),
+            output=st.text(max_size=60) | st.sampled_from(SAID),
+        ),
+        max_size=4,
+    ).map(tuple),
+    log_tail=st.text(max_size=60) | st.sampled_from(SAID),
+    kernel_kills=st.integers(0, 2),
 )
 
 
@@ -279,9 +396,11 @@ def test_every_ending_has_one_outcome_with_a_reason_in_a_line_and_a_fit_needs_ev
     outcome, reason = judge(spec_of(device=device, gpus=4), ending)
     assert reason
     assert not re.search(r"[\r\n]", reason)
-    everything_right = (
-        ending.exit_code == 0 and len(ending.reports) == 4 and all(r.failure is None and len(r.losses) >= 2 for r in ending.reports)
+    is_whole = sorted(r.rank for r in ending.reports) == [0, 1, 2, 3]
+    all_did_their_steps = all(
+        r.failure is None and len(r.losses) >= 2 and all(map(math.isfinite, r.losses)) for r in ending.reports
     )
-    assert (outcome is Outcome.FIT) == everything_right
-    out_of_memory = any(r.failure is not None and r.failure.kind != "error" for r in ending.reports)
-    assert (outcome is Outcome.TIMEOUT) == (ending.exit_code is None and not out_of_memory)
+    assert (outcome is Outcome.FIT) == (ending.exit_code == 0 and is_whole and all_did_their_steps)
+    assert (outcome is Outcome.TIMEOUT) <= (ending.exit_code is None)
+    if ending.exit_code is not None and not all(-1 < r.rank < 4 for r in ending.reports):
+        assert outcome is Outcome.CRASHED

@@ -84,7 +84,7 @@ def trainer_of(name: str, length: int) -> Any:
     from highwater.spec.layout import Layout
     from highwater.spec.model import load_model
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     device = torch.device("cuda", 0)
     process_mesh.join(device)
     mesh = process_mesh.shard_mesh(Layout(), device)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from highwater.api import prepare_trial
-from highwater.launch.torchrun import trial_environment
+from highwater.launch.local import trial_environment
 from highwater.prediction.allocator import CachingAllocator, CapacityError
 from highwater.prediction.replay import replay
 from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
@@ -149,8 +149,7 @@ def record_trial(name: str) -> dict[str, Any]:
 
     from highwater.engine.trial import Trial
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
     def mark(what: str) -> None:
         size = FIRST_MARK + 2 * MARKS.index(what)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.launch.torchrun import trial_environment
+from highwater.launch.local import trial_environment
 from highwater.launch.tracing import fullest_rank
 from highwater.spec.codec import to_json
 from highwater.spec.events import TraceOrder

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.launch.torchrun import TorchrunRunner
+from highwater.launch.local import LocalRunner
 from highwater.prediction.capacity import CellPrediction, Prediction
 from highwater.spec.codec import from_json
 from highwater.spec.model import load_model
@@ -45,7 +45,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else []
     if not arguments.table:
         runner, end = (
-            TorchrunRunner(log_directory=arguments.log_dir, timeout_s=TIMEOUT_S),
+            LocalRunner(log_directory=arguments.log_dir, timeout_s=TIMEOUT_S),
             time.monotonic() + 60 * arguments.minutes,
         )
         which, of = arguments.part

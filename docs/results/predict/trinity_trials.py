@@ -26,7 +26,8 @@ import hypotheses
 import msgspec
 import trinity
 
-from highwater.launch.torchrun import trial_environment
+from highwater.launch.leash import on_leash
+from highwater.launch.local import trial_environment
 from highwater.prediction.replay import Replayed, replay
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -118,9 +119,7 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
         order, reports = Path(folder, "order.json"), Path(folder, "reports")
         order.write_bytes(msgspec.json.encode(spec))
         reports.mkdir()
-        leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "--max-restarts=0"]
-        command = [*leash, sys.executable, *torchrun, f"--log-dir={folder}", __file__, "--worker", str(order), str(reports)]
+        command = on_leash([sys.executable, __file__, "--worker", str(order), str(reports)], ranks=(gpus, folder))
         process = subprocess.Popen(command, env=trial_environment(spec), stdout=log, stderr=log, start_new_session=True)
         with suppress(subprocess.TimeoutExpired):
             process.wait(TIMEOUT_S)

@@ -234,7 +234,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     words = [arguments.model, "--memory-of", contender, "--micro-batches", str(arguments.micro_batches)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
-    command = [sys.executable, "-m", "highwater.bench.step", *words]
+    command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator_environment("expandable"))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]
     return {line["length"]: Alone(line["reserved"], line["times"]) for line in lines}

@@ -1,7 +1,7 @@
 """Constants of this machine, read: what each library takes of a GPU at its first use, outside the allocator and inside it.
 
-``torchrun --nproc-per-node N -m highwater.engine.constants FILE``: rank 0 writes what the fullest rank read. Each stage does
-something small and leaves no tensor behind; what is then used more than before is that stage's.
+``python -m highwater.engine.constants FILE``, as many ranks as there are GPUs: rank 0 writes what the fullest rank read. Each
+stage does something small and leaves no tensor behind; what is then used more than before is that stage's.
 """
 
 import os

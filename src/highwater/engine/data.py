@@ -5,9 +5,11 @@ Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N train
 """
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -172,11 +174,16 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
 
 
 def _resolve(source: str) -> Any:
+    """The function that ``--data`` names: the user's code, run as it is. No other code comes from the working directory."""
     module, _, name = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a random.py there is nobody's random
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"data source {source!r}: {error}", hint="check the name, and that PYTHONPATH has its folder") from error
+        hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
+        raise UsageError(f"data source {source!r}: {error}", hint=hint) from error
 
 
 def _document(document: Any) -> Document:

@@ -1,13 +1,12 @@
-"""The worker: one rank's process, from its memory limit to its report. Started by torchrun with the paths of spec and reports.
+"""The worker: one rank's process, from its memory limit to its report. Started with the paths of spec and reports.
 
 The process edge: whatever stops a trial is recorded whole in the report, and the exit status says that it did.
 torch is imported only after the limits are set, so that they bound all of it.
 """
 
-import ctypes
+import mmap
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
@@ -19,22 +18,24 @@ import msgspec
 from highwater.errors import HighwaterError
 from highwater.spec.oom import exhausted_memory
 from highwater.spec.trial import Failure, FailureKind, RankReport, TrialSpec
+from highwater.units import MIB
 
 if TYPE_CHECKING:
     from highwater.engine.trial import Trial
 
 EXIT_FAILED = 1
-_PR_SET_PDEATHSIG = 1
+_SPENT_BYTES = 64 * MIB
+"""No thread's stack and no library's data is larger: who still gets as much did not fail for want of memory."""
 
 
 def main() -> None:
     """Run one rank: ``python -m highwater.engine.worker SPEC REPORTS``."""
     spec_path, reports = Path(sys.argv[1]), Path(sys.argv[2])
-    _die_with_parent()
     spec = msgspec.json.decode(spec_path.read_bytes(), type=TrialSpec)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     if spec.device == "cpu":
         assert spec.memory_budget_bytes is not None
-        resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, spec.memory_budget_bytes))
+        resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
     trial = None
     try:
         from highwater.engine.trial import Trial as LoadedTrial
@@ -44,29 +45,57 @@ def main() -> None:
         _write(reports, trial.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
-            _write(reports, _failed(trial, error, spec))  # before the log, whose disk may be the one that is full
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            kind = _kind(error, spec)
+            resource.setrlimit(resource.RLIMIT_DATA, before)  # what is left of the limit may be too little for a report
+            _report_failure(reports, _failed(trial, error, kind))
         finally:
-            # No clean-up: the peers may hang in a collective, and torchrun ends them once this process is gone.
+            # No clean-up: the peers may hang in a collective, and the leash ends them once this process is gone.
             os._exit(EXIT_FAILED)
     from highwater.parallel.mesh import leave
 
     leave()
 
 
-def _failed(trial: "Trial | None", error: BaseException, spec: TrialSpec) -> RankReport:
-    """The report of a rank that did not finish."""
-    text = f"{type(error).__name__}: {error}"
-    kind: FailureKind = exhausted_memory(text, device=spec.device) or "error"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name: torch itself may be what did not fit
-        kind = "device_memory"
-    hint = None
+def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
     if isinstance(error, HighwaterError):
-        kind, hint = "refused", error.hint
-    failure = Failure(kind=kind, phase=trial.phase if trial else "setup", text=text, at_unix_s=time.time(), hint=hint)
+        return "refused"
+    return exhausted_memory(error, device=spec.device, is_spent=_is_spent) or "error"
+
+
+def _is_spent() -> bool:
+    """Whether this process gets no more memory of its own."""
+    try:
+        mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return True
+    return False
+
+
+def _report_failure(reports: Path, report: RankReport) -> None:
+    """Write the report, then the log: the log's disk may be the one that is full, and then it is still told why."""
+    try:
+        _write(reports, report)
+    finally:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> RankReport:
+    """The report of a rank that did not finish."""
+    hint = error.hint if isinstance(error, HighwaterError) else None
+    phase = trial.phase if trial else "setup"
+    failure = Failure(kind=kind, phase=phase, text=_text(error), at_unix_s=time.time(), hint=hint)
     return msgspec.structs.replace(_last_report(trial), failure=failure)
+
+
+def _text(error: BaseException) -> str:
+    """The exception, type first. A file's name may be in it whose bytes are no text: they are escaped, and the rest is kept."""
+    try:
+        said = str(error)
+    except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
+        said = f"its text cannot be had: {type(broken).__name__}"
+    return f"{type(error).__name__}: {said}".encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def _last_report(trial: "Trial | None") -> RankReport:
@@ -85,14 +114,6 @@ def _write(reports: Path, report: RankReport) -> None:
     partial = target.with_suffix(".partial")
     partial.write_bytes(msgspec.json.encode(report))
     partial.replace(target)
-
-
-def _die_with_parent() -> None:
-    """Be killed when torchrun is: torchrun starts each worker in a process session of its own, out of reach of its group."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Constants of this machine's GPUs: the processes that read them, under the leash, from the environment that trials have."""
 
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from highwater.errors import MachineError
+from highwater.launch.leash import module, on_leash
+from highwater.launch.local import clean_environment
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe, refuse_busy_gpus, refuse_torch_without_gpu
-from highwater.launch.torchrun import clean_environment
 from highwater.spec.codec import from_json
 from highwater.spec.constants import Constants
 
@@ -26,9 +25,7 @@ def read_constants(gpus: int) -> Constants:
     refuse_busy_gpus(machine, count=gpus)
     with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
         target, log = Path(folder, "constants.json"), Path(folder, "log")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={gpus}", f"--log-dir={folder}"]
-        leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
-        command = [*leash, sys.executable, *torchrun, "-m", "highwater.engine.constants", str(target)]
+        command = on_leash(module("highwater.engine.constants", str(target)), ranks=(gpus, folder))
         with (
             log.open("w") as talk,
             subprocess.Popen(

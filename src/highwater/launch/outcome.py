@@ -1,34 +1,33 @@
 """The outcome of a trial, from everything it left: exit status, signals, the ranks' reports and, last, the log's text."""
 
+import math
 import re
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from highwater.launch.ranks import RankExit
 from highwater.spec.codec import Noun
-from highwater.spec.oom import exhausted_memory
+from highwater.spec.oom import memory_aborted
 from highwater.spec.trial import Failure, Outcome, RankReport, TrialSpec
 from highwater.units import format_seconds
 
-_RANK_EXIT = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
-"""A rank and its exit status, in the summary of failures that torchrun ends its log with."""
-_LAUNCHER_ERROR = re.compile(r"^torch\.distributed\.elastic\..*ChildFailedError:", re.MULTILINE)
-"""Where that summary begins."""
 _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.MULTILINE)
-_SENT_BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM}
-"""Exits that say nothing about the process itself: somebody else ended it."""
 
 
 class Ending(Noun, frozen=True, kw_only=True):
     """How the processes of a trial ended."""
 
     exit_code: int | None
-    """Of the launcher; None when it was ended because time was up."""
+    """Of the leash; None when it was ended because time was up."""
     timeout_s: float
     reports: tuple[RankReport, ...]
+    exits: tuple[RankExit, ...] = ()
+    """Of the ranks that ended by themselves, the first one first."""
     log_tail: str
-    host_kills: int
-    """Processes that the kernel killed for want of host memory while the trial ran, on the whole machine."""
+    kernel_kills: int = 0
+    """Processes among which the trial's were that the kernel killed for want of memory while it ran: those of its cgroup."""
     damaged_reports: tuple[str, ...] = ()
     """Reports that could not be read, and why, a line each: their ranks count as silent."""
 
@@ -43,8 +42,11 @@ class Verdict(NamedTuple):
 def judge(spec: TrialSpec, ending: Ending) -> Verdict:
     """The one outcome of a trial.
 
-    A log is read only where a rank died without a report: in a good trial any text may stand there.
+    What a rank wrote beside its report is read only where it died without one: in a good trial any text may stand there.
     """
+    strange = _strange_ranks(spec, ending.reports)
+    if strange is not None:
+        return Verdict(Outcome.CRASHED, strange)
     failures = {report.rank: report.failure for report in ending.reports if report.failure is not None}
     for rank, failure in failures.items():
         if failure.kind == "device_memory":
@@ -65,25 +67,39 @@ def judge(spec: TrialSpec, ending: Ending) -> Verdict:
     return _judge_reports(spec, ending.reports)
 
 
+def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
+    """What is wrong with the ranks that reported, in words; None where each is one of the trial's, and reported once."""
+    for rank, times in Counter(report.rank for report in reports).items():
+        if not 0 <= rank < spec.layout.gpus:
+            return f"there is a report of rank {rank}, in a trial of ranks 0 to {spec.layout.gpus - 1}"
+        if times > 1:
+            return f"there are {times} reports of rank {rank}"
+    return None
+
+
 def _judge_silence(spec: TrialSpec, ending: Ending, silent: set[int], failures: dict[int, Failure]) -> Verdict:
-    """Some ranks left no report: the kernel, a signal or an abort in native code ended them."""
-    exits = {int(rank): int(code) for rank, code in _RANK_EXIT.findall(ending.log_tail) if int(rank) in silent}
-    if ending.host_kills and -signal.SIGKILL in exits.values():
-        memory = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
-        return Verdict(memory, "the kernel killed a worker for want of host memory")
-    # Who was ended by somebody else did not end for what the log says.
-    exhausted = None if exits and set(exits.values()) <= _SENT_BY_OTHERS else exhausted_memory(ending.log_tail, device=spec.device)
-    if exhausted is not None:
-        memory = Outcome.OUT_OF_MEMORY if exhausted == "device_memory" else Outcome.HOST_OUT_OF_MEMORY
-        return Verdict(memory, "a worker died without a report after its log said that memory ran out")
-    signals = {rank: -code for rank, code in sorted(exits.items()) if code < 0 and code != -signal.SIGTERM}
-    if signals:
-        rank, number = next(iter(signals.items()))
-        return Verdict(Outcome.CRASHED, f"rank {rank} was ended by signal {number} ({_signal_name(number)})")
+    """Some ranks left no report: the kernel, a signal or an abort in native code ended them.
+
+    Memory ran out where the kernel says so, or where a rank's own last words before it aborted do. A segmentation fault or an
+    exit status says nothing about memory, whatever was written before.
+    """
+    exits = [each for each in ending.exits if each.rank in silent]
+    for each in exits:
+        if each.status == -signal.SIGKILL and ending.kernel_kills:
+            memory = Outcome.OUT_OF_MEMORY if spec.device == "cpu" else Outcome.HOST_OUT_OF_MEMORY
+            return Verdict(memory, f"the kernel killed rank {each.rank} for want of host memory")
+        exhausted = memory_aborted(each.output, device=spec.device) if each.status == -signal.SIGABRT else None
+        if exhausted is not None:
+            memory = Outcome.OUT_OF_MEMORY if exhausted == "device_memory" else Outcome.HOST_OUT_OF_MEMORY
+            return Verdict(memory, f"rank {each.rank} was aborted without a report: its last words say that memory ran out")
+    signalled = next((each for each in exits if each.status < 0), None)
+    if signalled is not None:
+        number = -signalled.status
+        return Verdict(Outcome.CRASHED, f"rank {signalled.rank} was ended by signal {number} ({_signal_name(number)})")
     if failures:
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     ranks = "1 rank" if len(silent) == 1 else f"{len(silent)} ranks"
-    said = _last_error(ending.log_tail)
+    said = _last_error(next((each.output for each in exits if each.status), ending.log_tail))
     return Verdict(Outcome.CRASHED, f"{ranks} left no report; the launcher exited with {ending.exit_code}{said}")
 
 
@@ -92,6 +108,8 @@ def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:
     for report in reports:
         if len(report.losses) < spec.steps:
             return Verdict(Outcome.CRASHED, f"rank {report.rank} did {len(report.losses)} of {spec.steps} steps")
+        if not all(map(math.isfinite, (*report.losses, *report.gradient_norms))):
+            return Verdict(Outcome.CRASHED, f"rank {report.rank} reports a loss or a gradient norm that is no finite number")
     if spec.attention_depth is not None:
         layers = "the last layer" if spec.attention_depth == 1 else f"the last {spec.attention_depth} layers"
         return Verdict(Outcome.MEMORY_ONLY_FIT, f"{spec.steps} steps done, with attention over whole documents in {layers} only")
@@ -113,9 +131,9 @@ def _phases(reports: Sequence[RankReport]) -> str:
     return f"; a rank had failed in {', '.join(phases)}" if phases else ""
 
 
-def _last_error(log_tail: str) -> str:
-    """The last line of the log that names an error, before the launcher's own."""
-    errors = _ERROR_LINE.findall(_LAUNCHER_ERROR.split(log_tail, maxsplit=1)[0])
+def _last_error(output: str) -> str:
+    """The last line that names an error."""
+    errors = _ERROR_LINE.findall(output)
     return f"; the last error in the log: {errors[-1]}" if errors else ""
 
 

@@ -127,7 +127,7 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
 
 def refuse_torch_without_gpu(machine: Machine) -> None:
     """Raise MachineError when the installed torch cannot use the GPUs that the driver shows. Asks it: takes 2 to 3 s."""
-    done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
     torch = f"torch {machine.versions.get('torch', '')}".strip()
     match done.stdout.split()[-2:]:
         case [_, "True"]:

@@ -1,9 +1,7 @@
 """Tracing: the tracer in a process of its own, and what it wrote kept for whoever asks the same again."""
 
 import gzip
-import os
 import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +14,9 @@ from typing import Self
 import msgspec
 
 from highwater.errors import MachineError
+from highwater.launch.leash import module, on_leash
+from highwater.launch.local import trial_environment
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
-from highwater.launch.torchrun import trial_environment
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
@@ -87,8 +86,8 @@ class CachedTracer:
             source.write_text(to_json(order), encoding="utf-8")
             # A GPU that is here has nothing to do with the GPUs that are meant.
             environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
-            leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]  # whatever ends this process ends the tracer
-            command = [*leash, sys.executable, "-m", "highwater.engine.tracer", str(source), str(target)]
+            # Whatever ends this process ends the tracer.
+            command = on_leash(module("highwater.engine.tracer", str(source), str(target)))
             log = Path(folder, "log")
             with log.open("w") as talk, subprocess.Popen(command, stdout=talk, stderr=talk, text=True, env=environment) as process:
                 self._running.add(process)

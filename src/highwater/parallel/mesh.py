@@ -12,22 +12,40 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from highwater.spec.layout import Layout
+from highwater.spec.rank import STORE_VARIABLE
 
 
 def join(device: torch.device) -> None:
-    """Join the group that torchrun's environment describes: NCCL on GPUs, gloo on the CPU.
+    """Join the group of all ranks: NCCL on GPUs, gloo on the CPU.
 
     NCCL's communicator is made here rather than at the first collective, so that its memory can be told from the rest. A rank
     alone makes none: it has nobody to talk to, and would spend 0.5 GiB on it.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = int(os.environ["WORLD_SIZE"]) == 1
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" and not alone else None)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks == 1:
+        join_alone(device)
+        return
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(_backend(device), device_id=bound, store=_store(ranks), rank=rank, world_size=ranks)
 
 
 def join_alone(device: torch.device) -> None:
-    """Make a group of this process alone: its store is in this process's memory, and nothing listens."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """Make a group of this process alone: its store is in this process's memory."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even for nobody, by default where others reach it
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _store(ranks: int) -> dist.Store | None:
+    """Where the ranks find each other: a file, which opens no port; None for torch's own way, where no file was named.
+
+    torchrun's ranks, for example, meet through a server that torchrun starts, which listens on every interface.
+    """
+    path = os.environ.get(STORE_VARIABLE)
+    return None if path is None else dist.FileStore(path, ranks)
 
 
 @contextmanager

@@ -1,6 +1,12 @@
-"""Every spelling of "out of memory" that PyTorch and the libraries under it use, for exceptions and for logs."""
+"""Out of memory, told from every other failure: by an exception's type first, then by its text, and by an abort's last words.
 
+Text alone proves nothing: a file may be called MemoryError, a cache may have caught its own. So a text is read only where its
+type says that PyTorch, or a library under it, wrote it; and where one text has several causes, memory itself is asked.
+"""
+
+import errno
 import re
+from collections.abc import Callable
 from typing import Literal
 
 from highwater.spec.trial import Device
@@ -25,26 +31,67 @@ _DEVICE = re.compile(
 )
 _HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't|not enough) (?:allocate )?memory"
-    r"|std::bad_alloc"
-    r"|\bMemoryError\b"
-    r"|Cannot allocate memory"
+    r"|\Astd::bad_alloc"
+    r"|\Aunable to mmap \d+ bytes from file <.*>: Cannot allocate memory"
     r"|cudaHostAlloc.{0,80}(?:out of memory|failed)"
     r"|cuMem(?:Host|AllocHost).{0,80}out[ _]of[ _]memory"
-    r"|Failed to CUDA host alloc"
-    r"|Thread creation failed: Resource temporarily unavailable"
-    r"|can't start new thread"
-    r"|failed to map segment from shared object",
+    r"|Failed to CUDA host alloc",
     re.IGNORECASE,
 )
+_MAYBE_HOST = re.compile(r"can't start new thread|failed to map segment from shared object")
+"""A thread's stack or a library's data has no room; or threads are limited, or the library's disk is mounted noexec."""
+_ABORT = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']*)'(?P<text>.*)", re.DOTALL)
+"""The last words of a process whose C++ exception nobody caught."""
 
 
-def exhausted_memory(text: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by an error's text; None when the text speaks of neither.
+def exhausted_memory(error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False) -> Exhausted | None:
+    """Which memory ran out, by an exception; None when it is about something else.
 
-    On the CPU there is one memory, and it is the device's.
+    ``is_spent`` is asked where the text alone does not tell: whether this process gets no more host memory. On the CPU there is
+    one memory, and it is the device's.
     """
+    host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
+    text = _text(error)
+    match error:
+        case MemoryError():
+            return host
+        case OSError(errno=errno.ENOMEM):
+            return host
+        case RuntimeError() | ImportError() | OSError() if _MAYBE_HOST.search(text):
+            return host if is_spent() else None
+        case RuntimeError():
+            if _is_of_torch(error, "OutOfMemoryError"):
+                return "device_memory"
+            return _by_text(text, device)
+        case _:
+            return None
+
+
+def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
+    """Which memory ran out, by the end of what an aborted process wrote; None when it aborted for something else."""
+    words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
+    if words is None:
+        return None
+    if words["type"] == "std::bad_alloc":
+        return "device_memory" if device == "cpu" else "host_memory"
+    return _by_text(words["text"].strip().removeprefix("what():").strip(), device)
+
+
+def _by_text(text: str, device: Device) -> Exhausted | None:
     if device == "cuda" and _DEVICE.search(text):
         return "device_memory"
     if _HOST.search(text):
         return "device_memory" if device == "cpu" else "host_memory"
     return None
+
+
+def _is_of_torch(error: BaseException, name: str) -> bool:
+    """By name: torch is not imported here, and may itself be what did not fit."""
+    return any(kind.__name__ == name and kind.__module__.split(".")[0] == "torch" for kind in type(error).__mro__)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 -- somebody's own exception, whose text is broken
+        return ""

@@ -120,7 +120,10 @@ class Request(Noun, frozen=True, kw_only=True):
     timeout: Annotated[Time, Meta(description="longest time for one trial")] = "40m"
     steps: Annotated[int, Meta(description="optimizer steps of a trial, 2 or more")] = 2
     micro_batches: Annotated[int, Meta(description="micro-batches of a step, 2 or more")] = 2
-    data: Annotated[str | None, Meta(description="module:function that yields token batches; default: synthetic ones")] = None
+    data: Annotated[
+        str | None,
+        Meta(description="module:function that yields token batches: code of yours, which is run; default: synthetic ones"),
+    ] = None
     attention_depth: Annotated[
         int | None,
         Meta(description="memory-only trial: attention over whole documents in the last N layers alone, on short pieces elsewhere"),

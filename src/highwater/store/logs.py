@@ -19,7 +19,7 @@ _LONGEST_LINE = 500
 _SAID = 60
 """Characters of an error's text by which its line is found: what a log and a result do to long ones differs."""
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
-"""What launch/torchrun.py calls a log."""
+"""What launch/local.py calls a log."""
 _FOLDER = re.compile(r"gpu-\d+")
 """Where the part of a log's path begins that lies beside the study."""
 _LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")

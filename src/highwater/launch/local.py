@@ -1,10 +1,9 @@
-"""TorchrunRunner: a trial as fresh processes, from a clean environment to a judged result with nothing left running."""
+"""LocalRunner: a trial as fresh processes on this machine, from a clean environment to a judged result; nothing is left running."""
 
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Generator
@@ -15,8 +14,11 @@ from typing import IO, Literal
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.launch.kernel_kills import kernel_kills
+from highwater.launch.leash import module, on_leash
 from highwater.launch.outcome import Ending, judge
 from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus
+from highwater.launch.ranks import read_exits
 from highwater.spec.allocator import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.flops import step_flops
@@ -49,13 +51,16 @@ _INHERITED = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NCCL_COMM_ID",
 )
-"""Variables of the user's shell that would change a trial's memory or its checks, or make torchrun join another job."""
+"""Variables of the user's shell that would change a trial's memory or its checks, or make it join another job or listen for one."""
 _INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
-"""The same; from PET_* torchrun takes what its command line does not name: training operators set them in every pod."""
+"""The same: training operators set them in every pod."""
+_LOOPBACK = "lo"
+"""The network interface that nobody else can reach."""
 
 
-class TorchrunRunner:
+class LocalRunner:
     """Runs trials on this machine, one at a time, each in fresh processes."""
 
     def __init__(
@@ -95,7 +100,7 @@ class TorchrunRunner:
         log_path = _free_log_path(log_path_of(self.log_directory, spec, self.log_layout))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         began, began_unix = time.monotonic(), time.time()
-        kills_before = _host_kills()
+        kills_before = kernel_kills()
         with (
             tempfile.TemporaryDirectory(prefix="highwater-") as folder,
             log_path.open("xb") as log,
@@ -106,14 +111,16 @@ class TorchrunRunner:
             reports_path.mkdir()
             exit_code = self._launch(spec, spec_path, reports_path, log)
             reports, damaged_reports = read_reports(reports_path)
+            exits = read_exits(Path(folder))
         if spec.device == "cuda" and not self.allow_busy:
             _await_release(spec.layout.gpus)
         ending = Ending(
             exit_code=exit_code,
             timeout_s=self.timeout_s,
             reports=reports,
+            exits=exits,
             log_tail=_tail(log_path),
-            host_kills=_host_kills() - kills_before,
+            kernel_kills=kernel_kills() - kills_before,
             damaged_reports=damaged_reports,
         )
         _raise_refusal(reports)
@@ -132,15 +139,11 @@ class TorchrunRunner:
         return _with_speed(spec, result)
 
     def _launch(self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]) -> int | None:
-        """The launcher's exit code; None when time was up. Nothing of the trial runs any more when this returns or raises."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={spec.layout.gpus}"]
-        torchrun += ["--max-restarts=0", f"--log-dir={spec_path.parent}"]  # without a directory it leaves one for every trial
-        worker = ["-m", "highwater.engine.worker", str(spec_path), str(reports_path)]
-        leash = [sys.executable, "-m", "highwater.launch.leash", str(os.getpid())]
-        if spec.checkpoint_directory is not None:
-            leash += ["--remove", spec.checkpoint_directory]
+        """The leash's exit status; None when time was up. Nothing of the trial runs any more when this returns or raises."""
+        worker = module("highwater.engine.worker", str(spec_path), str(reports_path))
+        remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
         process = subprocess.Popen(
-            [*leash, sys.executable, *torchrun, *worker],
+            on_leash(worker, remove=remove, ranks=(spec.layout.gpus, spec_path.parent)),
             env=trial_environment(spec),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -201,6 +204,8 @@ def clean_environment(allocator: Allocator) -> dict[str, str]:
     environment |= allocator_environment(allocator)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the driver's own, by which the probe looks for GPUs in use
+    # The ranks of one machine talk to each other through its memory, and where they need a port, on one that nobody else reaches.
+    environment |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
     return environment
 
 
@@ -293,12 +298,3 @@ def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace")
-
-
-def _host_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot; 0 where it does not tell."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -8,7 +8,7 @@ import pytest
 from places import question_of
 
 from highwater.errors import MachineError, UsageError
-from highwater.launch.torchrun import TorchrunRunner, log_path_of, read_reports, refuse_unsupported, trial_environment
+from highwater.launch.local import LocalRunner, log_path_of, read_reports, refuse_unsupported, trial_environment
 from highwater.spec.codec import to_json
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Allocator, Settings
@@ -36,7 +36,7 @@ def test_a_log_lies_where_its_layout_and_rung_say() -> None:
 
 
 def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
-    runner = TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S)
+    runner = LocalRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S)
     paths = []
     for attempt in (1, 2, 3):
         result = runner.run(cpu_spec(), attempt=attempt)
@@ -50,7 +50,7 @@ def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(MachineError, match="could not be started or recorded") as refusal:
-        TorchrunRunner(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S).run(cpu_spec())
+        LocalRunner(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S).run(cpu_spec())
     assert "`--log-dir`" in refusal.value.hint
 
 
@@ -90,6 +90,7 @@ def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
         "PET_RDZV_ENDPOINT",
         "MASTER_ADDR",
         "MASTER_PORT",
+        "NCCL_COMM_ID",
     ],
 )
 def test_what_would_change_a_trial_is_not_inherited(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -157,6 +158,12 @@ def test_what_the_engine_cannot_do_yet_is_refused_by_name_before_a_process_start
     tmp_path: Path, layout: Layout, named: str
 ) -> None:
     with pytest.raises(UsageError) as refusal:
-        TorchrunRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(layout=layout))
+        LocalRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(layout=layout))
     assert refusal.value.problem == f"{named} is not supported by the engine yet"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")
+        assert trial_environment(cuda_spec())[name] == trial_environment(cpu_spec())[name] == "lo"
