@@ -144,6 +144,7 @@ def _with_trials(
     """The candidates, each by the first study that tells of it; and a note for each study that tells of none."""
     candidates, notes = list(predicted), list[str]()
     for recorded in studies:
+        notes += [f"{recorded.path}: {note}" for note in recorded.notes]
         study = with_margin(recorded, question.margin_bytes)
         why = obstacle(
             study,

@@ -46,6 +46,7 @@ def ask(**changes) -> Question:
         ),
         "proof": "memory",
         "timeout_s": LIMIT_S,
+        "simulated": True,
     }
     return Question(**(fields | changes))
 

@@ -279,7 +279,9 @@ def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
         for attempt, end in enumerate(ends, 1):
             journal.trial_started(spec, attempt=attempt, repeat=0)
             journal.trial_finished(spec, attempt=attempt, repeat=0, result=end)
-        (answer,) = (e.answer for e in campaign(ask(), Ran(9, SLOW, 300.0)) if isinstance(e, CellAnswered))
+        (answer,) = (
+            e.answer for e in campaign(ask(), RecordingRunner(Ran(9, SLOW, 300.0), journal)) if isinstance(e, CellAnswered)
+        )
         journal.cell_answered(answer)
     for timeout_s, stand in ((300.0, ends), (301.0, [None] * 3)):
         with open_journal(path, within(timeout_s)) as journal:
@@ -346,7 +348,7 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     for timeout_s in (300.0, 600.0):
         open_journal(path, within(timeout_s)).close()
     question = read_study(path).question
-    assert " ".join(find_words(question)).endswith("--proof memory --timeout 600s")
+    assert " ".join(find_words(question)).endswith("--proof memory --timeout 600s --dry-run")
     rows = dict(question_table(report_of(read_study(path))).rows)
     assert "full trials up to 10m 00s" in rows["search"]
     with pytest.raises(StudyError) as refusal:

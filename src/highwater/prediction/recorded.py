@@ -46,7 +46,7 @@ def with_margin(study: Study, margin_bytes: int) -> Study:
     if study.question.margin_bytes == margin_bytes:
         return study
     question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
-    return msgspec.structs.replace(study, question=question, answers=())
+    return msgspec.structs.replace(study, question=question, answers=(), unproven=())
 
 
 def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:

@@ -66,6 +66,8 @@ def state(report: StudyReport) -> str:
     answered = f"{len(answers)} of {len(study.question.cells)} cells are answered"
     if len(answers) < len(study.answers):
         answered += f", {len(study.answers) - len(answers)} more in less time than there is now"
+    if study.unproven:
+        answered += f", {len(study.unproven)} more unproven: the trials do not bear them out"
     finished = f"{study.finished_trials} of {len(study.trials)} trials that started have ended"
     beginning = "Finished" if report.is_complete else "**Unfinished**: the search is running, or was cut short"
     return f"{beginning}. {answered}; {finished}. Figures are {provenance(study.question)}, unless they are called predicted."

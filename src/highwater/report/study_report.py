@@ -13,7 +13,7 @@ from highwater.report.study_commands import Command, commands
 from highwater.report.study_predicted import PredictedCell, PredictedTrial, Predictions
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Noun
-from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study
+from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__
 
@@ -77,7 +77,9 @@ class CellReport(Noun, frozen=True, kw_only=True):
     label: str
     cell: Cell
     answer: CellAnswer | None
-    """None: the search has not come to an end there."""
+    """None: the search has not come to an end there, or the trials do not bear out what the study says."""
+    unproven: UnprovenAnswer | None = None
+    """What the study says, and its trials do not."""
     bracket: tuple[BracketStep, ...]
     predicted: PredictedCell | None = None
     """By formula, that of the highwater that made the report."""
@@ -252,6 +254,7 @@ def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: 
         label=label,
         cell=cell,
         answer=study.answer_of(cell),
+        unproven=study.unproven_of(cell),
         bracket=tuple(_bracket(study, cell)),
         predicted=predicted,
         expected_tokens=given_tokens if recorded is None else recorded.likely_tokens,

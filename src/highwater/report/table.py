@@ -235,13 +235,14 @@ def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
 
 
 def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
-    """A cell without an answer: the longest length that fit so far, ``≥36,864``, is at most its capacity."""
+    """A cell without an answer that trials bear out: the longest length that fit so far, ``≥36,864``, is at most its capacity."""
     trained, memory_only = (study.longest_fit_tokens(cell, outcome) for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT))
     proofs = ("?" if trained is None else _at_least(study.question, trained),)
     if study.question.proof == "memory":
         beyond = memory_only if (memory_only or 0) > (trained or 0) else None
         proofs += ("-" if beyond is None else f"{_at_least(study.question, beyond)} memory-only",)
-    return (*_names(cell), *proofs, "not finished" if study.trials_of(cell) else "not searched yet", "-", "-", "-", "-")
+    ended = "not finished" if study.trials_of(cell) else "not searched yet"
+    return (*_names(cell), *proofs, "unproven" if study.unproven_of(cell) else ended, "-", "-", "-", "-")
 
 
 def _names(cell: Cell) -> tuple[str, str, str]:

@@ -15,20 +15,12 @@ That is ``bisect``, and ``linear`` from a start that does not fit. From one that
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from highwater.spec.study import Method
+from highwater.spec.support import Contradiction, contradictions
 
 HINT_COST = 3
 """Trials that a hint can cost: those of ``_around_the_hint``. After them the search starts from the bottom of the grid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """Two outcomes that no monotone law gives: ``failed_index`` did not fit, ``fit_index``, which takes no less, did."""
-
-    failed_index: int
-    fit_index: int
 
 
 class Bracket:
@@ -89,11 +81,7 @@ class Bracket:
 
     def contradictions(self, packed_tokens: Callable[[int], int] = lambda index: index) -> tuple[Contradiction, ...]:
         """For each index that did not fit, the closest at or above it that did with no fewer packed tokens; lowest first."""
-        no_less = {
-            failed: [i for i in self._fit if i >= failed and packed_tokens(i) >= packed_tokens(failed)]
-            for failed in sorted(self._failed)
-        }
-        return tuple(Contradiction(failed, min(fit)) for failed, fit in no_less.items() if fit)
+        return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
     def trials_left(self) -> int:

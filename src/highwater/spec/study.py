@@ -220,6 +220,14 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
         return self.limit in ("time", "inconclusive")
 
 
+class UnprovenAnswer(Noun, frozen=True, kw_only=True):
+    """What a study says of a cell, and its trials do not."""
+
+    answer: CellAnswer
+    why: str
+    """What the trials do not bear out, in words."""
+
+
 class RecordedTrial(Noun, frozen=True, kw_only=True):
     """One launch of one trial, as the study has it."""
 
@@ -268,7 +276,9 @@ class Study(Noun, frozen=True, kw_only=True):
     trials: tuple[RecordedTrial, ...] = ()
     """In the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """In the order of the question's cells; a cell without an answer yet is absent."""
+    """Those that the study's trials bear out, in the order of the question's cells; a cell without an answer yet is absent."""
+    unproven: tuple[UnprovenAnswer, ...] = ()
+    """Answers that the file has and its trials do not bear out: nobody measured them, and their cells count as not answered."""
     answers_within_s: tuple[float, ...] = ()
     """The time limit under which each answer was given, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
@@ -298,6 +308,10 @@ class Study(Noun, frozen=True, kw_only=True):
     def answer_of(self, cell: Cell) -> CellAnswer | None:
         """The cell's answer; None where there is none yet."""
         return next((answer for answer in self.answers if answer.cell == cell), None)
+
+    def unproven_of(self, cell: Cell) -> UnprovenAnswer | None:
+        """The cell's answer that its trials do not bear out; None where there is none."""
+        return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def expectation_of(self, cell: Cell) -> Expectation | None:
         """What was recorded of the cell before its first trial; None where nothing was."""

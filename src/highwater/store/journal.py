@@ -35,6 +35,7 @@ from highwater.store.lines import (
     not_a_study,
     parse,
 )
+from highwater.units import format_tokens
 from highwater.version import __version__
 
 _LOG_DIRECTORY = "./logs"
@@ -288,12 +289,21 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
         question=record.question,
         trials=record.trials,
         answers=record.answers,
+        unproven=record.unproven,
         answers_within_s=record.answers_within_s,
         expectations=record.expectations,
-        notes=notes,
+        notes=(*notes, *(f"unproven: {text}" for text in _unproven(record))),
         command=record.opened.command if record.opened else (),
         environments=record.environments,
     )
+
+
+def _unproven(record: Record) -> Iterator[str]:
+    """Each answer that its trials do not bear out, in words."""
+    for each in record.unproven:
+        tokens = each.answer.reach_tokens
+        said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
+        yield f"{each.answer.cell.label_on(record.question.device)}: the study answers {said}; {each.why}"
 
 
 def _another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:

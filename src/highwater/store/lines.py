@@ -10,6 +10,7 @@ Schema 2:  header           the question, once
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ import msgspec
 from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import Noun, from_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial
+from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial, UnprovenAnswer
+from highwater.spec.support import unsupported
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 
@@ -94,7 +96,9 @@ class Record:
         self._trials: dict[LaunchKey, RecordedTrial] = {}
         self._keys: dict[str, str] = {}
         """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
-        self._answers: dict[Cell, CellAnswer] = {}
+        self._trials_of: dict[Cell, dict[LaunchKey, RecordedTrial]] = {}
+        """The same by their cells."""
+        self._claims: dict[Cell, _Claim] = {}
         self._answered_within_s: dict[Cell, float | None] = {}
         """The time limit under which a cell was answered."""
         self._ended_since: set[Cell] = set()
@@ -118,21 +122,26 @@ class Record:
             case StartedLine():
                 trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
                 self._keys[line.spec_key] = line.spec.key
-                self._trials.setdefault((line.spec.key, line.attempt, line.repeat), trial)
+                key = (line.spec.key, line.attempt, line.repeat)
+                for trials in (self._trials, self._trials_of.setdefault(_cell_of(trial), {})):
+                    trials.setdefault(key, trial)
             case FinishedLine():
                 key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
                 if key not in self._trials:
                     raise ValueError(f"trial {line.spec_key} ended but never started")
                 before = self._trials[key]
-                if before.result is not None:
-                    del self._trials[key]  # it was run again, after all that stands before it
                 trial = msgspec.structs.replace(before, result=line.result, timeout_s=self.question.timeout_s)
-                self._trials[key] = trial
-                self._ended_since.add(_cell_of(trial))
+                cell = _cell_of(trial)
+                for trials in (self._trials, self._trials_of[cell]):
+                    if before.result is not None:
+                        del trials[key]  # it was run again, after all that stands before it
+                    trials[key] = trial
+                self._ended_since.add(cell)
             case AnsweredLine():
-                self._answers[line.answer.cell] = line.answer
-                self._answered_within_s[line.answer.cell] = self.question.timeout_s
-                self._ended_since.discard(line.answer.cell)
+                cell = line.answer.cell
+                self._claims[cell] = _Claim(line.answer, self.trials_of(cell))
+                self._answered_within_s[cell] = self.question.timeout_s
+                self._ended_since.discard(cell)
 
     def trial(self, key: LaunchKey) -> RecordedTrial | None:
         """A launch of a trial; None when it never started."""
@@ -157,8 +166,15 @@ class Record:
         return any(not self.has_told(trial.spec, trial.repeat) and not self.ran_out_after(trial) for trial in crashes)
 
     def answer(self, cell: Cell) -> CellAnswer | None:
-        """The recorded answer for a cell; None when there is none yet."""
-        return self._answers.get(cell)
+        """The recorded answer for a cell; None when there is none yet, or none that its trials bear out."""
+        claim = self._claims.get(cell)
+        return None if claim is None or self._why_unproven(claim) else claim.answer
+
+    def _why_unproven(self, claim: "_Claim") -> str | None:
+        """What the trials that were recorded before it do not bear out; looked at once."""
+        if not claim.is_judged:
+            claim.is_judged, claim.why = True, unsupported(self.question, claim.answer, claim.trials)
+        return claim.why
 
     def answered_within_s(self, cell: Cell) -> float | None:
         """The time limit under which a cell was answered; None where there is none, or where a trial has ended since."""
@@ -166,7 +182,7 @@ class Record:
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The launches of a cell, in their order."""
-        return tuple(trial for trial in self._trials.values() if _cell_of(trial) == cell)
+        return tuple(self._trials_of.get(cell, {}).values())
 
     def has_begun(self, cell: Cell) -> bool:
         """Whether anything is recorded of the search of a cell."""
@@ -184,14 +200,32 @@ class Record:
 
     @property
     def answers(self) -> tuple[CellAnswer, ...]:
-        """The answers there are, in the order of the question's cells."""
-        return tuple(self._answers[cell] for cell in self.question.cells if cell in self._answers)
+        """The answers that trials bear out, in the order of the question's cells."""
+        return tuple(answer for cell in self.question.cells if (answer := self.answer(cell)) is not None)
+
+    @property
+    def unproven(self) -> tuple[UnprovenAnswer, ...]:
+        """The others, in the order of the question's cells."""
+        claims = [claim for cell in self.question.cells if (claim := self._claims.get(cell)) is not None]
+        whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
+        return tuple(UnprovenAnswer(answer=answer, why=why) for answer, why in whys if why is not None)
 
     @property
     def answers_within_s(self) -> tuple[float, ...]:
         """The time limit under which each of these answers was given; empty where the question has none."""
         limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
         return tuple(limit_s for limit_s in limits if limit_s is not None)
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What the file says of a cell."""
+
+    answer: CellAnswer
+    trials: tuple[RecordedTrial, ...]
+    """Of the cell, as they were when it was said: one that was run again since says something else now."""
+    is_judged: bool = False
+    why: str | None = None
 
 
 def _cell_of(trial: RecordedTrial) -> Cell:
