@@ -195,6 +195,8 @@ def test_ranks_train_on_different_tokens() -> None:
         ("too_long", "tokens for a trial of"),
         ("too_short", "would prove another length"),
         ("outside", "token ids outside"),
+        ("label_outside", "the label 11, neither -100 nor a token id in 0..10"),
+        ("label_of_another_trainer", "the label -1, neither"),
         ("no_documents", "not documents"),
         ("nothing", "yielded no micro-batch"),
         ("missing", "has no attribute"),
@@ -206,6 +208,24 @@ def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said
         next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
 
 
+def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    packed = Settings(sequences_per_micro_batch=2)
+    with pytest.raises(UsageError, match="a document of 128 tokens for a trial of 64") as refusal:
+        next(batches(spec(data="user_batches:two_as_one", settings=packed), vocab_size=11, data_rank=0))
+    assert "`--length 128`" in refusal.value.hint
+    row = next(batches(spec(data="user_batches:uneven", settings=packed), vocab_size=11, data_rank=0))
+    assert row.document_lengths == (56, 56, 16)
+
+
+def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    within, past = (batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0, window_tokens=n) for n in (34, 33))
+    assert sum(next(within).document_lengths) == 64
+    with pytest.raises(UsageError, match="a document of 34 tokens, past the sliding window of 33 in which tiny attends"):
+        next(past)
+
+
 def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
@@ -214,14 +234,14 @@ def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyP
     assert next(source).document_lengths == (30, 34), "a source that ends is read again"
 
 
-def spec(*, length_tokens: int = 64, data: str | None = None) -> TrialSpec:
+def spec(*, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None) -> TrialSpec:
     return TrialSpec(
         model_name="tiny",
         model_directory="/nowhere",
         config_digest="0",
         device="cpu",
         layout=Layout(),
-        settings=Settings(),
+        settings=settings or Settings(),
         length_tokens=length_tokens,
         memory_budget_bytes=1024**3,
         data=data,

@@ -14,6 +14,32 @@ def too_long(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [[1] * (length_tokens + 1)]
 
 
+def two_as_one(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[1] * (2 * length_tokens)]
+
+
+def uneven(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[1] * (length_tokens - 8), [2] * (length_tokens - 8), [3] * 16]
+
+
+def label_outside(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "labels": [1] * (length_tokens - 1) + [11]}]
+
+
+def label_of_another_trainer(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "labels": [-1] + [1] * (length_tokens - 1)}]
+
+
+def untrained(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    while True:
+        yield [{"input_ids": [1] * length_tokens, "labels": [1] + [-100] * (length_tokens - 1)}]
+
+
+def trained_on_one_rank(*, data_rank: int, length_tokens: int, **_: Any) -> Iterator[Any]:
+    labels = [-100] * (length_tokens - 1) + [2 if data_rank else -100]
+    yield [{"input_ids": [1] * (length_tokens - 1) + [2], "labels": labels}]
+
+
 def too_short(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [[1] * (length_tokens - 1)]
 

@@ -63,6 +63,14 @@ def test_so_are_one_trial_and_a_recommendation(mistral: str) -> None:
     assert recommend(mistral, length=8192, gpus="1xH100-80GB").chosen
 
 
+def test_documents_of_a_users_data_are_held_to_the_window_when_they_come_and_lengths_are_not(mistral: str) -> None:
+    own = request_from({"model": mistral, "data": "batches:short"})
+    assert plan_trial(own, machine_with(1), 16384).length_tokens == 16384
+    result = plan(own, machine_with(1))
+    assert result.question.grid.max_tokens == 1024**2
+    assert result.notes == ()
+
+
 def test_a_trainer_with_windows_of_its_own_is_predicted_past_them(mistral: str) -> None:
     assert predict(mistral, gpus="1xA100-80GB", length="16k", trainer="trinity").cells[0].capacity_tokens == 16384
 

@@ -8,7 +8,6 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,11 +120,14 @@ def pack(documents: Sequence[Document]) -> Batch:
     )
 
 
-def batches(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
-    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``."""
+def batches(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None) -> Iterator[Batch]:
+    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+
+    ``window_tokens``: the longest document that every layer attends to whole, where there is one.
+    """
     if spec.data is None:
         return _synthetic(spec, vocab_size=vocab_size, data_rank=data_rank)
-    return _from_user(spec, vocab_size=vocab_size, data_rank=data_rank)
+    return _from_user(spec, vocab_size=vocab_size, data_rank=data_rank, window_tokens=window_tokens)
 
 
 def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
@@ -145,16 +147,16 @@ def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
         yield pack(documents)
 
 
-def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
+def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None) -> Iterator[Batch]:
     """Micro-batches of ``module:function``, called with keyword arguments and again when it runs out.
 
     The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``, and yields micro-batches of
-    ``length_tokens * sequences`` tokens: each a sequence of documents, each document token ids or a mapping with ``input_ids``
-    and maybe ``labels``, ``reward``, ``group`` (sequences of one prompt) and ``logprobs`` (of every token when it was sampled).
+    ``length_tokens * sequences`` tokens: each a sequence of documents of at most ``length_tokens`` tokens, each document token
+    ids or a mapping with ``input_ids`` and maybe ``labels``, ``reward``, ``group``
+    (sequences of one prompt) and ``logprobs`` (of every token when it was sampled).
     """
     assert spec.data is not None
     function = _resolve(spec.data)
-    tokens = spec.length_tokens * spec.sequences
     arguments = {
         "data_rank": data_rank,
         "data_parallel_degree": spec.layout.data_parallel_degree,
@@ -166,7 +168,8 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
         for micro_batch in function(**arguments):
             empty = False
             documents = [_document(document) for document in micro_batch]
-            _check(documents, tokens=tokens, vocab_size=vocab_size, source=spec.data)
+            _check(documents, spec, vocab_size=vocab_size)
+            _check_lengths(documents, spec, window_tokens=window_tokens)
             _check_pairs(documents, spec)
             yield pack(documents)
         if empty:
@@ -200,20 +203,45 @@ def _document(document: Any) -> Document:
     )
 
 
-def _check(documents: Sequence[Document], *, tokens: int, vocab_size: int, source: str) -> None:
+def _check(documents: Sequence[Document], spec: TrialSpec, *, vocab_size: int) -> None:
+    """Raise UsageError for what is no micro-batch of this model's tokens."""
     if not documents or not all(_is_whole(document) for document in documents):
         raise UsageError(
-            f"{source} yielded a micro-batch that is not documents of token ids with labels (and logprobs) of the same length",
+            f"{spec.data} yielded a micro-batch that is not documents of token ids with labels (and logprobs) of the same length",
             hint="yield lists of documents: `[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`",
         )
-    total = sum(len(document.ids_L) for document in documents)
+    for document in documents:
+        if ((document.ids_L < 0) | (document.ids_L >= vocab_size)).any():
+            raise UsageError(f"{spec.data} yielded token ids outside 0..{vocab_size - 1}", hint="use the model's own tokenizer")
+        labels_L = document.labels_L
+        foreign = labels_L[(labels_L != UNTRAINED) & ((labels_L < 0) | (labels_L >= vocab_size))]
+        if len(foreign):
+            raise UsageError(
+                f"{spec.data} yielded the label {int(foreign[0])}, neither {UNTRAINED} nor a token id in 0..{vocab_size - 1}",
+                hint=f"label a token with its own id to train on it, with {UNTRAINED} not to",
+            )
+
+
+def _check_lengths(documents: Sequence[Document], spec: TrialSpec, *, window_tokens: int | None) -> None:
+    """Raise UsageError for documents that would prove another length, or that some layer would not attend to whole."""
+    longest, total = max(len(document.ids_L) for document in documents), sum(len(document.ids_L) for document in documents)
+    tokens = spec.length_tokens * spec.sequences
+    if longest > spec.length_tokens:
+        raise UsageError(
+            f"{spec.data} yielded a document of {longest:,} tokens for a trial of {spec.length_tokens:,}",
+            hint=f"cut documents to length_tokens, or try with `--length {longest}`",
+        )
     if total != tokens:
         raise UsageError(
-            f"{source} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another length",
+            f"{spec.data} yielded a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another length",
             hint="yield documents of exactly length_tokens x sequences tokens together",
         )
-    if any(int(token) >= vocab_size or int(token) < 0 for document in documents for token in chain(document.ids_L.aminmax())):
-        raise UsageError(f"{source} yielded token ids outside 0..{vocab_size - 1}", hint="use the model's own tokenizer")
+    if window_tokens is not None and longest > window_tokens:
+        raise UsageError(
+            f"{spec.data} yielded a document of {longest:,} tokens, past the sliding window of {window_tokens:,} in which "
+            f"{spec.model_name} attends; only full attention is supported",
+            hint=f"cut documents to {window_tokens} tokens",
+        )
 
 
 def _check_pairs(documents: Sequence[Document], spec: TrialSpec) -> None:

@@ -12,6 +12,7 @@ from highwater.engine import objective
 from highwater.engine.data import Batch
 from highwater.engine.experience import Experience, group_experience, token_experience
 from highwater.engine.model import Decoder, MicroBatchStatistics
+from highwater.errors import UsageError
 from highwater.parallel.collectives import sum_over
 from highwater.parallel.fsdp import local_shard
 from highwater.parallel.mesh import total
@@ -134,14 +135,23 @@ def clip(model: nn.Module, *, mesh: DeviceMesh) -> Tensor:
 
 
 def count(trainer: Trainer, micro_batches: Sequence[Batch]) -> int:
-    """What the loss of this step is a mean over, on all ranks: trained tokens, or pairs of documents."""
+    """What the loss of this step is a mean over, on all ranks: trained tokens, or pairs of documents.
+
+    Raises UsageError where there is none: such a step would prove any length, and train nothing.
+    """
     if trainer.objective == "rw":
         shares = 1 if trainer.sequence is None else dist.get_world_size(trainer.sequence)
         own = sum(len(batch.rewards) // 2 for batch in micro_batches)
     else:
         shares, own = 1, sum(len(batch.labels_N) for batch in micro_batches)
     mesh = trainer.mesh
-    return own if mesh.size() == 1 else int(total(torch.tensor(own, device=mesh.device_type), mesh)) // shares
+    counted = own if mesh.size() == 1 else int(total(torch.tensor(own, device=mesh.device_type), mesh)) // shares
+    if not counted:
+        raise UsageError(
+            "a step of this data trains no token, on any rank: its loss would be 0 whatever the model says",
+            hint="label tokens after a document's first one with their ids: nothing precedes the first, and -100 is not trained on",
+        )
+    return counted
 
 
 def _experiences(trainer: Trainer, micro_batches: Sequence[Batch]) -> Sequence[Experience | None]:

@@ -20,6 +20,7 @@ from highwater.engine.data import Batch, Document, batches, pack, shard
 from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import Trainer, backward_of, clip, train_step
+from highwater.spec.model import load_model, window_tokens
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.version import __version__
 
@@ -44,7 +45,12 @@ class Trial:
         trainer = assemble(self.spec, place)
         self.report = self._with(parameters=trainer.policy.parameter_count)
         self._divide_budget(trainer, place)
-        source = batches(self.spec, vocab_size=trainer.policy.causal_lm.config.vocab_size, data_rank=place.data_rank)
+        source = batches(
+            self.spec,
+            vocab_size=trainer.policy.causal_lm.config.vocab_size,
+            data_rank=place.data_rank,
+            window_tokens=window_tokens(load_model(self.spec.model_directory)),
+        )
         for step in range(1, self.spec.steps + 1):
             self.phase = "data"
             whole = [next(source) for _ in range(self.spec.micro_batches)]
@@ -151,8 +157,9 @@ class Trial:
 
 def rehearsal_batch(spec: TrialSpec, place: Place) -> Batch:
     """This rank's share of a micro-batch that is too small to matter."""
-    ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens) * place.sequence_degree, dtype=torch.long)
-    return shard(pack([Document(ids, ids)] * spec.sequences), degree=place.sequence_degree, rank=place.sequence_rank)
+    ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens), dtype=torch.long)
+    documents = [Document(ids, ids)] * (spec.sequences * place.sequence_degree)  # none is longer than the trial's
+    return shard(pack(documents), degree=place.sequence_degree, rank=place.sequence_rank)
 
 
 def rehearse(trainer: Trainer, batch: Batch) -> None:

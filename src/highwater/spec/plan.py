@@ -66,7 +66,9 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
     gpus = used_gpus(machine, device=device, count=max(counts))
     total_bytes = min((gpu.memory_total_bytes for gpu in gpus), default=None)
     _check_memory(request, machine, device, model, workers=max(counts), total_bytes=total_bytes)
-    grid, capped = _grid(request, model, device, None if in_windows else window_tokens(model))
+    # Of a user's data only the documents have to be within a window, and their lengths are known when they come.
+    window = None if in_windows or request.data is not None else window_tokens(model)
+    grid, capped = _grid(request, model, device, window)
     cells, skipped = _cells(request, model.shape, device, counts)
     cells, too_small = _within_token_budget(cells, grid, device)
     if device == "cuda" and not request.dry_run:
@@ -117,7 +119,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     if length_tokens < 2:
         raise UsageError("a length of 1 token", hint="use `--length 2` or more: one to read, one to predict")
     model = load_model(request.model)
-    refuse_past_window(model, length_tokens, flag="--length")
+    if request.data is None:
+        refuse_past_window(model, length_tokens, flag="--length")
     _refuse_past_native(model, request.rope, length_tokens, flag="--length")
     alone = msgspec.structs.replace(
         request,

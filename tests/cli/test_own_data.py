@@ -1,0 +1,72 @@
+"""``--data`` on real trials: what trains nothing or not what it says is refused by name; what is exact is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+pytest.importorskip("torch", reason="trials need the train extra")
+
+CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s")
+BATCHES = """
+def untrained(*, length_tokens, **_):
+    while True:
+        yield [{"input_ids": [1] * length_tokens, "labels": [1] + [-100] * (length_tokens - 1)}]
+
+def trained_on_one_rank(*, data_rank, length_tokens, **_):
+    label = 2 if data_rank else -100
+    yield [{"input_ids": [1] * (length_tokens - 1) + [2], "labels": [-100] * (length_tokens - 1) + [label]}]
+
+def trained_once(*, length_tokens, **_):
+    yield [[1] * length_tokens]
+    yield [[1] * length_tokens]
+    yield from untrained(length_tokens=length_tokens)
+
+def short(*, length_tokens, **_):
+    yield [[2] * 32] * (length_tokens // 32)
+
+def whole(*, length_tokens, **_):
+    yield [[2] * length_tokens]
+"""
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the batches above are found."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own_batches.py").write_text(BATCHES)
+    return {"PYTHONPATH": str(tmp_path / "own")}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())])
+def test_a_step_that_trains_no_token_on_any_rank_is_refused(
+    highwater: Run, tiny: Path, batches: dict[str, str], source: str, flags: tuple[str, ...]
+) -> None:
+    done = highwater("try", str(tiny), "--length", "64", *CPU, *flags, "--data", f"own_batches:{source}", **batches)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "a step of this data trains no token, on any rank" in done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
+    highwater: Run, tiny: Path, batches: dict[str, str]
+) -> None:
+    words = ("--gpus", "2", "--data", "own_batches:trained_on_one_rank", "--json")
+    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
+
+
+@pytest.mark.timeout(240)
+def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "sliding_window": 32}))
+    done = highwater("try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:short", "--json", **batches)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
+    refused = highwater("try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:whole", **batches)
+    assert refused.returncode == 2
+    assert "a document of 64 tokens, past the sliding window of 32 in which tiny attends" in refused.stderr
+    assert "past the sliding window" in highwater("try", str(tiny), "--length", "64", *CPU).stderr
