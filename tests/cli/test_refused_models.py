@@ -70,3 +70,30 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
         problem, hint = refusal(highwater(*words), 2)
         assert said in problem
         assert hint
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("find", *SIMULATED),
+        ("find", "--device", "cpu", "--memory", "1GiB"),
+        ("try", *SIMULATED, "--length", "4k"),
+        ("predict", *GPUS),
+        ("predict", *GPUS, "--exact"),
+        ("recommend", *GPUS, "--length", "4k"),
+        ("emit", "--for", "verl", *GPUS, "--length", "4k"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
+    highwater: Run, tiny: Path, words: tuple[str, ...]
+) -> None:
+    rewrite(tiny, quantization_config={"quant_method": "fp8"})
+    command, *rest = words
+    problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
+    assert "is of a quantised checkpoint (fp8)" in problem
+    assert "a copy of config.json alone, without quantization_config" in hint
+    config = json.loads((tiny / "config.json").read_text())
+    del config["quantization_config"]
+    (tiny / "config.json").write_text(json.dumps(config))
+    if rest[0] == "--device" and "--dry-run" in rest:  # the others go the same way, and take longer
+        assert highwater(command, str(tiny), *rest).returncode == 0

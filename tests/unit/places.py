@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import math
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +49,20 @@ def write_model(directory: Path, **changes: Any) -> Path:
     config = {name: value for name, value in {**TINY, **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, fill: Mapping[str, int] | None = None
+) -> Path:
+    """A file of tensors of these dtypes and shapes, every byte 0 or what ``fill`` says of the tensor."""
+    header, data = {}, b""
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + size]}
+        data += bytes([(fill or {}).get(name, 0)]) * size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
 
 
 H200 = Gpu(

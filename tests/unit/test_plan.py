@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import H200, NO_GPU, machine_with, write_model
+from places import H200, NO_GPU, machine_with, write_model, write_safetensors
 
 from highwater.errors import MachineError, ModelError, UsageError
 from highwater.spec.footprint import STAGED_LAYERS, host_state_bytes, matrices, staged_gradient_bytes
@@ -161,8 +161,27 @@ def test_experts_without_weights_are_said_to_route_evenly(tmp_path: Path) -> Non
     moe = write_model(tmp_path / "moe", model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     (note,) = planned(machine_with(1), model=str(moe), gpus=[1]).notes
     assert "random ones send the tokens to its 8 experts nearly evenly" in note
-    (moe / "model.safetensors").touch()
+    assert note.startswith("random weights: moe has none here")
+    write_safetensors(moe / "model.safetensors", {"model.norm.weight": ("F32", (64,))})
     assert planned(machine_with(1), model=str(moe), gpus=[1]).notes == ()
+
+
+def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (note,) = planned(machine_with(1), model=str(model), gpus=[1]).notes
+    assert note.startswith("random weights: m has none here")
+    assert planned(NO_GPU, model=str(model), device="cuda", memory="80GiB", dry_run=True).notes == ()
+    write_safetensors(model / "model.safetensors", {"model.embed_tokens.weight": ("F32", (1000, 64))})
+    assert planned(machine_with(1), model=str(model), gpus=[1]).notes == ()
+    (note,) = planned(machine_with(1), model=str(model), gpus=[1], objective="rw", sequences_per_micro_batch=2).notes
+    assert note.startswith("random weights in the head that gives one number a token")
+    write_safetensors(model / "model.safetensors", {"score.weight": ("F32", (1, 64))})
+    assert planned(machine_with(1), model=str(model), gpus=[1], objective="rw", sequences_per_micro_batch=2).notes == ()
+
+
+def besides_weights(result: Plan) -> tuple[str, ...]:
+    """The notes of a plan, but for that of random weights."""
+    return tuple(note for note in result.notes if not note.startswith("random weights"))
 
 
 def test_tiles_are_part_of_every_rung_and_its_name() -> None:
@@ -201,7 +220,7 @@ def test_gpus_of_different_kinds_are_refused() -> None:
 def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said() -> None:
     result = planned(machine_with(4), gpus=[1, 4], ulysses=[1, 2, 3])
     assert [(cell.layout.gpus, cell.layout.ulysses_degree) for cell in result.question.cells][::3] == [(1, 1), (4, 1), (4, 2)]
-    assert len(result.notes) == 3
+    assert len(besides_weights(result)) == 3
     assert "SP=3 on 4 GPUs is skipped: 3 does not divide 4 GPUs" in result.notes
 
 
@@ -230,7 +249,7 @@ def test_scaling_that_grows_with_the_length_has_no_end_and_needs_no_yarn(tmp_pat
     model = str(write_model(tmp_path / "m", rope_scaling=grows))
     result = plan(request_from({"model": model}), machine_with(1))
     assert result.question.grid.max_tokens == 1024**2
-    assert result.notes == ()
+    assert besides_weights(result) == ()
     assert plan_trial(request_from({"model": model}), machine_with(1), 8192).length_tokens == 8192
     assert yarn(load_model(model), length_tokens=8192) is None
     assert yarn(load_model(model), length_tokens=8192, rope="yarn") is not None
@@ -262,7 +281,7 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_
     result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
     grid = result.question.grid
     assert [grid.length(index) for index in range(1, grid.size + 1)] == [4096, 8192]
-    assert result.notes == ("lengths end at 10,000: m was made for them, and opt has no RoPE to scale",)
+    assert besides_weights(result) == ("lengths end at 10,000: m was made for them, and opt has no RoPE to scale",)
 
 
 def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(tmp_path: Path) -> None:
@@ -310,7 +329,7 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
     plan(request_from({**asked, "offload": False}), machine_with(1))
     plan(request_from({**asked, "dry_run": True}), machine_with(1))
     larger = msgspec.structs.replace(machine_with(4), host_memory_total_bytes=128 * GIB)
-    assert plan(request_from(asked), larger).notes == ()
+    assert besides_weights(plan(request_from(asked), larger)) == ()
 
 
 @pytest.mark.parametrize("name", catalog_names())
@@ -348,7 +367,7 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embeddi
     ],
 )
 def test_what_offload_does_not_do_is_said(settings: dict[str, Any], said: tuple[str, ...]) -> None:
-    notes = planned(machine_with(1), offload=True, **settings).notes
+    notes = besides_weights(planned(machine_with(1), offload=True, **settings))
     assert len(notes) == len(said)
     assert all(note.startswith(start) for note, start in zip(notes, said, strict=True))
     assert not any("offload" in note for note in planned(machine_with(1), **settings).notes)

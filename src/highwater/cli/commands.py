@@ -16,7 +16,7 @@ from highwater.report.study_commands import resumed
 from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
 from highwater.report.text import plain
 from highwater.spec.model import load_model
-from highwater.spec.plan import ON_THE_CPU_NOTE, offload_notes, routing_notes
+from highwater.spec.plan import ON_THE_CPU_NOTE, offload_notes, weights_notes
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
@@ -54,7 +54,12 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    console.notes((*offload_notes(spec.settings, spec.device), *routing_notes(load_model(request.model))))
+    console.notes(
+        (
+            *offload_notes(spec.settings, spec.device),
+            *weights_notes(load_model(request.model), spec.settings, simulated=request.dry_run),
+        )
+    )
     console.talk(
         f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, {spec.layout.gpus} x {spec.device}"
     )

@@ -4,7 +4,8 @@ Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,13 +31,15 @@ from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.sequence import parts_of
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
+from highwater.spec.trial import Weights
+from highwater.spec.weight_files import SCORE, unties
 
 _CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
 """Config fields by which a family changes its logits after the head, and the value that changes nothing."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
-SCORE = "score.weight"
-"""The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
+_LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
+"""Tensors of old files that follow from the config."""
 
 
 class MicroBatchStatistics(NamedTuple):
@@ -54,6 +57,8 @@ class Decoder(nn.Module):
 
     gives_scalars = False
     """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
+    weights: Weights = "random"
+    """Where its first values are from."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
@@ -158,6 +163,8 @@ class ScalarModel(Decoder):
         causal_lm.config.tie_word_embeddings = False
         causal_lm.config.num_labels = 1  # what is saved loads as a sequence or token classifier
         super().__init__(causal_lm, attention=attention)
+        self.replaced_head = name
+        """Name of the head that files may hold, and that this model has not."""
         self.score = nn.Linear(vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype)
         self.parameter_count += vocabulary.in_features
 
@@ -182,6 +189,8 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
     """The model's config, its RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     _refuse_changed_logits(config)
+    if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
+        config.tie_word_embeddings = False  # as transformers does with files that hold both, and different values
     if getattr(config, "head_dim", 0) is None:  # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
         config.head_dim = config.hidden_size // config.num_attention_heads
     scale_rope(config, length_tokens=length_tokens, rope=rope)
@@ -336,6 +345,10 @@ class Fill:
         self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._missing = {name_in_files(name) for name, _ in model.named_parameters()}
         self._is_tied = model.head.weight is cast(nn.Embedding, model.causal_lm.get_input_embeddings()).weight
+        self._other_names = {} if saved is None else _other_names(model, saved)
+        if saved is not None:
+            model.weights = "saved"
+            _check_files(model, saved, self._other_names)
 
     def one_unit(self, unit: nn.Module) -> None:
         """Storage on the device and values for what of the unit is still on meta: all but the units within it."""
@@ -366,11 +379,36 @@ class Fill:
         self._missing -= fresh.keys()
         if self.saved is not None:
             saved = {name: p for name, p in fresh.items() if name != SCORE or self.saved.has(SCORE)}
-            self.saved.fill(saved, buffers)
+            self.saved.fill({self._other_names.get(name, name): p for name, p in saved.items()}, buffers)
             fresh = {name: p for name, p in fresh.items() if name not in saved}
         std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
         for name, parameter in fresh.items():
             fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
+
+
+def _check_files(model: Decoder, saved: weights.SavedWeights, other_names: Mapping[str, str]) -> None:
+    """Raise ModelError for files that do not hold this model, all of it and nothing else."""
+    names = {name_in_files(name): p for name, p in model.named_parameters()}
+    parameters = {other_names.get(name, name): p for name, p in names.items() if name != SCORE or saved.has(SCORE)}
+    others = {name_in_files(name) for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    if isinstance(model, ScalarModel):
+        others |= {f"{model.replaced_head}.{name}" for name in ("weight", "bias")}
+    left: Any = getattr(model.causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()
+    saved.check(parameters, others=others, ignored={*_LEFT_IN_FILES, *left})
+
+
+def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
+    """The head's name in the place of the embedding's, where the files hold a tied weight under that name alone."""
+    tied = [name_in_files(name) for name, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight]
+    if len(tied) == 1:
+        return {}
+    embedding, head = tied
+    if saved.has(embedding) and saved.has(head) and not saved.has_same(embedding, head):
+        raise ModelError(
+            f"config.json in {saved.directory} ties {head} to {embedding}, and the files hold different values for them",
+            hint="set tie_word_embeddings to false in config.json",
+        )
+    return {embedding: head} if saved.has(head) and not saved.has(embedding) else {}
 
 
 def name_in_files(name: str) -> str:

@@ -147,6 +147,8 @@ def config_of(model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, 
     if theirs.get("model_type") != ours["model_type"]:
         theirs = {}
     theirs.pop("torch_dtype", None)  # the older name of dtype
+    for said in (theirs, ours):
+        said.pop("quantization_config", None)  # what is trained, and saved, is dequantised
     for old_name, name in config.attribute_map.items():  # version 5 writes num_local_experts where 4.57 reads num_experts
         if name in ours:
             ours[old_name] = ours[name]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +44,9 @@ class Trial:
         place = self._take_place()
         self.phase = "build"
         trainer = assemble(self.spec, place)
-        self.report = self._with(parameters=trainer.policy.parameter_count)
+        self.report = self._with(parameters=trainer.policy.parameter_count, weights=trainer.policy.weights)
+        if trainer.policy.weights == "random":
+            sys.stdout.write(f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none\n")
         self._divide_budget(trainer, place)
         source = batches(
             self.spec,

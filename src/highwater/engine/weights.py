@@ -1,11 +1,18 @@
-"""Weights from safetensors, each rank reading its own rows and nothing else."""
+"""Saved weights: each rank reads its own rows of every parameter, and nothing else.
 
-import json
+What is read is what transformers would load, or it is refused: every parameter is in the files, whole and of the config's shape;
+and no tensor is left over, but those that the family's class says to leave. transformers drops what is left over with a warning.
+Here that would train another model than the files': a bias that the config does not switch on, layers past its number.
+
+Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two numbers each
+"""
+
+import pickle
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -13,12 +20,19 @@ from torch import Tensor, nn
 
 from highwater.errors import ModelError
 from highwater.parallel.fsdp import local_shard, own_rows
+from highwater.spec.weight_files import MXFP4_BLOCKS, MXFP4_SCALES, quantised_tensor, refuse_quantised_tensor, weight_files
 
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_BELONG_TOGETHER = "use weights that belong to the config beside them"
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What 4 bits say. Source: OCP Microscaling Formats 1.0, table of E2M1."""
+_MXFP4_BIAS = 127
+"""Taken from a scale's byte: a power of 2."""
+_COMPARED_ROWS = 4096
 
 
 class SavedWeights:
-    """The safetensors of a directory, open: tensors by name, read from disk as they are asked for."""
+    """The weights of a directory, open: tensors by name, read from disk as they are asked for."""
 
     def __init__(self, directory: str, where: Mapping[str, Any]) -> None:
         """``where`` has the open file of every tensor."""
@@ -29,64 +43,147 @@ class SavedWeights:
         """Whether a tensor of this name was saved."""
         return name in self._where
 
-    def fill(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-        """Fill this rank's shards of the parameters, whole where they are not sharded, and the buffers that were saved.
+    def has_same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same values."""
+        one, two = (self._where[n].get_slice(n) for n in (name, other))
+        if _shape(one) != _shape(two):
+            return False
+        starts = range(0, _shape(one)[0], _COMPARED_ROWS)
+        return all(torch.equal(one[start : start + _COMPARED_ROWS], two[start : start + _COMPARED_ROWS]) for start in starts)
 
-        Raises ModelError for parameters that the files lack, and for shapes that differ from the config's.
+    def check(self, parameters: Mapping[str, nn.Parameter], *, others: Collection[str], ignored: Collection[str]) -> None:
+        """Raise ModelError unless the files hold all of these parameters, in their shapes, and nothing besides.
+
+        ``others`` may be there too, and what matches the patterns ``ignored``.
         """
+        expected = set(others)
+        for name, parameter in parameters.items():
+            expected.update(self._names(name, tuple(parameter.shape)))
+        left = sorted(name for name in self._where if name not in expected and not any(re.search(p, name) for p in ignored))
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ModelError(
+                f"the weights in {self.directory} hold what the config has no place for: {', '.join(left[:3])}{more}",
+                hint="use the config.json that belongs to them; where these are biases, it has attention_bias or mlp_bias",
+            )
+
+    def fill(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+        """Fill this rank's shards of parameters, whole where they are not sharded, and the buffers that were saved."""
         for name, parameter in parameters.items():
             start, stop = own_rows(parameter)
             if start < stop:
-                _copy(parameter, self._read(name, start, stop), name, self.directory)
+                local_shard(parameter).detach().copy_(self._read(name, start, stop))
         for name, buffer in buffers.items():
             if name in self._where:
                 buffer.copy_(self._where[name].get_tensor(name))
 
+    def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """The tensors that a parameter is made of; raises ModelError for those that are missing or of other shapes."""
+        blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
+        fused = _FUSED_EXPERTS.fullmatch(name)
+        if name in self._where:
+            self._check_shape(name, shape)
+            return [name]
+        if blocks in self._where and len(shape) == 3:
+            experts, inputs, outputs = shape
+            self._check_shape(blocks, (experts, outputs, inputs // 32, 16))
+            self._check_shape(scales, (experts, outputs, inputs // 32))
+            return [blocks, scales]
+        if fused is None:
+            raise self._lack(name)
+        rows = shape[1] // 2 if fused[2] == "gate_up_proj" else shape[1]
+        names = [each for expert in range(shape[0]) for each in _expert_names(fused, expert)]
+        for each in names:
+            self._check_shape(each, (rows, shape[2]))
+        return names
+
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._where:
             return self._where[name].get_slice(name)[start:stop]
-        fused = _FUSED_EXPERTS.fullmatch(name)
-        if fused is None:
-            raise self._lack(name)
+        if name + MXFP4_BLOCKS in self._where:
+            return torch.cat([self._dequantised(name, expert) for expert in range(start, stop)])
+        fused = cast(re.Match[str], _FUSED_EXPERTS.fullmatch(name))
         # One row of a fused expert parameter is one expert, whose matrices the files keep apart.
-        parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
-        experts: list[Tensor] = []
-        for expert in range(start, stop):
-            names = [f"{fused[1]}.{expert}.{part}.weight" for part in parts]
-            missing = [n for n in names if n not in self._where]
-            if missing:
-                raise self._lack(missing[0])
-            experts.append(torch.cat([self._where[n].get_tensor(n) for n in names]))
-        return torch.stack(experts)
+        experts = [[self._where[n].get_tensor(n) for n in _expert_names(fused, expert)] for expert in range(start, stop)]
+        return torch.stack([torch.cat(parts) for parts in experts])
+
+    def _dequantised(self, name: str, expert: int) -> Tensor:
+        parts = (name + MXFP4_BLOCKS, name + MXFP4_SCALES)
+        return dequantised(*(self._where[part].get_slice(part)[expert : expert + 1] for part in parts))
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._where:
+            raise self._lack(name)
+        found = _shape(self._where[name].get_slice(name))
+        if found != expected:
+            raise ModelError(
+                f"{name} in {self.directory} is of shape {found}, the config asks for {expected}", hint=_BELONG_TOGETHER
+            )
 
     def _lack(self, name: str) -> ModelError:
-        return ModelError(f"the weights in {self.directory} lack {name}", hint="use weights that belong to the config beside them")
+        return ModelError(f"the weights in {self.directory} lack {name}", hint=_BELONG_TOGETHER)
+
+
+class _Unpickled:
+    """A file of PyTorch's own format, in the way of one of safetensors; its tensors are mapped, and read when they are copied."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Collection[str]:
+        """Names of its tensors."""
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self._tensors[name]
+
+    get_slice = get_tensor
 
 
 @contextmanager
 def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
-    """The safetensors in a directory; None when there are none."""
-    files = _files(Path(directory))
+    """The weights in a directory; None when there are none."""
+    files = weight_files(Path(directory))
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for file in files:
-            handle = stack.enter_context(safe_open(file, framework="pt"))
+            handle = stack.enter_context(safe_open(file, framework="pt")) if file.suffix == ".safetensors" else _unpickled(file)
             where |= dict.fromkeys(handle.keys(), handle)
         yield SavedWeights(directory, where) if files else None
 
 
-def _files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(directory.glob("*.safetensors"))
+def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:
+    """The bfloat16 weights (X, I, O) that MXFP4 stands for, inputs first, as transformers has the experts of gpt-oss in memory."""
+    values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
+    pairs = torch.stack((values[(blocks_XOGB & 15).int()], values[(blocks_XOGB >> 4).int()]), dim=-1)
+    numbers = torch.ldexp(pairs.flatten(-2), scales_XOG.int()[..., None] - _MXFP4_BIAS)
+    return numbers.flatten(-2).transpose(1, 2)
 
 
-def _copy(parameter: nn.Parameter, rows: Tensor, name: str, directory: str) -> None:
-    local = local_shard(parameter)
-    if local.shape != rows.shape:
+def _expert_names(fused: re.Match[str], expert: int) -> list[str]:
+    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+    return [f"{fused[1]}.{expert}.{part}.weight" for part in parts]
+
+
+def _shape(part: Any) -> tuple[int, ...]:
+    """Of a tensor, or of what safetensors gives to be cut."""
+    return tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+
+
+def _unpickled(file: Path) -> _Unpickled:
+    """A file of PyTorch's own, of which nothing but tensors is made."""
+    try:
+        tensors: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError, AttributeError, EOFError, OSError) as error:
         raise ModelError(
-            f"{name} in {directory} has rows of shape {tuple(rows.shape)}, the config asks for {tuple(local.shape)}",
-            hint="use weights that belong to the config beside them",
-        )
-    local.detach().copy_(rows)
+            f"{file} cannot be read as tensors alone: {str(error).partition(chr(10))[0]}",
+            hint="load the model with transformers and save it with save_pretrained, which writes safetensors",
+        ) from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in cast(Mapping[str, Any], tensors).values()):
+        raise ModelError(f"{file} holds more than tensors by name", hint="use the model's weights alone")
+    narrow = {torch.int8: "I8", torch.uint8: "U8"}
+    named = cast(Mapping[str, Tensor], tensors)
+    dtypes = {name: "F8" if "float8" in str(t.dtype) else narrow.get(t.dtype, "") for name, t in named.items()}
+    refuse_quantised_tensor(quantised_tensor(dtypes, is_mxfp4=False), file.parent)
+    return _Unpickled(named)

@@ -5,9 +5,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
 from highwater.spec.families import has_sliding_layers, value_of
+from highwater.spec.weight_files import refuse_quantised, unties
 
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -47,6 +50,7 @@ class ModelShape(Noun, frozen=True, kw_only=True):
     native_length_tokens: int
     """``max_position_embeddings``: the longest length the model was made for."""
     tied_embeddings: bool
+    """The head is the embedding: as the config says, unless the files hold both, and different ones."""
     experts: int = 1
     experts_per_token: int = 1
 
@@ -89,7 +93,8 @@ class Model(Noun, frozen=True, kw_only=True):
 def load_model(name_or_path: str) -> Model:
     """The model in a directory with ``config.json``, or of a catalog name such as ``Qwen3-0.6B``.
 
-    Raises ModelError when there is none, or when the config lacks a field that training needs.
+    Raises ModelError when there is none, when the config lacks a field that training needs, or when the weights beside it are
+    quantised, incomplete or no model's (spec/weight_files.py). What is read of them is their headers.
     """
     directory = Path(name_or_path).expanduser()
     if not (directory / "config.json").is_file():
@@ -100,6 +105,9 @@ def load_model(name_or_path: str) -> Model:
     source = str(directory / "config.json")
     config = read_config(directory / "config.json")
     shape = shape_of(config, source=source)
+    refuse_quantised(directory, config)
+    if shape.tied_embeddings and unties(directory):
+        shape = msgspec.structs.replace(shape, tied_embeddings=False)
     return Model(
         name=directory.name,
         directory=str(directory),

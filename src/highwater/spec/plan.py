@@ -8,17 +8,19 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.codec import Noun
+from highwater.spec.families import value_of
 from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, window_tokens
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, read_config, window_tokens
 from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
 from highwater.spec.rope import ends_at_native, unscalable
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.spec.trial import Device, TrialSpec
+from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
 from highwater.units import GIB, MIB, format_bytes, format_tokens
 
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
@@ -93,7 +95,8 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
     )
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     fallback = (ON_THE_CPU_NOTE,) if is_fallback else ()
-    notes = (*fallback, *skipped, *too_small, *capped, *offload_notes(cells[0].settings, device), *routing_notes(model))
+    of_weights = weights_notes(model, cells[0].settings, simulated=request.dry_run)
+    notes = (*fallback, *skipped, *too_small, *capped, *offload_notes(cells[0].settings, device), *of_weights)
     return Plan(question=question, notes=notes)
 
 
@@ -141,14 +144,27 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     return spec
 
 
-def routing_notes(model: Model) -> tuple[str, ...]:
-    """What random weights of a mixture of experts do not show; nothing for other models, and for weights that are there."""
-    if model.shape.experts == 1 or any(Path(model.directory).glob("*.safetensors")):
-        return ()
-    return (
-        f"{model.name} has no weights here, and random ones send the tokens to its {model.shape.experts} experts nearly evenly: "
-        "time may differ with trained ones, memory does not (every token goes to as many experts, whichever they are)",
-    )
+def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
+    """What a trial does not start from weights that are here; nothing of a simulated one, but what time would be of experts."""
+    directory = Path(model.directory)
+    if not weight_files(directory):
+        random = f"random weights: {model.name} has none here"
+        if model.shape.experts > 1:
+            return (
+                f"{random}, and random ones send the tokens to its {model.shape.experts} experts nearly evenly: time may differ "
+                "with trained ones, memory does not (every token goes to as many experts, whichever they are)",
+            )
+        return () if simulated else (f"{random}; memory and time are those of trained ones, the loss is not",)
+    notes: list[str] = []
+    tensors = saved_tensors(directory)
+    if tensors and SCORE not in tensors and (settings.critic or settings.objective == "rw") and not simulated:
+        notes.append(f"random weights in the head that gives one number a token: the files of {model.name} have no {SCORE}")
+    if not model.shape.tied_embeddings and value_of(read_config(directory / "config.json"), "tie_word_embeddings"):
+        notes.append(
+            f"the head of {model.name} is trained apart from the embedding, though its config.json ties them: its files hold both, "
+            "with different values, and transformers does the same"
+        )
+    return tuple(notes)
 
 
 def used_gpus(machine: Machine, *, device: Device, count: int) -> tuple[Gpu, ...]:

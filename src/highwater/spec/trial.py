@@ -176,6 +176,9 @@ class Save(Noun, frozen=True, kw_only=True):
     """Of this rank alone; of Hugging Face weights rank 0 writes everything."""
 
 
+Weights = Literal["saved", "random"]
+
+
 class RankReport(Noun, frozen=True, kw_only=True):
     """What one rank of a trial wrote before it exited."""
 
@@ -195,6 +198,8 @@ class RankReport(Noun, frozen=True, kw_only=True):
     """Clock time at which the first step began, after the rehearsal."""
     parameters: int | None = None
     """Parameters of the whole model, over all ranks."""
+    weights: Weights | None = None
+    """Where the first values of the trained model are from: the files in its directory, or the seed."""
     attention_kernel: str | None = None
     allocator_settings: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings of the caching allocator, as it tells them itself; empty on the CPU."""

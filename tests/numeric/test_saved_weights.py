@@ -1,0 +1,301 @@
+"""What is read from a directory is what transformers loads from it, or it is refused by name."""
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+import torch.distributed as dist  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
+
+from highwater.attention.dense import register  # noqa: E402
+from highwater.engine import weights  # noqa: E402
+from highwater.engine.model import Decoder, Fill, build_on_meta, read_config  # noqa: E402
+from highwater.engine.pretrained import config_of  # noqa: E402
+from highwater.engine.weights import SavedWeights, dequantised  # noqa: E402
+from highwater.errors import ModelError  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FILE = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def saved(directory: Path, *, tied: bool = False) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).save_pretrained(directory)
+    return directory
+
+
+def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
+    """Put tensors into the file, or take away those that are None."""
+    held = {**load_file(directory / FILE), **tensors}
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, directory / FILE, metadata={"format": "pt"})
+
+
+def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
+    """Our model, whole, its values from the directory."""
+    config = read_config(str(directory), length_tokens=64, rope="auto")
+    loss: Any = None if gives_scalars else "full"
+    model = build_on_meta(config, attention=register("flash"), loss=loss, master_dtype=torch.float32)
+    with weights.opened(str(directory)) as files:
+        fill = Fill(model, files, device=torch.device("cpu"), seed=0)
+        fill.one_unit(model)
+    fill.finish()
+    return model
+
+
+def assert_as_transformers_loads_it(directory: Path) -> Decoder:
+    model = filled(directory)
+    ours, theirs = model.causal_lm, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    expected = dict(theirs.named_parameters(remove_duplicate=False))
+    found = dict(ours.named_parameters(remove_duplicate=False))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (ours, theirs)]
+    assert tied[0] == tied[1]
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_weights_are_those_that_transformers_loads(tied: bool, tmp_path: Path) -> None:
+    assert assert_as_transformers_loads_it(saved(tmp_path, tied=tied)).weights == "saved"
+
+
+def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(tmp_path: Path) -> None:
+    saved(tmp_path, tied=True)
+    change(tmp_path, **{HEAD: torch.randn(64, 32)})
+    model = assert_as_transformers_loads_it(tmp_path)
+    assert not torch.equal(model.head.weight, model.causal_lm.get_input_embeddings().weight)
+    assert model.parameter_count == sum(p.numel() for p in model.causal_lm.parameters())
+    said = config_of(model.causal_lm, architecture="LlamaForCausalLM", dtype=torch.float32, source=tmp_path)
+    assert said["tie_word_embeddings"] is False
+
+
+def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(tmp_path: Path) -> None:
+    saved(tmp_path, tied=True)
+    whole = load_file(tmp_path / FILE)[EMBEDDING]
+    change(tmp_path, **{HEAD: whole.clone()})
+    assert_as_transformers_loads_it(tmp_path)
+    change(tmp_path, **{EMBEDDING: None})
+    assert_as_transformers_loads_it(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "model.layers.2.mlp.up_proj.weight"])
+def test_what_the_config_has_no_place_for_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """A tensor that transformers drops with a warning."""
+    saved(tmp_path)
+    change(tmp_path, **{name: torch.ones(32)})
+    with pytest.raises(ModelError, match=f"hold what the config has no place for: {name}"):
+        filled(tmp_path)
+
+
+def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    with pytest.raises(ModelError) as refusal:
+        filled(tmp_path)
+    assert "attention_bias" in refusal.value.hint
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_as_transformers_loads_it(tmp_path)
+
+
+def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> None:
+    saved(tmp_path)
+    change(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert_as_transformers_loads_it(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [63, 65])
+def test_another_vocabulary_is_refused_and_not_cut(rows: int, tmp_path: Path) -> None:
+    saved(tmp_path)
+    change(tmp_path, **{EMBEDDING: torch.randn(rows, 32)})
+    with pytest.raises(ModelError, match=rf"embed_tokens.weight in .* is of shape \({rows}, 32\), the config asks for \(64, 32\)"):
+        filled(tmp_path)
+
+
+def test_files_that_hold_nothing_of_the_model_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    save_file({"other.weight": torch.ones(4)}, tmp_path / FILE)
+    with pytest.raises(ModelError, match=r"lack model\.embed_tokens\.weight"):
+        filled(tmp_path)
+
+
+def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **moe)).save_pretrained(tmp_path)
+    assert_as_transformers_loads_it(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 3, "num_local_experts": 3}))
+    with pytest.raises(
+        ModelError, match=r"hold what the config has no place for: .*experts\.3\.|mlp.gate.weight in .* is of shape"
+    ):
+        filled(tmp_path)
+
+
+def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = filled(tmp_path, gives_scalars=True)
+    assert torch.equal(model.causal_lm.get_input_embeddings().weight, load_file(tmp_path / FILE)[EMBEDDING])
+    assert 0 < float(model.head.weight.detach().abs().max()) < 0.2
+    change(tmp_path, **{"score.weight": torch.ones(1, 32), HEAD: None})
+    assert torch.equal(filled(tmp_path, gives_scalars=True).head.weight, torch.ones(1, 32))
+
+
+def as_pickles(directory: Path, *, parts: int) -> None:
+    """The weights in PyTorch's own format, in so many files."""
+    held = load_file(directory / FILE)
+    (directory / FILE).unlink()
+    if parts == 1:
+        torch.save(held, directory / "pytorch_model.bin")
+        return
+    names = [f"pytorch_model-{part + 1:05}-of-{parts:05}.bin" for part in range(parts)]
+    where = {name: names[index % parts] for index, name in enumerate(held)}
+    for name in names:
+        torch.save({key: tensor for key, tensor in held.items() if where[key] == name}, directory / name)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_pytorchs_own_files_are_read_as_transformers_reads_them(tied: bool, parts: int, tmp_path: Path) -> None:
+    saved(tmp_path, tied=tied)
+    as_pickles(tmp_path, parts=parts)
+    assert assert_as_transformers_loads_it(tmp_path).weights == "saved"
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
+def test_a_file_that_runs_code_is_refused_and_runs_none(write: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / FILE).unlink()
+    write({EMBEDDING: Harmful(tmp_path / "harm")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be read as tensors alone"):
+        filled(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model": {EMBEDDING: torch.ones(4)}}, "holds more than tensors by name"),
+        ({EMBEDDING: torch.ones(64, 32, dtype=torch.int8)}, "numbers of dtype I8"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / FILE).unlink()
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=said):
+        filled(tmp_path)
+
+
+EXPERTS, INPUTS, OUTPUTS = 3, 64, 12
+
+
+def packed() -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Blocks with every byte there is, and scales of weights as they are, of 0 and of very small and large ones."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8)
+    blocks.view(-1)[:256] = torch.arange(256)
+    scales = torch.randint(100, 140, (EXPERTS, OUTPUTS, INPUTS // 32), generator=generator, dtype=torch.uint8)
+    scales.view(-1)[:3] = torch.tensor([0, 3, 250])
+    return blocks, scales
+
+
+def test_mxfp4_is_dequantised_as_transformers_does() -> None:
+    blocks, scales = packed()
+    expected = convert_moe_packed_tensors(blocks, scales)
+    found = dequantised(blocks, scales)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert found.shape == (EXPERTS, INPUTS, OUTPUTS)
+    assert torch.equal(found, expected)
+    assert float(found.float().std()) > 0
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    """A rank whose peers are not there: nothing is sent."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
+    blocks, scales = packed()
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / FILE)
+    own = torch.full((1, INPUTS, OUTPUTS), torch.nan)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(
+        own, mesh, [Shard(0)], shape=torch.Size((EXPERTS, INPUTS, OUTPUTS)), stride=(INPUTS * OUTPUTS, OUTPUTS, 1)
+    )
+    read: list[slice] = []
+
+    class Counted:
+        """An open file that tells which experts are read of it."""
+
+        def __init__(self, part: Any) -> None:
+            self.part = part
+
+        def get_slice(self, name: str) -> "Counted":
+            return Counted(self.part.get_slice(name))
+
+        def __getitem__(self, rows: slice) -> "torch.Tensor":
+            read.append(rows)
+            return self.part[rows]
+
+        def get_shape(self) -> list[int]:
+            return self.part.get_shape()
+
+    with safe_open(tmp_path / FILE, framework="pt") as file:
+        files = SavedWeights(str(tmp_path), dict.fromkeys(file.keys(), Counted(file)))
+        files.check({name: nn.Parameter(whole)}, others=(), ignored=())
+        files.fill({name: nn.Parameter(whole)}, {})
+    assert torch.equal(own, convert_moe_packed_tensors(blocks, scales)[2:].float())
+    assert read == [slice(2, 3), slice(2, 3)]
+
+
+def test_what_is_saved_of_a_dequantised_model_is_not_called_quantised(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    model = filled(tmp_path).causal_lm
+    said = config_of(model, architecture="LlamaForCausalLM", dtype=torch.float32, source=tmp_path)
+    assert "quantization_config" not in said

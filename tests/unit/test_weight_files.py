@@ -1,0 +1,205 @@
+"""Weights beside a config.json: which files are read, what their headers tell, and what is refused before anything starts."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from places import write_model, write_safetensors
+
+from highwater.errors import ModelError
+from highwater.spec.model import load_model
+from highwater.spec.weight_files import saved_tensors, unties, weight_files
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}
+PROJECTION = "model.layers.0.self_attn.q_proj"
+
+
+def refused(directory: Path) -> ModelError:
+    with pytest.raises(ModelError) as refusal:
+        load_model(str(directory))
+    assert refusal.value.hint
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    ("block", "method"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_algo": "NVFP4"}, "nvfp4"),
+        ({"bits": 4}, "quantization_config"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_works(
+    block: dict[str, object], method: str, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path / "m", quantization_config=block)
+    problem = refused(directory)
+    assert f"a quantised checkpoint ({method})" in problem.problem
+    assert "a copy of config.json alone, without quantization_config" in problem.hint
+    assert load_model(str(write_model(tmp_path / "copy"))).shape.layers == 2
+
+
+@pytest.mark.parametrize("block", [None, {}])
+def test_a_config_that_says_of_no_quantisation_is_read(block: object, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
+    assert load_model(str(directory)).shape.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "said"),
+    [
+        (f"{PROJECTION}.weight_scale_inv", "F32", "block-wise FP8"),
+        (f"{PROJECTION}.weight_scale", "BF16", "FP8 or INT8 with scales"),
+        (f"{PROJECTION}.qweight", "I32", "GPTQ or AWQ"),
+        (f"{PROJECTION}.weight.absmax", "F32", "bitsandbytes 4-bit"),
+        (f"{PROJECTION}.weight", "F8_E4M3", "numbers of dtype F8_E4M3"),
+        (f"{PROJECTION}.weight", "U8", "numbers of dtype U8"),
+        ("model.layers.0.mlp.experts.down_proj_blocks", "U8", "numbers of dtype U8"),
+    ],
+)
+def test_quantised_tensors_are_refused_whatever_the_config_says(name: str, dtype: str, said: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model.safetensors", {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))})
+    problem = refused(directory).problem
+    assert said in problem
+    assert name in problem
+
+
+def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    pair = {f"{experts}_blocks": ("U8", (2, 4, 2, 16)), f"{experts}_scales": ("U8", (2, 4, 2))}
+    write_safetensors(directory / "model.safetensors", pair)
+    assert load_model(str(directory)).shape.layers == 2
+    write_safetensors(directory / "model.safetensors", {f"{experts}_blocks": ("U8", (2, 4, 2, 16))})
+    assert f"{experts}_blocks" in refused(directory).problem
+
+
+def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model.safetensors", {"h.0.attn.bias": ("U8", (1, 1, 8, 8))})
+    assert load_model(str(directory)).shape.layers == 2
+
+
+def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_path: Path) -> None:
+    assert weight_files(tmp_path) == ()
+    (tmp_path / "pytorch_model.bin").touch()
+    assert [file.name for file in weight_files(tmp_path)] == ["pytorch_model.bin"]
+    write_safetensors(tmp_path / "a.safetensors", {EMBEDDING: ("F32", (8, 4))})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "a.safetensors"}}))
+    assert [file.name for file in weight_files(tmp_path)] == ["a.safetensors"]
+    write_safetensors(tmp_path / "model.safetensors", {EMBEDDING: ("F32", (8, 4)), HEAD: ("BF16", (8, 4))})
+    assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
+    tensors = saved_tensors(tmp_path)
+    assert [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()] == [
+        (EMBEDDING, "F32", (8, 4)),
+        (HEAD, "BF16", (8, 4)),
+    ]
+    assert tensors[HEAD].end - tensors[HEAD].begin == 64
+
+
+def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    for number in (1, 2):
+        write_safetensors(directory / f"model-0000{number}-of-00002.safetensors", {f"t{number}": ("F32", (4,))})
+    assert set(saved_tensors(directory)) == {"t1", "t2"}
+    (directory / "model-00001-of-00002.safetensors").unlink()
+    assert "1 numbered weight files, of 2" in refused(directory).problem
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter_model.safetensors", "holds an adapter"),
+        ("adapter_config.json", "holds an adapter"),
+        ("consolidated.safetensors", "not in Hugging Face's files: consolidated.safetensors"),
+        ("consolidated.00.pth", "not in Hugging Face's files: consolidated.00.pth"),
+        ("model.gguf", "not in Hugging Face's files: model.gguf"),
+        ("pytorch_model-00001-of-00002.bin", "not in Hugging Face's files"),
+        ("other.safetensors", "not in Hugging Face's files"),
+    ],
+)
+def test_weights_that_would_not_be_read_are_refused_and_not_replaced_by_random_ones(name: str, said: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    (directory / name).touch()
+    assert said in refused(directory).problem
+
+
+def test_an_adapter_beside_its_model_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model.safetensors", {EMBEDDING: ("F32", (8, 4))})
+    (directory / "adapter_config.json").touch()
+    assert "holds an adapter" in refused(directory).problem
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ('{"weight_map": {"a": "gone.safetensors", "b": "model-1.safetensors"}}', "names 1 of 2 files that are not there"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "not a file beside it"),
+        ('{"weight_map": {}}', "names no file"),
+        ('{"weight_map": [1]}', "cannot be read"),
+        ("[" * 5000, "cannot be read"),
+        ("{}", "cannot be read"),
+    ],
+)
+def test_an_index_that_cannot_be_followed_is_refused(index: str, said: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model-1.safetensors", {"b": ("F32", (4,))})
+    (directory / "model.safetensors.index.json").write_text(index)
+    assert said in refused(directory).problem
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "a header of 0 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+        ((2**40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
+        ((2).to_bytes(8, "little") + b"[]", "cannot be read as safetensors"),
+        ((9).to_bytes(8, "little") + b'{"a": {}}', "cannot be read as safetensors"),
+        (
+            (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'.ljust(60),
+            "a tensor ends at byte 84 of 68",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    (directory / "model.safetensors").write_bytes(content)
+    assert said in refused(directory).problem
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    for number in (1, 2):
+        write_safetensors(directory / f"model-0000{number}-of-00002.safetensors", {EMBEDDING: ("F32", (4,))})
+    assert f"both hold {EMBEDDING}" in refused(directory).problem
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    file = directory / "model.safetensors"
+    write_safetensors(file, BOTH)
+    assert not unties(directory)
+    assert load_model(str(directory)).shape.tied_embeddings
+    content = bytearray(file.read_bytes())
+    content[-1] = 1
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))  # the same size, within the same tick of some file systems
+    shape = load_model(str(directory)).shape
+    assert not shape.tied_embeddings
+    assert shape.parameters - load_model(str(write_model(tmp_path / "tied"))).shape.parameters == 1000 * 64
+
+
+def test_a_tied_head_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model.safetensors", {**BOTH, HEAD: ("F32", (1000, 64))})
+    assert "of dtypes F32 and BF16" in refused(directory).problem
+    write_model(directory, tie_word_embeddings=False)
+    assert not load_model(str(directory)).shape.tied_embeddings
