@@ -143,6 +143,25 @@ def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_dist
     assert list(tmp_path.glob("highwater-*")) == list(tmp_path.glob("torchelastic_*")) == []
 
 
+def test_a_study_that_is_deleted_in_mid_search_stops_it_and_the_search_goes_on_from_what_was_kept(
+    hanging: "subprocess.Popen[str]", start: Start, mark: str, tmp_path: Path
+) -> None:
+    study, kept = tmp_path / "study.jsonl", tmp_path / "study-2.jsonl"
+    study.unlink()
+    (tmp_path / "pause").unlink()
+    answer, talk = hanging.communicate(timeout=120)
+    assert (hanging.returncode, answer) == (2, "")
+    problem, _, hint = talk.splitlines()[-3:]
+    was = "study.jsonl was deleted while the search had it open"
+    assert problem == f"error: {was}: its finished trials are kept in study-2.jsonl"
+    assert hint == "hint: go on with the same command and `--study study-2.jsonl`"
+    assert not study.exists()
+    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    before = starts(kept)
+    complete(start(*PAUSED, "--study", "study-2.jsonl"))
+    assert starts(kept) == before == dict.fromkeys(LENGTHS, 1), "the trial that ended last is kept, too"
+
+
 def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start: Start, tmp_path: Path) -> None:
     study, uncut = tmp_path / "study.jsonl", (*FIND, "--dry-run")
     first, _ = start(*uncut).communicate(timeout=30)
@@ -159,12 +178,12 @@ def test_a_journal_cut_in_mid_line_is_resumed_from_what_is_whole(start: Start, t
 def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(start: Start, tmp_path: Path) -> None:
     study, dry = tmp_path / "study.jsonl", (*FIND, "--dry-run")
     start(*dry).communicate(timeout=30)
-    newer = study.read_bytes().replace(b'"schema_version":2', b'"schema_version":3', 1)
+    newer = study.read_bytes().replace(b'"schema_version":3', b'"schema_version":4', 1)
     study.write_bytes(newer)
     refused = start(*dry)
     answer, talk = refused.communicate(timeout=30)
     assert (refused.returncode, answer) == (2, "")
-    assert "error: study.jsonl was written by a newer highwater: its schema is 3, this one reads 2" in talk
+    assert "error: study.jsonl was written by a newer highwater: its schema is 4, this one reads 3" in talk
     assert study.read_bytes() == newer
     other = talk.rstrip().rpartition("`--study ")[2].rstrip("`")
     assert start(*dry, "--study", other).wait(30) == 0

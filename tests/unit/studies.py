@@ -1,6 +1,7 @@
 """Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks for."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from places import question_of
 
 from highwater.report.study_predicted import predictions_of
 from highwater.report.study_report import StudyReport, assembled
-from highwater.spec.study import RecordedTrial, Study
+from highwater.spec.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
 from highwater.spec.trial import Failure, LogEnd, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
 from highwater.store.journal import read_study
 from highwater.units import GIB
@@ -82,6 +83,12 @@ def hostile_study() -> Study:
     answers = fields["answers"]
     answers[0]["contradictions"] = [HOSTILE]
     return msgspec.convert(fields, Study)
+
+
+def without_checksums(lines: str, *, schema_version: int = 2) -> str:
+    """The lines of a journal as they were written before they had any."""
+    kept = re.sub(r'(?m)^\{"checksum":"[0-9a-f]{16}",', "{", lines)
+    return kept.replace(f'"schema_version":{STUDY_SCHEMA_VERSION}', f'"schema_version":{schema_version}', 1)
 
 
 def fifo(path: Path) -> Path:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from places import question_of
+from studies import without_checksums
 
 from highwater.errors import StudyError
 from highwater.launch.probe import environment
@@ -94,7 +95,7 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path: Path, monkeyp
 def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    lines = path.read_text().replace(',"environment":null', "")
+    lines = without_checksums(path.read_text()).replace(',"environment":null', "")
     assert "environment" not in lines
     path.write_text(lines)
     assert read_study(path).environments == ()
@@ -191,8 +192,8 @@ def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(line for line in lines if b"trial_started" not in line))
+    lines = without_checksums(path.read_text()).splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "trial_started" not in line))
     with pytest.raises(StudyError, match="ended but never started"):
         read_study(path)
 
@@ -200,10 +201,10 @@ def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
 def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    newer = path.read_bytes().replace(b'"schema_version":2', b'"schema_version":3,"and_more":true', 1)
+    newer = path.read_bytes().replace(b'"schema_version":3', b'"schema_version":4,"and_more":true', 1)
     path.write_bytes(newer)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
-        with pytest.raises(StudyError, match="newer highwater: its schema is 3, this one reads 2") as refusal:
+        with pytest.raises(StudyError, match="newer highwater: its schema is 4, this one reads 3") as refusal:
             attempt(path)
     assert path.read_bytes() == newer
     assert str(path.with_name("study-2.jsonl")) in refusal.value.hint
@@ -387,7 +388,7 @@ def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tm
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
-    written = path.read_text()
+    written = without_checksums(path.read_text())
     path.write_text(written.replace(',"checkpoint":"none"', "").replace(spec_of(4096).key, "a-key-of-then"))
     assert path.read_text() != written
     with open_journal(path, QUESTION) as journal:

@@ -12,8 +12,9 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 PUBLISHED_STEP_TOKENS = 4096
-STUDY_SCHEMA_VERSION = 2
-"""Of a study that is begun now. Those of version 1 have no ``cell_expected`` lines: they are read, and resumed without any."""
+STUDY_SCHEMA_VERSION = 3
+"""Of a study that is begun now. Those of version 1 have no ``cell_expected`` lines, those of version 2 no checksums: they are
+read, and resumed without any."""
 
 RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
 """What a user calls a rank, and several, on each device."""

@@ -1,11 +1,10 @@
 """The journal: an append-only study on disk that survives ``kill -9`` at any byte.
 
-One JSON object per line (lines.py). Each line is one write and one fsync. While it is open for writing the file itself is
-locked, so that two processes cannot write one study. A line cut short by a crash is dropped when the journal is next opened.
+One JSON object per line (lines.py). Each line is one write and one fsync, and holds a checksum of itself and of all before it.
+While it is open for writing the file itself is locked (journal_file.py), so that two processes cannot write one study. A line
+cut short by a crash is dropped when the journal is next opened.
 """
 
-import errno
-import fcntl
 import os
 import shlex
 import socket
@@ -16,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from highwater.errors import HighwaterError, MachineError, StudyError
+from highwater.errors import HighwaterError, StudyError
 from highwater.spec.codec import to_builtins, to_json
 from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Past, Question, RecordedTrial, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
+from highwater.store.journal_file import JournalFile, LockedError, free_study, open_file, read_journal, split_torn
 from highwater.store.lines import (
     AnsweredLine,
     ExpectedLine,
@@ -31,16 +31,15 @@ from highwater.store.lines import (
     OpenedLine,
     Record,
     StartedLine,
-    free_study,
     not_a_study,
     parse,
+    sealed,
 )
 from highwater.units import format_tokens
 from highwater.version import __version__
 
 _LOG_DIRECTORY = "./logs"
 """Where ``highwater show`` looks, unless it is told otherwise."""
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DIFFERENCES_SHOWN = 4
 _NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 
@@ -48,10 +47,10 @@ _NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
-    def __init__(self, path: Path, descriptor: int, record: Record, notes: tuple[str, ...]) -> None:
-        self.path = path
+    def __init__(self, file: JournalFile, record: Record, notes: tuple[str, ...]) -> None:
+        self.path = file.path
         self.notes = notes
-        self._descriptor = descriptor
+        self._file = file
         self._record = record
         is_timed = record.question.timeout_s is not None
         self._reopened = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
@@ -135,7 +134,7 @@ class Journal:
 
     def close(self) -> None:
         """Release the lock; the journal can be opened again, by anybody."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,23 +143,29 @@ class Journal:
         self.close()
 
     def _append(self, line: Line) -> None:
-        _write_line(self._descriptor, to_json(line), self.path)
+        text = to_json(line)
+        if self._record.checksum is None:  # begun before lines had any: its readers know none
+            self._file.append(text.encode() + b"\n")
+        else:
+            content, checksum = sealed(text, after=self._record.checksum)
+            self._file.append(content + b"\n")
+            self._record.checksum = checksum
         self._record.add(line)
 
 
 def open_journal(path: Path, question: Question, *, command: Sequence[str] = (), environment: Environment | None = None) -> Journal:
     """The study at ``path`` open for writing: created, or resumed when it asks the same question, in whatever time.
 
-    Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study;
-    MachineError when the disk is full.
+    Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study, and later when
+    somebody touches the file while it is open; MachineError when the disk is full.
     """
-    descriptor = _open_locked(path)
+    file = _open(path)
     try:
-        record, notes = _recover(descriptor, path, question)
-        journal = Journal(path, descriptor, record, notes)
+        record, notes = _recover(file, question)
+        journal = Journal(file, record, notes)
         journal.opened(command, environment, timeout_s=question.timeout_s)
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
     return journal
 
@@ -171,10 +176,10 @@ def read_study(path: Path) -> Study:
     Raises StudyError when there is none, or when it is damaged.
     """
     try:
-        content = path.read_bytes()
+        content = read_journal(path)
     except OSError as error:
         raise StudyError(f"{path} cannot be read: {error.strerror}", hint=_another()) from error
-    full, torn = _split_torn(content)
+    full, torn = split_torn(content)
     try:
         if not full:
             raise not_a_study(path)
@@ -193,30 +198,20 @@ def _another() -> str:
     return "name another file; `highwater find Qwen3-0.6B` makes one"
 
 
-def _open_locked(path: Path) -> int:
+def _open(path: Path) -> JournalFile:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise StudyError(
-            f"{path} cannot be opened for writing: {error.strerror}",
-            hint="name a file that can with `--study`, or use `--log-dir ./logs`",
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
+        return open_file(path)
+    except LockedError as error:
         raise StudyError(
             f"{path} is being written by {_holder(path)}",
             hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, or use {free_study(path)}",
         ) from error
-    return descriptor
 
 
 def _holder(path: Path) -> str:
     """Who opened the journal last, in words; the lock alone does not tell."""
     try:
-        opened = parse(_split_torn(path.read_bytes())[0], path=path).opened
+        opened = parse(split_torn(read_journal(path))[0], path=path).opened
     except (OSError, HighwaterError):
         opened = None
     if opened is None:
@@ -224,62 +219,26 @@ def _holder(path: Path) -> str:
     return f"process {opened.pid}" if opened.host == socket.gethostname() else f"process {opened.pid} on {opened.host}"
 
 
-def _recover(descriptor: int, path: Path, question: Question) -> tuple[Record, tuple[str, ...]]:
+def _recover(file: JournalFile, question: Question) -> tuple[Record, tuple[str, ...]]:
     """What the locked journal says, after its torn end is cut off; a new or empty one gets its header."""
-    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    full, torn = _split_torn(content)
-    header = HeaderLine(schema_version=STUDY_SCHEMA_VERSION, question=question)
+    path = file.path
+    full, torn = split_torn(file.content())
     if not full:
-        text = to_json(header)
-        if not text.encode().startswith(torn):
+        header = HeaderLine(schema_version=STUDY_SCHEMA_VERSION, question=question)
+        text, checksum = sealed(to_json(header), after="")
+        if not text.startswith(torn):
             raise not_a_study(path)  # not the beginning of our header: somebody else's file
-        os.ftruncate(descriptor, 0)
-        _write_line(descriptor, text, path)
-        _sync_directory(path.parent)
-        return Record(header), ()
+        file.cut(0)
+        file.append(text + b"\n")
+        file.sync_name()
+        return Record(header, checksum=checksum), ()
     record = parse(full, path=path)
     if record.question.key != question.key:
         raise _another_question(path, recorded=record.question, asked=question)
     if not torn:
         return record, ()
-    os.ftruncate(descriptor, len(full))
+    file.cut(len(full))
     return record, (f"the last line of {path} was cut short, {len(torn)} bytes: dropped; what it recorded is tried again",)
-
-
-def _split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """The full lines, and what follows the last line end."""
-    end = content.rfind(b"\n") + 1
-    return content[:end], content[end:]
-
-
-def _write_line(descriptor: int, text: str, path: Path) -> None:
-    """Append one line and wait until the disk has it; after a failure the file is as long as before."""
-    before = os.fstat(descriptor).st_size
-    left = memoryview(text.encode() + b"\n")
-    try:
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    except OSError as error:
-        os.ftruncate(descriptor, before)
-        if error.errno not in _NO_SPACE:
-            raise MachineError(
-                f"{path} cannot be written: {error.strerror}", hint="check the disk with `df -h` and `dmesg`"
-            ) from error
-        look = f"`df -h {shlex.quote(str(path.parent))}`"
-        raise MachineError(
-            f"no space left to record the study in {path}: {error.strerror}",
-            hint=f"free some space ({look}), then type the same command: every finished trial is kept",
-        ) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a new file's name durable; the file's own fsync does not."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:

@@ -1,14 +1,17 @@
 """The lines of a journal: one JSON object each, the header first.
 
-Schema 2:  header           the question, once
+Schema 3:  header           the question, once
            opened           somebody opened the journal for writing, under a time limit of theirs
            cell_expected    what was predicted of one cell, before its first trial; not in schema 1
            trial_started    a trial with its whole specification
            trial_finished   its result, named by the specification's key
            cell_answered    the answer for one cell; the last one for a cell counts
+
+Since schema 3 each line begins with its ``checksum``, of itself and of all lines before it: a line that was edited, moved or
+taken out in the middle is found and named. A journal that was begun without them goes on without them.
 """
 
-import shlex
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,12 @@ from highwater.spec.environment import Environment
 from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial, UnprovenAnswer
 from highwater.spec.support import unsupported
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.journal_file import free_study
+
+_SEALED_SINCE = 3
+"""The schema whose lines have checksums."""
+_CHECKSUM_DIGITS = 16
+_SEAL = b'{"checksum":"%b",'
 
 
 class HeaderLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="header"):
@@ -86,8 +95,10 @@ LaunchKey = tuple[str, int, int]
 class Record:
     """What the lines of a journal say so far."""
 
-    def __init__(self, header: HeaderLine) -> None:
+    def __init__(self, header: HeaderLine, *, checksum: str | None = None) -> None:
         self.schema_version = header.schema_version
+        self.checksum = checksum
+        """Of the last line; None: its lines have none."""
         self.question = header.question
         """With the time limit of whoever opened the journal last."""
         self.opened: OpenedLine | None = None
@@ -232,38 +243,50 @@ def _cell_of(trial: RecordedTrial) -> Cell:
     return Cell(layout=trial.spec.layout, settings=trial.spec.settings)
 
 
+def sealed(text: str, *, after: str) -> tuple[bytes, str]:
+    """A line with its checksum in front, and the checksum: of the line and of all before it, whose checksum is ``after``."""
+    content = text.encode()
+    checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
+    return _SEAL % checksum.encode() + content[1:], checksum
+
+
+def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
+    """The line without its checksum, and the checksum; raises ValueError where it is not as it was written."""
+    text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
+    as_written, checksum = sealed(text.decode(), after=after)
+    if line != as_written:
+        raise ValueError("it is not as it was written, or a line before it is missing")
+    return text, checksum
+
+
 def parse(full_lines: bytes, *, path: Path) -> Record:
     """The record in the full lines of the journal at ``path``, header included.
 
-    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read:
+    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read or is not as it was written:
     an accident cuts a journal at its end, never in the middle.
     """
     first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
-    record = Record(_header(first, path))
-    for number, text in enumerate(rest, start=2):
+    record = _header(first, path)
+    decoder = msgspec.json.Decoder(Line)
+    for number, line in enumerate(rest, start=2):
         try:
-            record.add(msgspec.json.decode(text, type=Line))
+            text = line
+            if record.checksum is not None:
+                text, record.checksum = _unsealed(line, after=record.checksum)
+            record.add(decoder.decode(text))
         except (ValueError, HighwaterError) as error:
             raise _damaged(path, number, error) from error
     return record
-
-
-def free_study(path: Path) -> str:
-    """The flag that names a path beside ``path`` where there is no file: what hints offer when ``path`` will not do."""
-    number = 2
-    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    name = shlex.quote(str(other))
-    return f"`--study={name}`" if name.startswith("-") else f"`--study {name}`"
 
 
 class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
     schema_version: int
 
 
-def _header(text: bytes, path: Path) -> HeaderLine:
+def _header(line: bytes, path: Path) -> Record:
+    """The record of the question alone."""
     try:
-        version = msgspec.json.decode(text, type=_AnyHeader).schema_version
+        version = msgspec.json.decode(line, type=_AnyHeader).schema_version
     except ValueError as error:
         raise not_a_study(path) from error
     if version > STUDY_SCHEMA_VERSION:
@@ -272,7 +295,8 @@ def _header(text: bytes, path: Path) -> HeaderLine:
             hint=f"`pip install .` in the checkout of that highwater, or use {free_study(path)}",
         )
     try:
-        return from_json(text, HeaderLine)
+        text, checksum = (line, None) if version < _SEALED_SINCE else _unsealed(line, after="")
+        return Record(from_json(text, HeaderLine), checksum=checksum)
     except (ValueError, HighwaterError) as error:
         raise _damaged(path, 1, error) from error
 

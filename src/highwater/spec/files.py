@@ -1,0 +1,33 @@
+"""Files that a user names, read with a bound: a pipe would be waited for without end, a device would fill the memory."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from highwater.units import MIB, format_bytes
+
+SETTINGS_BYTES = MIB
+"""The most that a file of settings may have: those that are written by hand have a few KiB."""
+CONFIG_BYTES = 16 * MIB
+"""The most that a model's ``config.json``, a table of capacities, or a prediction may have: the largest known have a few MiB."""
+
+
+def read_file(path: Path, *, most_bytes: int) -> bytes:
+    """The content of a regular file of at most so many bytes; raises OSError for another, a pipe or a device for example."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        refuse_irregular(descriptor, path)
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
+    return content
+
+
+def refuse_irregular(descriptor: int, path: Path) -> None:
+    """Raise OSError for what was opened and is no regular file."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -1,0 +1,249 @@
+"""A journal that somebody else touches: what was edited is named, what was taken away in mid-search stops the search."""
+
+import json
+import os
+import random
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from studies import REAL, fifo, without_checksums
+from test_journal import QUESTION, lengths, record, search
+
+from highwater.cli.app import main
+from highwater.errors import StudyError
+from highwater.store.journal import open_journal, read_study
+
+LENGTHS = (4096, 8192, 12288)
+
+
+def written(path: Path) -> list[bytes]:
+    """The lines of a journal of three trials and an answer."""
+    with open_journal(path, QUESTION) as journal:
+        search(QUESTION, journal)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def offered(hint: str) -> Path:
+    """The file that a hint names after ``--study``."""
+    return Path(shlex.split(hint.rpartition("--study ")[2].replace("`", " "))[0])
+
+
+EDITS: dict[str, Callable[[list[bytes], int], list[bytes]]] = {
+    "a letter": lambda lines, at: [*lines[:at], lines[at].replace(b"kind", b"kine", 1), *lines[at + 1 :]],
+    "a digit": lambda lines, at: [*lines[:at], lines[at].replace(b"1", b"2", 1), *lines[at + 1 :]],
+    "a blank": lambda lines, at: [*lines[:at], lines[at].replace(b":", b": ", 1), *lines[at + 1 :]],
+    "its checksum": lambda lines, at: [*lines[:at], b"{" + lines[at].partition(b",")[2], *lines[at + 1 :]],
+    "another's checksum": lambda lines, at: [*lines[:at], lines[at - 1][:28] + lines[at][28:], *lines[at + 1 :]],
+    "taken out": lambda lines, at: [*lines[:at], *lines[at + 1 :]],
+    "written twice": lambda lines, at: [*lines[: at + 1], lines[at], *lines[at + 1 :]],
+    "changed places": lambda lines, at: [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]],
+    "emptied": lambda lines, at: [*lines[:at], b"\n", *lines[at + 1 :]],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_line_that_was_edited_is_named_by_its_number_with_a_hint_that_works(edit: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    lines = written(path)
+    path.write_bytes(b"".join(EDITS[edit](lines, 3)))
+    before = path.read_bytes()
+    number = 5 if edit == "written twice" else 4
+    for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
+        with pytest.raises(StudyError, match=f"line {number} of .* is damaged: ") as refusal:
+            attempt(path)
+    assert path.read_bytes() == before
+    with open_journal(offered(refusal.value.hint), QUESTION) as journal:
+        record(journal, 4096)
+
+
+@pytest.mark.parametrize("schema_version", [1, 2])
+def test_a_study_from_before_there_were_checksums_goes_on_without_them(schema_version: int, tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    lines = written(path)
+    path.write_text(without_checksums(b"".join(lines[:5]).decode(), schema_version=schema_version))
+    with open_journal(path, QUESTION) as journal:
+        search(QUESTION, journal)
+    assert "checksum" not in path.read_text()
+    assert read_study(path).complete
+
+
+def test_a_resumed_study_goes_on_with_its_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    for length in LENGTHS:
+        with open_journal(path, QUESTION) as journal:
+            record(journal, length)
+    assert lengths(read_study(path)) == list(LENGTHS)
+    assert all(line.startswith('{"checksum":"') for line in path.read_text().splitlines())
+
+
+def _mutations(lines: list[bytes], seed: int) -> bytes:
+    """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out; never only cut at the end."""
+    draw = random.Random(seed)
+    content = bytearray(b"".join(lines))
+    kind, at = draw.randrange(6), draw.randrange(len(content) - 1)
+    if kind == 0:
+        content[at] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        content.insert(at, draw.randrange(256))
+    elif kind == 2:
+        del content[at]
+    else:
+        line = draw.randrange(len(lines) - 1)
+        moved = lines[:line] + lines[line + 1 :]
+        if kind == 4:
+            moved.insert(draw.randrange(len(moved)), lines[line])
+        if kind == 5:
+            moved = [*lines[: line + 1], lines[line], *lines[line + 1 :]]
+        content = bytearray(b"".join(moved))
+    return bytes(content)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
+    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    path = tmp_path / "study.jsonl"
+    lines = written(path)
+    whole, found, same = read_study(path), 0, 0
+    for seed in range(count):
+        path.write_bytes(_mutations(lines, seed))
+        try:
+            study = read_study(path)
+        except StudyError:
+            found += 1
+            continue
+        assert (study.question, study.trials, study.answers) == (whole.question, whole.trials, whole.answers), seed
+        same += 1
+    record_property("counted", f"{count:,} mutations of a journal: {found:,} found, {same:,} changed nothing")
+    assert found > 0.9 * count
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
+    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    path = tmp_path / "study.jsonl"
+    draw = random.Random(7)
+    told = {"unproven": 0, "refused": 0, "the same": 0}
+    sources = [path for path in REAL if read_study(path).answers]
+    for _ in range(count):
+        source = draw.choice(sources)
+        whole, lines = read_study(source), [json.loads(line) for line in source.read_text().splitlines()]
+        answer = draw.choice([line["answer"] for line in lines if line["kind"] == "cell_answered"])
+        name = draw.choice([name for name in answer if name not in ("cell", "reason", "contradictions")])
+        others = [
+            None,
+            0,
+            1,
+            4096,
+            262_144,
+            1.5,
+            "memory",
+            "time",
+            "ceiling",
+            True,
+            False,
+            7_777,
+        ]
+        answer[name] = draw.choice(others)
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        try:
+            study = read_study(path)
+        except StudyError:
+            told["refused"] += 1
+            continue
+        told["unproven" if study.unproven else "the same"] += 1
+        shown = [(a.cell, a.capacity_tokens, a.does_not_fit_tokens, a.limit, a.peak_reserved_bytes) for a in study.answers]
+        known = [(a.cell, a.capacity_tokens, a.does_not_fit_tokens, a.limit, a.peak_reserved_bytes) for a in whole.answers]
+        assert set(shown) <= set(known), (source, name, answer[name])
+    record_property("counted", f"{count:,} edits of recorded answers without checksums: {told}")
+    assert told["unproven"] > count / 3
+
+
+def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+        path.unlink()
+        with pytest.raises(StudyError, match="was deleted while the search had it open: its finished trials are kept in") as stop:
+            record(journal, 8192)
+    kept = offered(stop.value.hint)
+    assert lengths(read_study(kept)) == [4096]
+    assert not path.exists()
+    with open_journal(kept, QUESTION) as journal:
+        record(journal, 8192)
+    assert lengths(read_study(kept)) == [4096, 8192]
+
+
+def test_the_trial_that_had_just_ended_is_kept_too(tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        spec = QUESTION.trial(QUESTION.cells[0], 4096)
+        journal.trial_started(spec, attempt=1, repeat=0)
+        path.rename(tmp_path / "moved.jsonl")
+        path.write_text("mine")
+        with pytest.raises(StudyError, match="was replaced while") as stop:
+            record(journal, 4096)
+    assert path.read_text() == "mine"
+    assert len(read_study(offered(stop.value.hint)).trials) == 1
+
+
+@pytest.mark.parametrize(("left", "said"), [(0, "to 0 bytes"), (-1, "was cut from"), (None, "written by somebody else, 5 bytes")])
+def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(left: int | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+        if left is None:
+            with path.open("ab") as file:
+                file.write(b"note\n")
+        else:
+            os.truncate(path, len(path.read_bytes()[:left]))
+        before = path.read_bytes()
+        with pytest.raises(StudyError, match=said) as stop:
+            record(journal, 8192)
+    assert path.read_bytes() == before, "nothing is written into it any more"
+    open_journal(offered(stop.value.hint), QUESTION).close()
+    if left is not None:
+        with open_journal(path, QUESTION) as journal:  # the same command goes on from what is left
+            record(journal, 8192)
+        assert lengths(read_study(path))[-1] == 8192
+
+
+def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        record(journal, 4096)
+        path.unlink()
+        path.parent.rmdir()
+        with pytest.raises(StudyError, match=r"was deleted .* cannot be kept"):
+            record(journal, 8192)
+
+
+@pytest.fixture
+def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Something that is no regular file."""
+    if request.param == "pipe":
+        return fifo(tmp_path / "pipe.jsonl")
+    if request.param == "folder":
+        (tmp_path / "folder.jsonl").mkdir()
+        return tmp_path / "folder.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(request.param)
+    return tmp_path / "link.jsonl"
+
+
+@pytest.mark.parametrize("odd_file", ["pipe", "folder", "/dev/zero", "/dev/null", "/dev/urandom"], indirect=True)
+@pytest.mark.parametrize("command", ["show", "report", "guide", "recommend", "find"])
+def test_what_is_no_regular_file_is_no_study(
+    odd_file: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "recommend": ("Qwen3-0.6B", "--gpus", "H200-141GB", "--length", "8k", "--study", str(odd_file)),
+        "find": ("Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--study", str(odd_file)),
+    }.get(command, (str(odd_file),))
+    assert main((command, *words)) == 2
+    said = capsys.readouterr().err
+    assert "regular file" in said or "directory" in said
+    assert "hint: " in said
