@@ -58,6 +58,7 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
         ({"model_type": "t5", "vocab_size": None}, "of the family t5, has no vocab_size"),
         ({"model_type": ["llama"]}, "has the model_type ['llama']"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"text_config": None}, "has the text_config None"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ],

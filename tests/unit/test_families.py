@@ -8,7 +8,7 @@ from places import write_model
 
 from highwater.errors import ModelError
 from highwater.prediction.formula import FAMILIES
-from highwater.spec.families import CLASS_DEFAULTS, ROPE_BY_LAYER
+from highwater.spec.families import CLASS_DEFAULTS, DROPOUT_BY_DEFAULT, ROPE_BY_LAYER
 from highwater.spec.model import load_model, window_tokens
 
 SIZES: dict[str, Any] = {
@@ -41,6 +41,37 @@ def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers()
         if any(isinstance(block, dict) for block in rope.values()):
             found.add(name)
     assert found <= ROPE_BY_LAYER
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1 in .*, which drops attention weights"),
+        ({"attn_config": {"attn_pdrop": 0.2}}, "attn_pdrop is 0.2"),
+        ({"layerdrop": 0.5}, "layerdrop is 0.5 in .*, which leaves layers out"),
+        ({"model_type": "seed_oss"}, "attention_dropout is left out in .*, which drops attention weights by default"),
+    ],
+)
+def test_dropout_of_attention_weights_and_of_layers_is_refused_by_its_field(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said) as refusal:
+        load_model(str(write_model(tmp_path / "m", **config)))
+    field = said.partition(" ")[0]
+    assert refusal.value.hint == f"set {field} to 0.0 there"
+    off = {**config, **({"attn_config": {field: 0.0}} if "attn_config" in config else {field: 0.0})}
+    assert load_model(str(write_model(tmp_path / "m", **off, resid_pdrop=0.1))).name == "m"
+
+
+def test_families_that_drop_attention_weights_by_default_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = pytest.importorskip("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found: dict[str, str] = {}
+    for name in set(names) - {"gemma4_assistant"}:  # its class refuses its own defaults
+        config = transformers.CONFIG_MAPPING[name]().to_dict()
+        if not isinstance(config.get("text_config"), dict):
+            found |= {name: field for field in set(DROPOUT_BY_DEFAULT.values()) if config.get(field)}
+    assert found.items() <= DROPOUT_BY_DEFAULT.items()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.data import Batch
+from highwater.engine.dropout import without_dropout
 from highwater.engine.model import Decoder
 from highwater.engine.objective import generalized_advantages, group_advantages, last_of_each
 from highwater.parallel.collectives import gather_rows
@@ -34,17 +35,21 @@ class Experience:
 
 @torch.no_grad()
 def forward_batch(model: Decoder, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, or a critic's values at them, recomputed micro-batch by micro-batch; each N."""
-    results: list[Tensor] = []
-    for batch in micro_batches:
-        on_device = batch.to(device)
-        inputs = (on_device.input_ids_T, on_device.position_ids_T, on_device.trained_positions_N)
-        if model.gives_scalars:
-            results.append(model(*inputs, on_device.document_lengths))
-        else:
-            results.append(model(*inputs, on_device.labels_N, on_device.document_lengths, on_device.padding_tokens).logprobs_N)
+    """Log-probabilities of the trained tokens, or a critic's values at them, recomputed micro-batch by micro-batch; each N.
+
+    Without dropout: what a model says is asked, not what it is trained on.
+    """
+    with without_dropout(model):
+        results = [_forward(model, batch.to(device)) for batch in micro_batches]
     release(model)
     return results
+
+
+def _forward(model: Decoder, batch: Batch) -> Tensor:
+    inputs = (batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N)
+    if model.gives_scalars:
+        return model(*inputs, batch.document_lengths)
+    return model(*inputs, batch.labels_N, batch.document_lengths, batch.padding_tokens).logprobs_N
 
 
 def group_experience(reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Experience]:

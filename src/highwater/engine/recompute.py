@@ -11,6 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from highwater.engine.dropout import draws_in_training
+
 PREFIX = "_checkpoint_wrapped_module."
 """What the wrapper adds to parameter names."""
 _aten: Any = torch.ops.aten
@@ -28,9 +30,7 @@ def recompute_layers(layers: nn.ModuleList, *, keep_attention: bool = False) -> 
     The wrapper goes on before FSDP, which then gathers a layer's parameters once for both its recomputation and its gradient.
     ``keep_attention``: the outputs of the attention kernels stay in memory, the one part whose time grows with the length squared.
     """
-    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
+    draws = draws_in_training(layers)
     keeping = {"context_fn": partial(create_selective_checkpoint_contexts, _ATTENTION)} if keep_attention else {}
     for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(
-            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=dropout, **keeping
-        )
+        layers[index] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=draws, **keeping)

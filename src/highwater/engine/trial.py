@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from highwater.engine import checkpoint
 from highwater.engine.assemble import assemble
 from highwater.engine.data import Batch, Document, batches, pack, shard
+from highwater.engine.dropout import seeded
 from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import Trainer, backward_of, clip, train_step
@@ -105,7 +106,9 @@ class Trial:
         synchronize(trainer.device)
         began = time.perf_counter()
         first = self.report.first_step_at_unix_s or time.time()
-        loss, norm = train_step(trainer, micro_batches, enter=self._enter)
+        own_stream = {"rank": self.report.rank, "step": len(self.report.losses) + 1, "device": trainer.device}
+        with seeded(seed=self.spec.seed, **own_stream):
+            loss, norm = train_step(trainer, micro_batches, enter=self._enter)
         values = {"loss": float(loss), "gradient norm": float(norm)}  # waits for the device
         for name, value in values.items():
             if not math.isfinite(value):

@@ -74,3 +74,34 @@ def has_sliding_layers(config: Mapping[str, Any]) -> bool:
         return 0 in rotated if isinstance(rotated, list) else isinstance(interval, int) and interval <= layers
     first = value_of(config, "max_window_layers") if family in _SWITCHED_ON else None
     return not isinstance(first, int) or first < layers
+
+
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_LAYER_DROPOUT = ("layerdrop", "decoder_layerdrop")
+DROPOUT_BY_DEFAULT: Mapping[str, str] = {
+    **dict.fromkeys(("gpt_neox_japanese", "plbart", "prophetnet", "seed_oss", "xglm", "xlm"), "attention_dropout"),
+    **dict.fromkeys(("gpt-sw3", "gpt2", "gpt_bigcode", "openai-gpt"), "attn_pdrop"),
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "git"),
+            *("megatron-bert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+            *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+        ),
+        "attention_probs_dropout_prob",
+    ),
+}
+"""Families whose attention has dropout where their config does not say otherwise, and the field that does."""
+
+
+def unsupported_dropout(config: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """The field that asks for dropout which the engine does not have, its value, and what it does; None where there is none."""
+    nested = config.get("attn_config")
+    for block in (config, nested if isinstance(nested, Mapping) else {}):
+        for fields, what in ((_ATTENTION_DROPOUT, "drops attention weights"), (_LAYER_DROPOUT, "leaves layers out")):
+            for field in fields:
+                if block.get(field):
+                    return field, block[field], what
+    field = DROPOUT_BY_DEFAULT.get(config["model_type"])
+    if field is not None and field not in config:
+        return field, "left out", "drops attention weights by default"
+    return None

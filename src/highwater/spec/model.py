@@ -9,7 +9,7 @@ import msgspec
 
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
-from highwater.spec.families import has_sliding_layers, value_of
+from highwater.spec.families import has_sliding_layers, unsupported_dropout, value_of
 from highwater.spec.weight_files import refuse_quantised, unties
 
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -105,6 +105,7 @@ def load_model(name_or_path: str) -> Model:
     source = str(directory / "config.json")
     config = read_config(directory / "config.json")
     shape = shape_of(config, source=source)
+    _refuse_dropout(config, source)
     refuse_quantised(directory, config)
     if shape.tied_embeddings and unties(directory):
         shape = msgspec.structs.replace(shape, tied_embeddings=False)
@@ -116,6 +117,14 @@ def load_model(name_or_path: str) -> Model:
         own_rope_scaling=_own_rope_scaling(config, source),
         rope=shape.model_type not in WITHOUT_ROPE,
     )
+
+
+def _refuse_dropout(config: dict[str, Any], source: str) -> None:
+    """Raise ModelError for dropout that no fused attention computes, or that would leave other ranks waiting."""
+    dropout = unsupported_dropout(config)
+    if dropout is not None:
+        field, value, what = dropout
+        raise ModelError(f"{field} is {value} in {source}, which {what}: that is not supported", hint=f"set {field} to 0.0 there")
 
 
 def window_tokens(model: Model) -> int | None:
