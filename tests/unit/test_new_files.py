@@ -1,5 +1,6 @@
 """Files that are written for a user: none that is there is touched, and none is left half written."""
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError
-from highwater.store.directory import write_new_file
+from highwater.store.directory import check_log_directory, write_new_file
 
 LIMIT_BYTES = 1000
 
@@ -35,3 +36,10 @@ def test_where_there_is_no_room_no_half_file_is_left(tmp_path: Path, small_disk:
         write_new_file(tmp_path / "long.md", b"x" * (LIMIT_BYTES + 1), flag="-o")
     assert refused.value.hint == "make room there, or leave `-o` out"
     assert [path.name for path in tmp_path.iterdir()] == ["short.md"]
+
+
+def test_checking_a_log_directory_touches_no_file_that_is_there(tmp_path: Path) -> None:
+    mine = tmp_path / f".highwater-{os.getpid()}"
+    mine.write_text("mine")
+    check_log_directory(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {mine.name: "mine"}

@@ -1,12 +1,11 @@
 """Constants of this machine's GPUs: the processes that read them, under the leash, from the environment that trials have."""
 
 import subprocess
-import tempfile
-from pathlib import Path
 
 from highwater.errors import MachineError
 from highwater.launch.leash import module, on_leash
 from highwater.launch.local import clean_environment
+from highwater.launch.private_folder import private_folder
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe, refuse_busy_gpus, refuse_torch_without_gpu
 from highwater.spec.codec import from_json
 from highwater.spec.constants import Constants
@@ -23,9 +22,9 @@ def read_constants(gpus: int) -> Constants:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
     refuse_torch_without_gpu(machine)
     refuse_busy_gpus(machine, count=gpus)
-    with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
-        target, log = Path(folder, "constants.json"), Path(folder, "log")
-        command = on_leash(module("highwater.engine.constants", str(target)), ranks=(gpus, folder))
+    with private_folder() as folder:
+        target, log = folder / "constants.json", folder / "log"
+        command = on_leash(module("highwater.engine.constants", str(target)), inherit=[folder], ranks=(gpus, folder))
         with (
             log.open("w") as talk,
             subprocess.Popen(

@@ -1,10 +1,8 @@
 """LocalRunner: a trial as fresh processes on this machine, from a clean environment to a judged result; nothing is left running."""
 
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.launch.kernel_kills import kernel_kills
 from highwater.launch.leash import module, on_leash
 from highwater.launch.outcome import Ending, judge
+from highwater.launch.private_folder import private_folder
 from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus
 from highwater.launch.ranks import read_exits
 from highwater.spec.allocator import ALLOCATOR_VARIABLES, allocator_environment
@@ -102,16 +101,16 @@ class LocalRunner:
         began, began_unix = time.monotonic(), time.time()
         kills_before = kernel_kills()
         with (
-            tempfile.TemporaryDirectory(prefix="highwater-") as folder,
+            private_folder() as folder,
             log_path.open("xb") as log,
             _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec,
         ):
-            spec_path, reports_path = Path(folder, "spec.json"), Path(folder, "reports")
+            spec_path, reports_path = folder / "spec.json", folder / "reports"
             spec_path.write_text(to_json(spec), encoding="utf-8")
             reports_path.mkdir()
             exit_code = self._launch(spec, spec_path, reports_path, log)
             reports, damaged_reports = read_reports(reports_path)
-            exits = read_exits(Path(folder))
+            exits = read_exits(folder)
         if spec.device == "cuda" and not self.allow_busy:
             _await_release(spec.layout.gpus)
         ending = Ending(
@@ -143,7 +142,7 @@ class LocalRunner:
         worker = module("highwater.engine.worker", str(spec_path), str(reports_path))
         remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
         process = subprocess.Popen(
-            on_leash(worker, remove=remove, ranks=(spec.layout.gpus, spec_path.parent)),
+            on_leash(worker, remove=remove, inherit=[spec_path.parent], ranks=(spec.layout.gpus, spec_path.parent)),
             env=trial_environment(spec),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -169,12 +168,8 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
         yield spec
         return
     parent.mkdir(parents=True, exist_ok=True)
-    own = tempfile.mkdtemp(prefix="highwater-checkpoint-", dir=parent.resolve())
-    try:
-        yield msgspec.structs.replace(spec, checkpoint_directory=own)
-    finally:
-        if Path(own).exists():
-            shutil.rmtree(own)
+    with private_folder(parent, kind="checkpoint-") as own:
+        yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
 
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:

@@ -16,6 +16,7 @@ import msgspec
 from highwater.errors import MachineError
 from highwater.launch.leash import module, on_leash
 from highwater.launch.local import trial_environment
+from highwater.launch.private_folder import private_folder
 from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
@@ -81,14 +82,14 @@ class CachedTracer:
         return order, self._directory / f"{_key(order)}.json.gz"
 
     def _trace(self, order: TraceOrder) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
-            source, target = Path(folder, "order.json"), Path(folder, "events.json")
+        with private_folder() as folder:
+            source, target = folder / "order.json", folder / "events.json"
             source.write_text(to_json(order), encoding="utf-8")
             # A GPU that is here has nothing to do with the GPUs that are meant.
             environment = {**trial_environment(order.spec), "CUDA_VISIBLE_DEVICES": ""}
             # Whatever ends this process ends the tracer.
-            command = on_leash(module("highwater.engine.tracer", str(source), str(target)))
-            log = Path(folder, "log")
+            command = on_leash(module("highwater.engine.tracer", str(source), str(target)), inherit=[folder])
+            log = folder / "log"
             with log.open("w") as talk, subprocess.Popen(command, stdout=talk, stderr=talk, text=True, env=environment) as process:
                 self._running.add(process)
                 try:

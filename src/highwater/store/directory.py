@@ -108,16 +108,12 @@ def newest_studies(log_directory: Path) -> list[Path]:
 
 
 def _write_in(directory: Path) -> None:
-    """Make the directory, and write a file in it, to the disk; raises OSError."""
-    probe = directory / f".highwater-{os.getpid()}"
+    """Make the directory, and write a file in it, to the disk, that no other file there is called as; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with probe.open("xb") as file:
-            file.write(b"\0" * _PROBE_BYTES)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        probe.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".highwater-", dir=directory) as probe:
+        probe.write(b"\0" * _PROBE_BYTES)
+        probe.flush()
+        os.fsync(probe.fileno())
 
 
 def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
