@@ -12,6 +12,7 @@ for answer in study.answers:
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +325,8 @@ def _search(
 ) -> Study:
     question = planned.question
     where = None if question.simulated else environment()  # a dry run depends on no machine
-    with foresight(request, question) as expected, open_journal(path, question, command=command, environment=where) as journal:
+    opened = partial(open_journal, command=command, environment=where, retry_crashed=request.retry_crashed)
+    with foresight(request, question) as expected, opened(path, question) as journal:
         for event in campaign(question, RecordingRunner(runner, journal), expected=expected, past=journal.past):
             if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
                 found = expectation(request, question, event.cell, expected(event.cell))

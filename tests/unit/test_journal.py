@@ -355,7 +355,7 @@ def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> N
         read_study(tmp_path / "none.jsonl")
 
 
-def test_a_crash_that_left_no_answer_is_tried_again_on_resume_and_a_measured_one_is_not(tmp_path: Path) -> None:
+def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measured_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     law = FormulaLaw(shape=QUESTION.model.shape)
     crashing = SimulatedRunner(lambda spec: Outcome.CRASHED if law(spec) > 60 * 1024**3 else law(spec))
@@ -364,7 +364,7 @@ def test_a_crash_that_left_no_answer_is_tried_again_on_resume_and_a_measured_one
         crashed = journal.snapshot()
     assert crashed.answers[0].limit == "inconclusive"
     good = sum(trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials)
-    with open_journal(path, QUESTION) as journal:
+    with open_journal(path, QUESTION, retry_crashed=True) as journal:
         assert search(QUESTION, journal).reused == good
         assert journal.snapshot().answers[0].limit == "memory"
     assert read_study(path).complete

@@ -72,10 +72,10 @@ def within(timeout_s: float, **changes: object) -> Question:
     return ask(timeout_s=timeout_s, **changes)
 
 
-def search(path: Path, question: Question, ran: Ran) -> tuple[CellAnswer, ...]:
+def search(path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False) -> tuple[CellAnswer, ...]:
     """A search as the interface makes it: recorded, and resumed from what is."""
     answers: list[CellAnswer] = []
-    with open_journal(path, question) as journal:
+    with open_journal(path, question, retry_crashed=retry_crashed) as journal:
         for event in campaign(question, RecordingRunner(ran, journal), past=journal.past):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
@@ -172,7 +172,7 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
             search(path, within(timeout_s, **changes), ran)
         assert not before & ran.keys
     longest_s = max(timeout_s for timeout_s, *_ in limits)
-    (resumed,) = search(path, within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s))
+    (resumed,) = search(path, within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s), retry_crashed=True)
     study = read_study(path)
     full = [t.spec.length_tokens for t in study.trials if t.result is not None and t.result.outcome is Outcome.FIT]
     assert (resumed.capacity_tokens or 0) == max(full, default=0), "nothing that was trained is forgotten"
@@ -206,7 +206,7 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(tmp_path_f
         with suppress(KeyboardInterrupt):
             search(path, question, ran)
         assert not before & ran.keys
-    (answer,) = search(path, question, Ran(capacity, 1e15, None))
+    (answer,) = search(path, question, Ran(capacity, 1e15, None), retry_crashed=True)
     assert (answer.capacity_tokens, answer.limit, answer.monotone) == (capacity * STEP, "memory", True)
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
@@ -246,30 +246,69 @@ def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path)
     (crashed,) = search(path, within(60.0), ran)
     assert ran.tokens == [(STEP, False)] * 3
     assert (crashed.reach_tokens, crashed.limit, crashed.monotone) == (100 * STEP, "inconclusive", True)
-    assert search(path, within(60.0), first_full_then_quick(100, 60.0, crashes)) == (crashed,)
+    assert search(path, within(60.0), first_full_then_quick(100, 60.0, crashes), retry_crashed=True) == (crashed,)
     assert read_study(path).answers == (crashed,)
     assert path.read_text().count('"kind":"cell_answered"') == 3, "the third was found after trials of its own"
-    (mended,) = search(path, within(60.0), first_full_then_quick(100, 60.0))
+    (mended,) = search(path, within(60.0), first_full_then_quick(100, 60.0), retry_crashed=True)
     assert (mended.limit, mended.reach_tokens, mended.does_not_fit_tokens) == ("memory", 100 * STEP, 101 * STEP)
     assert (mended.capacity_tokens or 0) > STEP
 
 
-@pytest.mark.parametrize("again_s", [6000.0, 60000.0])
-def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again_s):
+@pytest.mark.parametrize(("again_s", "retry_crashed"), [(6000.0, True), (60000.0, False)], ids=["asked for", "with more time"])
+def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again_s, retry_crashed):
     path, crashes = tmp_path / "study.jsonl", (None, *(Outcome.CRASHED,) * 3)
     search(path, within(60.0), first_full_then_quick(100, 60.0))
     (crashed,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, crashes))
     assert "409,600 tokens in full: given" in crashed.reason
     assert (crashed.capacity_tokens, crashed.limit) == (64 * STEP, "memory")
     less = first_full_then_quick(100, 600.0)
-    assert search(path, within(600.0), less) == (crashed,)
+    assert search(path, within(600.0), less, retry_crashed=True) == (crashed,)
     assert less.specs == [], "with less time the answer stays"
     mended = first_full_then_quick(100, again_s)
-    (answer,) = search(path, within(again_s), mended)
+    (answer,) = search(path, within(again_s), mended, retry_crashed=retry_crashed)
     assert mended.tokens == [(100 * STEP, False)]
     assert (answer.capacity_tokens, answer.memory_only) == (100 * STEP, None)
     assert "in full" not in answer.reason
     assert_stays(path, within(again_s), (answer,), first_full_then_quick(100, again_s))
+
+
+@pytest.mark.parametrize("proof", ["memory", "full"])
+@pytest.mark.parametrize("ends", [(), (None,)], ids=["the first trial", "a later one"])
+def test_a_trial_that_always_crashes_is_launched_three_times_and_never_again(tmp_path, proof, ends):
+    path, question = tmp_path / "study.jsonl", within(60.0) if proof == "memory" else ask(proof="full", timeout_s=None)
+    crash = (Outcome.CRASHED,) * 3
+
+    def gpu(*ends: Outcome | None) -> Ran:
+        return first_full_then_quick(100, 60.0, ends) if proof == "memory" else Ran(100, 1e15, None, ends=ends)
+
+    first = gpu(*ends, *crash, *crash)
+    (answer,) = search(path, question, first)
+    assert len(first.specs) == len(ends) + 3
+    assert open_notes(path, question) == ["what only crashed is not launched again: add `--retry-crashed` once its cause is mended"]
+    for _ in range(2):
+        again = gpu(*crash)
+        assert search(path, question, again) == (answer,)
+        assert again.specs == []
+    asked = gpu(*crash)
+    assert search(path, question, asked, retry_crashed=True) == (answer,)
+    assert len(asked.specs) == 3
+    (answer,) = search(path, question, gpu(), retry_crashed=True)
+    assert (answer.limit, answer.reach_tokens) == ("memory", 100 * STEP)
+    assert open_notes(path, question) == []
+
+
+def test_a_full_trial_after_the_edge_that_always_crashes_is_launched_three_times_and_never_again(tmp_path):
+    path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
+    search(path, within(60.0), first_full_then_quick(100, 60.0))
+    (answer,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, (None, *crashes)))
+    assert answer.limit == "memory"
+    for _ in range(2):
+        assert_stays(path, within(6000.0), (answer,), first_full_then_quick(100, 6000.0, crashes))
+
+
+def open_notes(path: Path, question: Question) -> list[str]:
+    with open_journal(path, question) as journal:
+        return list(journal.notes)
 
 
 def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
@@ -284,7 +323,7 @@ def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
         )
         journal.cell_answered(answer)
     for timeout_s, stand in ((300.0, ends), (301.0, [None] * 3)):
-        with open_journal(path, within(timeout_s)) as journal:
+        with open_journal(path, within(timeout_s), retry_crashed=True) as journal:
             assert [journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2, 3)] == stand
             assert (journal.past(ask().cells[0]).answer is None) == (timeout_s > 300.0)
 

@@ -67,6 +67,7 @@ SEARCH_FLAGS = (
     Flag(name="confirm", metavar="K"),
     Flag(name="margin", metavar="SIZE"),
     Flag(name="study", metavar="FILE"),
+    Flag(name="retry-crashed", switch=True),
 )
 """What only a search has."""
 
@@ -76,7 +77,7 @@ SINGLE_FLAGS = (Flag(name="attention-depth", metavar="N"),)
 
 _OF_A_RUN = (
     *("gpus", "memory", "checkpoint", "save-hf", "timeout", "steps", "micro-batches", "data", "device", "log-dir"),
-    *("checkpoint-dir", "allow-busy", "dry-run", "method", "proof", "prediction", "confirm", "study"),
+    *("checkpoint-dir", "allow-busy", "dry-run", "method", "proof", "prediction", "confirm", "study", "retry-crashed"),
 )
 PREDICT_FLAGS = tuple(flag for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS) if flag.name not in _OF_A_RUN)
 """What a prediction depends on, besides the GPUs."""

@@ -37,6 +37,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "log_dir": ("a directory", "./logs"),
     "checkpoint_dir": ("a directory", "./checkpoints"),
     "study": ("a file", "study.jsonl"),
+    "retry_crashed": ("true or false", True),
     "allow_busy": ("true or false", True),
     "offload": ("true or false", True),
     "critic": ("true or false", True),
@@ -136,6 +137,7 @@ class Request(Noun, frozen=True, kw_only=True):
     study: Annotated[str | None, Meta(description="file of the study; default: one for each question, under the log directory")] = (
         None
     )
+    retry_crashed: Annotated[bool, Meta(description="launch again what only crashed when the study was last searched")] = False
     allow_busy: Annotated[bool, Meta(description="also start on GPUs that somebody else uses")] = False
     dry_run: Annotated[bool, Meta(description="answer from a memory law; nothing is trained")] = False
 

@@ -47,14 +47,15 @@ _NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
-    def __init__(self, file: JournalFile, record: Record, notes: tuple[str, ...]) -> None:
+    def __init__(self, file: JournalFile, record: Record, notes: tuple[str, ...], *, retry_crashed: bool = False) -> None:
         self.path = file.path
         self.notes = notes
         self._file = file
         self._record = record
-        is_timed = record.question.timeout_s is not None
-        self._reopened = {answer.cell for answer in record.answers if is_timed or answer.is_undecided}
-        """Cells that had an answer when it was opened, of which a crash is tried again; without a time limit the undecided ones."""
+        self._retry_crashed = retry_crashed
+        """Whether whoever opened it asks to launch again what only crashed."""
+        self._undecided = {answer.cell for answer in record.answers if answer.is_undecided}
+        """Cells that were answered without a decision when it was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
         """The result of this launch of this trial; None when it has to be run."""
@@ -69,9 +70,9 @@ class Journal:
     def _stands(self, trial: RecordedTrial) -> bool:
         """Whether its result is taken as it is.
 
-        One that did not tell in less time than there is now is run again, unless another attempt told. After a crash it is run
-        again under any limit once its cell was answered: whoever resumes has mended something. Where time is no matter of the
-        question, what did not tell is run again if it left its cell without an answer.
+        One that did not tell in less time than there is now is run again, unless another attempt told. A crash was tried again
+        when it came, as often as is allowed: it is run once more only if whoever opened the study asks. Where time is no matter
+        of the question, what ran out of time is run again if it left its cell without a decision.
         """
         if trial.result is None:
             return False
@@ -82,14 +83,22 @@ class Journal:
             return False
         if now_s is not None and (trial.result.outcome is Outcome.TIMEOUT or self._record.ran_out_after(trial)):
             return True
-        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._reopened
+        if trial.result.outcome is Outcome.CRASHED:
+            return not self._retry_crashed
+        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._undecided
+
+    def has_given_up(self, cell: Cell) -> bool:
+        """Whether a cell has an answer without a trial that only crashed, and is not launched again."""
+        crashed = [t for t in self._record.trials_of(cell) if t.result is not None and t.result.outcome is Outcome.CRASHED]
+        is_answered = self._record.answer(cell) is not None and self._record.has_crashed(cell)
+        return is_answered and all(self._stands(trial) for trial in crashed)
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell was answered, and with no less time than there is now; with as much, without a trial that crashed."""
+        """Whether a cell was answered, and with no less time than there is now; with as much, without a crash to try again."""
         answer, within_s, now_s = self._record.answer(cell), self._record.answered_within_s(cell), self._record.question.timeout_s
         if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
             return False
-        return within_s > now_s or (within_s == now_s and not self._record.has_crashed(cell))
+        return within_s > now_s or (within_s == now_s and not (self._retry_crashed and self._record.has_crashed(cell)))
 
     def opened(self, command: Sequence[str], environment: Environment | None = None, *, timeout_s: float | None = None) -> None:
         """Record that this process writes from here on, under this time limit; raises MachineError when the disk is full."""
@@ -153,17 +162,27 @@ class Journal:
         self._record.add(line)
 
 
-def open_journal(path: Path, question: Question, *, command: Sequence[str] = (), environment: Environment | None = None) -> Journal:
+def open_journal(
+    path: Path,
+    question: Question,
+    *,
+    command: Sequence[str] = (),
+    environment: Environment | None = None,
+    retry_crashed: bool = False,
+) -> Journal:
     """The study at ``path`` open for writing: created, or resumed when it asks the same question, in whatever time.
 
+    With ``retry_crashed`` a trial that only crashed is launched again, as often as a new one.
     Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study, and later when
     somebody touches the file while it is open; MachineError when the disk is full.
     """
     file = _open(path)
     try:
         record, notes = _recover(file, question)
-        journal = Journal(file, record, notes)
+        journal = Journal(file, record, notes, retry_crashed=retry_crashed)
         journal.opened(command, environment, timeout_s=question.timeout_s)
+        if any(map(journal.has_given_up, question.cells)):
+            journal.notes += ("what only crashed is not launched again: add `--retry-crashed` once its cause is mended",)
     except BaseException:
         file.close()
         raise
