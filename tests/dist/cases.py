@@ -25,6 +25,7 @@ from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp import local_shard
 from highwater.parallel.fsdp1 import shard_flat
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 
 MICRO_BATCHES = 2
@@ -190,7 +191,7 @@ def _three_steps(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss and norm of the last of three steps, and what they changed, the states allocated before the first as in a trial."""
     before = _whole(model, [p.detach().clone() for p in model.parameters()])
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, Hyperparameters())
     unchanged = _whole(model, [p.detach() for p in model.parameters()])
     assert all(torch.equal(before[name], unchanged[name]) for name in before)
     for _step in range(3):

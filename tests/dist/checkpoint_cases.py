@@ -36,6 +36,7 @@ from highwater.engine.model import Decoder, build, name_in_files, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp import local_shard
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 
 REWARD = "reward"
@@ -64,7 +65,7 @@ def main() -> None:
 
 def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     model = built(case, folder / "weights", mesh, torch.float64, length=64, recompute="layer")
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, Hyperparameters())
     train(model, optimizer, mesh)
     save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
     train(model, optimizer, mesh)
@@ -74,7 +75,7 @@ def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
 def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     """A model with other weights, and without recompute: neither is in what was saved."""
     model = built(case, folder / "configs", mesh, torch.float64, length=64, recompute="none")
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, Hyperparameters())
     weights = get_model_state_dict(model)
     tied = case.startswith("tied")
     if tied:
@@ -91,7 +92,7 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     source, target = folder / "weights" / case.partition("-")[0], folder / f"hf-{case}"
     pretrained.FILE_BYTES = NARROW
     model = built(case, folder / "weights", mesh, torch.float32, length=LENGTH, recompute="layer")
-    train(model, make_optimizer(model), mesh)
+    train(model, make_optimizer(model, Hyperparameters()), mesh)
     for _ in range(2):  # the second overwrites the first
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     # Before a forward pass without a backward pass, which leaves what it gathered.

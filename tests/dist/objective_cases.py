@@ -6,7 +6,7 @@
 import json
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from highwater.engine.step import Trainer, backward_of
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp import local_shard
 from highwater.parallel.mesh import total
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 
 MICRO_BATCHES = 2
@@ -41,11 +42,14 @@ class Case:
     strategy: str = "fsdp2"
     offload: bool = False
     trainer: str = "highwater"
+    documents: str = "sampled"
+    numbers: Hyperparameters = field(default_factory=Hyperparameters)
 
     @property
     def name(self) -> str:
         parts = [self.objective, self.model, self.dtype, self.loss, self.strategy, f"ulysses={self.ulysses}", self.trainer]
-        return " ".join(parts + ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload)
+        parts += ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload
+        return " ".join([*parts, *([] if self.documents == "sampled" else [self.documents]), *self.numbers.flags])
 
 
 _PLAINLY = [
@@ -60,6 +64,28 @@ CASES += [replace(case, dtype="float32", offload=True) for case in _PLAINLY]
 CASES += [replace(case, strategy="fsdp", offload=case.critic) for case in _PLAINLY]
 _TRINITY = Case(objective="grpo", entropy=True, strategy="fsdp", trainer="trinity", dtype="float32")  # as Hugging Face's norms are
 CASES += [replace(_TRINITY, ulysses=ulysses) for ulysses in (1, 2)]
+CASES += [
+    Case(objective="grpo", documents="unlike", numbers=Hyperparameters(kl_estimator="k1", kl_coefficient=0.5)),
+    Case(
+        objective="grpo", documents="unlike", numbers=Hyperparameters(kl_estimator="k3", kl_coefficient=0.5, dual_clip=0), ulysses=2
+    ),
+    Case(
+        objective="ppo",
+        critic=True,
+        entropy=True,
+        documents="unlike",
+        numbers=Hyperparameters(
+            clip_ratio_low=0.1,
+            clip_ratio_high=0.28,
+            dual_clip=5.0,
+            entropy_coefficient=0.1,
+            value_clip=0.01,
+            value_coefficient=2.0,
+            discount=0.9,
+            gae_lambda=0.8,
+        ),
+    ),
+]
 
 
 def cases_for(processes: int) -> list[Case]:
@@ -87,7 +113,7 @@ def main() -> None:
 
 def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
-    ranks = [[documents(r, m) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
+    ranks = [[documents(r, m, case.documents) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
     group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
     own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in ranks[rank // case.ulysses]]
 
@@ -121,9 +147,10 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
         critic=critic,
         critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
         reference=model("reference", "full").requires_grad_(False) if case.objective == "grpo" else None,
+        hyperparameters=case.numbers,
     )
     loss = total(backward_of(trainer, own), mesh)
-    expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy)
+    expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy, numbers=case.numbers)
     return deviations(loss, trainer, expected)
 
 
@@ -158,11 +185,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
 
 
-def documents(rank: int, micro_batch: int) -> list[Document]:
-    """Four documents of odd lengths in two groups, sampled by some other policy; one of them has nothing to train on."""
+def documents(rank: int, micro_batch: int, kind: str) -> list[Document]:
+    """Four documents of odd lengths, in groups that go over ranks and micro-batches; one of them has nothing to train on.
+
+    ``sampled``: all of them by some other policy. ``unlike``: ranks have different numbers of documents, some nobody knows the
+    policy of, some are from a policy that is nothing like this one, and one is the only one of its group.
+    """
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    lengths = (7, 13 + rank, 5, 9)
+    if kind == "unlike":
+        lengths = (*lengths, 11, 6)[: 4 + 2 * (rank == 0)]
     packed = []
-    for index, length in enumerate((7, 13 + rank, 5, 9)):
+    for index, length in enumerate(lengths):
         ids = torch.randint(VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[: length // 3] = -100
@@ -170,7 +204,11 @@ def documents(rank: int, micro_batch: int) -> list[Document]:
             labels[:] = -100
         reward = float(torch.randn((), generator=generator))
         sampled = -4.5 + torch.randn(length, generator=generator)
-        packed.append(Document(ids, labels, reward=reward, group=index % 2, old_logprobs_L=sampled))
+        group = index % 2
+        if kind == "unlike":
+            sampled = None if index == 1 + micro_batch else sampled + (-90, 0, 0, 90, -1.5, 1.5)[index]
+            group = -(2**63) if (rank, micro_batch, index) == (0, 1, 0) else 10**12 + group
+        packed.append(Document(ids, labels, reward=reward, group=group, old_logprobs_L=sampled))
     return packed
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from reference import SHAPE, load_textbook, router_loss, unsharded
+from reference import SHAPE, asks_for_router_loss, load_textbook, router_loss, unsharded
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from highwater.engine import objective as coefficients
 from highwater.engine.data import Document
+from highwater.spec.hyperparameters import Hyperparameters
 
 Ranks = list[list[list[Document]]]
 """Documents by data-parallel rank and micro-batch."""
@@ -34,57 +34,66 @@ def save_judges(folder: Path) -> None:
     Qwen3ForSequenceClassification(scalar).double().save_pretrained(folder / "scalar")
 
 
-def plain(objective: str, folder: Path, model: str, ranks: Ranks, *, critic: bool, entropy: bool) -> Plain:
+def plain(
+    objective: str, folder: Path, model: str, ranks: Ranks, *, critic: bool, entropy: bool, numbers: Hyperparameters
+) -> Plain:
     """Loss and gradients of a step on these documents."""
     micro_batches = [documents for of_rank in ranks for documents in of_rank]
+    documents = [document for micro_batch in micro_batches for document in micro_batch]
     if objective == "rw":
         rewards = _scalar_model(folder)
         loss = _pairwise(rewards, micro_batches)
         loss.backward()
         return Plain(loss=loss.detach(), policy=_gradients(rewards), critic={})
     policy = load_textbook(folder / model, torch.float64)
-    trained = sum(int((d.labels_L[1:] != -100).sum()) for documents in micro_batches for d in documents)
+    trained = sum(len(_trained(document)) for document in documents)
+    tokens = sum(len(document.ids_L) for document in documents)
     judge = _scalar_model(folder) if critic else None
     if objective == "ppo":
-        advantages, values, returns = _token_advantages(judge, [d for documents in micro_batches for d in documents])
+        advantages, values, returns = _token_advantages(judge, documents, numbers)
     else:
-        advantages = [a for of_rank in ranks for a in _group_advantages([d for documents in of_rank for d in documents])]
+        advantages = [[a] * len(_trained(d)) for a, d in zip(_group_advantages(documents), documents, strict=True)]
     reference = load_textbook(folder / "reference", torch.float64) if objective == "grpo" else None
-    loss, index = torch.zeros((), dtype=torch.float64), 0
-    for documents in micro_batches:
-        routed = []
-        for document in documents:
-            logits, router_logits = _forward(policy, document)
-            routed.append(router_logits)
-            log_p = torch.log_softmax(logits, -1)
-            for t, position in enumerate(_trained(document)):
-                now = log_p[position - 1, document.ids_L[position]]
-                advantage = advantages[index] if objective == "grpo" else advantages[index][t]
-                ratio = (now - document.old_logprobs_L[position].double()).exp()
-                clipped = ratio.clamp(1 - coefficients.CLIP_RATIO, 1 + coefficients.CLIP_RATIO)
-                loss = loss - torch.min(ratio * advantage, clipped * advantage) / trained
-                if entropy:
-                    p = log_p[position - 1]
-                    loss = loss + coefficients.ENTROPY_COEFFICIENT * (p.exp() * p).sum() / trained
-                if reference is not None:
-                    with torch.no_grad():
-                        then = torch.log_softmax(_forward(reference, document)[0], -1)
-                    difference = now - then[position - 1, document.ids_L[position]]
-                    loss = loss + coefficients.KL_COEFFICIENT * difference**2 / 2 / trained
-            index += 1
-        if None not in routed:
-            loss = loss + router_loss(routed, policy.config) / len(micro_batches)
+    loss = torch.zeros((), dtype=torch.float64)
+    for document, of_document in zip(documents, advantages, strict=True):
+        out = policy(input_ids=document.ids_L[None], use_cache=False)
+        log_p = torch.log_softmax(out.logits[0], -1)
+        with torch.no_grad():
+            then = None if reference is None else torch.log_softmax(reference(document.ids_L[None], use_cache=False).logits[0], -1)
+        for position, advantage in zip(_trained(document), of_document, strict=True):
+            token = document.ids_L[position]
+            now = log_p[position - 1, token]
+            old = now.detach() if document.old_logprobs_L is None else document.old_logprobs_L[position].double()
+            loss = loss + _clipped(now - old, advantage, numbers) / trained
+            if entropy:
+                p = log_p[position - 1]
+                loss = loss + numbers.entropy_coefficient * (p.exp() * p).sum() / trained
+            if then is not None:
+                loss = loss + numbers.kl_coefficient * _divergence(now - then[position - 1, token], numbers.kl_estimator) / trained
+        if asks_for_router_loss(policy):
+            loss = loss + len(document.ids_L) / tokens * router_loss(out.router_logits, policy.config)
     loss.backward()
     if judge is not None:
-        _value_loss(judge, [d for documents in micro_batches for d in documents], values, returns, trained).backward()
+        _value_loss(judge, documents, values, returns, trained, numbers).backward()
     return Plain(loss=loss.detach(), policy=_gradients(policy), critic=_gradients(judge) if judge is not None else {})
 
 
-def _forward(model: nn.Module, document: Document) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Logits, and those of the routers of a mixture of experts."""
-    experts = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
-    out = model(input_ids=document.ids_L[None], use_cache=False, **experts)
-    return out.logits[0], out.router_logits if experts else None
+def _clipped(log_ratio: Tensor, advantage: float, numbers: Hyperparameters) -> Tensor:
+    """The better of two losses is not believed; the worse of them is no worse than the dual clip's."""
+    ratio = log_ratio.clamp(-20, 20).exp()
+    loss = -min(ratio * advantage, ratio.clamp(1 - numbers.clip_ratio_low, 1 + numbers.clip_ratio_high) * advantage)
+    if advantage < 0 and numbers.dual_clip:
+        return min(loss, torch.tensor(-numbers.dual_clip * advantage, dtype=loss.dtype))
+    return loss
+
+
+def _divergence(log_ratio: Tensor, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    back = (-log_ratio).clamp(-20, 20)
+    return (back.exp() - back - 1).clamp(-10, 10)
 
 
 def _trained(document: Document) -> list[int]:
@@ -108,18 +117,21 @@ def _pairwise(model: nn.Module, micro_batches: list[list[Document]]) -> Tensor:
 
 
 def _group_advantages(documents: list[Document]) -> list[float]:
+    """Of all documents of the step, whichever ranks and micro-batches they are in."""
     advantages = []
     for document in documents:
         peers = [other.reward for other in documents if other.group == document.group]
-        mean = sum(peers) / len(peers)
-        deviation = math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
+        mean, deviation = 0.0, 1.0
+        if len(peers) > 1:
+            mean = sum(peers) / len(peers)
+            deviation = math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
         advantages.append((document.reward - mean) / (deviation + 1e-6))
     return advantages
 
 
 @torch.no_grad()
 def _token_advantages(
-    critic: nn.Module | None, documents: list[Document]
+    critic: nn.Module | None, documents: list[Document], numbers: Hyperparameters
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
     """GAE by its recursion, backwards over each document's trained tokens; whitened over all of them."""
     raw, values = [], []
@@ -129,8 +141,8 @@ def _token_advantages(
         following, advantage, of_document = 0.0, 0.0, []
         for t in reversed(range(len(positions))):
             reward = document.reward if t == len(positions) - 1 else 0.0
-            delta = reward + coefficients.DISCOUNT * following - own[t]
-            advantage = delta + coefficients.DISCOUNT * coefficients.GAE_LAMBDA * advantage
+            delta = reward + numbers.discount * following - own[t]
+            advantage = delta + numbers.discount * numbers.gae_lambda * advantage
             following = own[t]
             of_document.insert(0, advantage)
         raw.append(of_document)
@@ -142,16 +154,21 @@ def _token_advantages(
 
 
 def _value_loss(
-    critic: nn.Module, documents: list[Document], values: list[list[float]], returns: list[list[float]], trained: int
+    critic: nn.Module,
+    documents: list[Document],
+    values: list[list[float]],
+    returns: list[list[float]],
+    trained: int,
+    numbers: Hyperparameters,
 ) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     for document, before, wanted in zip(documents, values, returns, strict=True):
         now = _scalars(critic, document)
         for t, position in enumerate(_trained(document)):
             value = now[position - 1]
-            kept = before[t] + (value - before[t]).clamp(-coefficients.VALUE_CLIP, coefficients.VALUE_CLIP)
+            kept = before[t] + (value - before[t]).clamp(-numbers.value_clip, numbers.value_clip)
             error = torch.max((value - wanted[t]) ** 2, (kept - wanted[t]) ** 2)
-            loss = loss + coefficients.VALUE_COEFFICIENT * error / trained
+            loss = loss + numbers.value_coefficient * error / trained
     return loss
 
 

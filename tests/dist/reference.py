@@ -1,7 +1,7 @@
 """The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at a time, textbook loss."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
 )
 
 from highwater.attention.reference import reference_attention
-from highwater.engine.step import CLIP_NORM, LEARNING_RATE
+from highwater.spec.hyperparameters import Hyperparameters
 
 Documents = list[tuple[Tensor, Tensor]]
 
@@ -48,6 +49,7 @@ def save_models(folder: Path) -> None:
             num_experts=6,
             num_experts_per_tok=2,
             router_aux_loss_coef=0.1,
+            output_router_logits=True,
             tie_word_embeddings=False,
         )
     )
@@ -71,12 +73,22 @@ def reference_training(
     """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they changed in every parameter."""
     model = load_textbook(directory, dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    optimizer = torch.optim.AdamW(_groups(model), lr=Hyperparameters().learning_rate, foreach=False)
     for _ in range(steps):
         optimizer.zero_grad()
         loss, norm = _backward(model, dtype, micro_batches)
         optimizer.step()
     return loss, norm, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As transformers' Trainer has them: nothing of a norm or a bias decays. The default rate of the others is PyTorch's."""
+    decays = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if name in decays]},
+        {"params": [p for name, p in named.items() if name not in decays], "weight_decay": 0.0},
+    ]
 
 
 def load_textbook(directory: Path, dtype: torch.dtype) -> nn.Module:
@@ -110,26 +122,29 @@ class _TextbookNorm(nn.Module):
 
 
 def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]) -> tuple[Tensor, Tensor]:
-    trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
+    documents = [document for batch in micro_batches for document in batch]
+    trained = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
+    tokens = sum(len(ids) for ids, _ in documents)
     loss = torch.zeros((), dtype=dtype)
-    experts = hasattr(model.config, "router_aux_loss_coef")
-    for batch in micro_batches:
-        routed = []
-        for ids, labels in batch:
-            out = model(input_ids=ids[None], use_cache=False, **({"output_router_logits": True} if experts else {}))
-            routed.append(out.router_logits if experts else None)
-            if (labels[1:] != -100).any():
-                logits = out.logits[0, :-1]
-                loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
-        if experts:
-            loss = loss + router_loss(routed, model.config) / len(micro_batches)
+    for ids, labels in documents:
+        out = model(input_ids=ids[None], use_cache=False)
+        if (labels[1:] != -100).any():
+            logits = out.logits[0, :-1]
+            loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+        if asks_for_router_loss(model):
+            loss = loss + len(ids) / tokens * router_loss(out.router_logits, model.config)
     loss.backward()
-    return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
 
 
-def router_loss(routed: list[tuple[Tensor, ...]], config: Qwen3MoeConfig) -> Tensor:
-    """Switch Transformer's loss over all documents and layers of a micro-batch: experts x sum of load x probability."""
-    probabilities = torch.cat([layer for document in routed for layer in document]).softmax(dim=-1)
+def asks_for_router_loss(model: nn.Module) -> bool:
+    """Whether transformers adds its auxiliary loss to this model's."""
+    return getattr(model.config, "output_router_logits", False)
+
+
+def router_loss(router_logits: tuple[Tensor, ...], config: Qwen3MoeConfig) -> Tensor:
+    """Switch Transformer's loss over all tokens and layers of a document: experts x sum of load x probability."""
+    probabilities = torch.cat(router_logits).softmax(dim=-1)
     chosen = nn.functional.one_hot(probabilities.topk(config.num_experts_per_tok).indices, config.num_experts).sum(dim=1)
     load = chosen.to(probabilities.dtype).mean(dim=0)
     return config.router_aux_loss_coef * config.num_experts * (load * probabilities.mean(dim=0)).sum()

@@ -19,6 +19,7 @@ from highwater.engine.step import Trainer, backward_of, make_optimizer  # noqa: 
 from highwater.parallel import mesh as process_mesh  # noqa: E402
 from highwater.parallel.fsdp import local_shard  # noqa: E402
 from highwater.spec.footprint import STAGED_LAYERS, staged_gradient_bytes  # noqa: E402
+from highwater.spec.hyperparameters import Hyperparameters  # noqa: E402
 from highwater.spec.layout import Layout  # noqa: E402
 from highwater.spec.model import load_model  # noqa: E402
 from highwater.spec.settings import Settings  # noqa: E402
@@ -98,7 +99,7 @@ def run(directory: Path, *, offload: bool) -> Pass:
         compute_dtype=torch.bfloat16,
         offload=offload,
     )
-    trainer = Trainer(policy=trained, optimizer=make_optimizer(trained), mesh=mesh)
+    trainer = Trainer(policy=trained, optimizer=make_optimizer(trained, Hyperparameters()), mesh=mesh)
     _emptied()
     torch.cuda.reset_peak_memory_stats()
     pinned_bytes = _pinned_bytes()

@@ -1,20 +1,23 @@
 """Two ways to train the same tiny model on the same real text: our engine, and Hugging Face as its documentation has it."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.attention.dense import register, select_kernel
 from highwater.engine.data import Document, pack
 from highwater.engine.model import build, read_config
-from highwater.engine.step import CLIP_NORM, Trainer, make_optimizer, train_step
+from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 
 STEPS = 200
-LEARNING_RATE = 1e-4
+HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)
 """At 1e-3 this model amplifies the rounding of the first steps a thousandfold: the curves would tell of chaos, not of gradients."""
 TEXT = Path(__file__).parents[2] / "LICENSE"
 """Real text, 11 KB of it, a byte a token."""
@@ -68,9 +71,7 @@ def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) 
         recompute="layer",
         compute_dtype=compute_dtype,
     )
-    optimizer = make_optimizer(model)
-    optimizer.param_groups[0]["lr"] = LEARNING_RATE
-    trainer = Trainer(policy=model, optimizer=optimizer, mesh=mesh)
+    trainer = Trainer(policy=model, optimizer=make_optimizer(model, HYPERPARAMETERS), mesh=mesh, hyperparameters=HYPERPARAMETERS)
     losses = []
     for micro_batches in text_batches():
         packed = [pack([Document(ids, ids) for ids in documents]) for documents in micro_batches]
@@ -81,7 +82,12 @@ def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) 
 def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
     """The loss of every step; float32 parameters, autocast, one document at a time, nothing packed."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    decays = transformers.Trainer.get_decay_parameter_names(cast(transformers.Trainer, None), model)
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name in decays], "weight_decay": HYPERPARAMETERS.weight_decay},
+        {"params": [p for name, p in model.named_parameters() if name not in decays], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=HYPERPARAMETERS.learning_rate)
     losses = []
     for micro_batches in text_batches():
         documents = [ids for micro_batch in micro_batches for ids in micro_batch]
@@ -93,7 +99,7 @@ def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torc
                 loss = model(input_ids=row, labels=row, use_cache=False).loss * (len(ids) - 1) / trained
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), HYPERPARAMETERS.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)

@@ -1,17 +1,37 @@
 """The routers' auxiliary loss against transformers' own, and what it follows."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DogeConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: E402
 
 from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.data import Document, pack, shard  # noqa: E402
+from highwater.engine.data import Batch, Document, pack, shard  # noqa: E402
 from highwater.engine.model import LanguageModel, build_on_meta  # noqa: E402
 from highwater.engine.recompute import recompute_layers  # noqa: E402
+from highwater.engine.router import documents_of, follow_routers  # noqa: E402
+from highwater.engine.step import Trainer, backward_of  # noqa: E402
+from highwater.errors import ModelError  # noqa: E402
+from highwater.parallel import mesh as process_mesh  # noqa: E402
+from highwater.spec.layout import Layout  # noqa: E402
 
+ROUNDING = 5e-6
+"""Norm-relative, float32: transformers sums layer by layer."""
+LENGTHS = (7, 1, 5, 11, 3, 9)
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -20,56 +40,117 @@ _SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
     "num_experts_per_tok": 2,
+    "output_router_logits": True,
 }
 CONFIGS = {
-    "qwen3_moe": lambda **more: Qwen3MoeConfig(**_SIZES, head_dim=8, moe_intermediate_size=24, num_experts=5, **more),
-    "mixtral": lambda **more: MixtralConfig(**_SIZES, num_local_experts=5, **more),
+    "qwen3_moe": lambda **more: Qwen3MoeConfig(**_SIZES | more, head_dim=8, moe_intermediate_size=24, num_experts=5),
+    "mixtral": lambda **more: MixtralConfig(**_SIZES | more, num_local_experts=5),
 }
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_the_loss_and_its_gradients_are_transformers_own(family: str, recomputed: bool) -> None:
+def test_of_each_document_it_is_transformers_own_and_so_are_its_gradients(family: str, recomputed: bool) -> None:
     model = built(CONFIGS[family](router_aux_loss_coef=0.5))
-    batch = pack([Document(ids := torch.arange(length) % 64, ids) for length in (7, 1, 5)])
-    logits: list[torch.Tensor] = []
+    documents = [document(length) for length in LENGTHS]
     routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    logits: list[torch.Tensor] = []
     hooks = [router.register_forward_hook(lambda _, __, output: logits.append(output[0])) for router in routers]
-    expected = forward(model, batch)
-    wanted = 0.5 * load_balancing_loss_func(tuple(logits), 5, 2)
-    gradients = torch.autograd.grad(wanted, [r.weight for r in routers], retain_graph=True)
+    wanted = torch.zeros(())
+    for each in documents:
+        logits.clear()
+        forward(model, pack([each]))
+        wanted = wanted + len(each.ids_L) * 0.5 * load_balancing_loss_func(tuple(logits), 5, 2)
+    gradients = torch.autograd.grad(wanted, [r.weight for r in routers])
     for hook in hooks:
         hook.remove()
-    del expected
     if recomputed:
         recompute_layers(model.layers)
-    ours = forward(model, batch)
-    assert ours.item() == pytest.approx(wanted.item(), rel=1e-6)
+    ours = forward(model, pack(documents))
+    assert ours.item() == pytest.approx(wanted.item(), rel=ROUNDING)
     for mine, theirs in zip(torch.autograd.grad(ours, [r.weight for r in routers]), gradients, strict=True):
-        assert float((mine - theirs).norm() / theirs.norm()) < 5e-6
+        assert float((mine - theirs).norm() / theirs.norm()) < ROUNDING
+
+
+@pytest.mark.parametrize("objective", ["sft", "ppo"])
+def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(objective: str, mesh: dist.DeviceMesh) -> None:
+    documents = [document(length) for length in LENGTHS]
+    found = []
+    for size in (6, 3, 2, 1):
+        model = built(CONFIGS["qwen3_moe"](router_aux_loss_coef=0.5))
+        trainer = Trainer(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh, objective=objective)
+        loss = backward_of(trainer, [pack(documents[first : first + size]) for first in range(0, len(documents), size)])
+        found.append((loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    loss, gradient = found[0]
+    for other, its_gradient in found[1:]:
+        assert float(other) == pytest.approx(float(loss), rel=ROUNDING)
+        assert float((its_gradient - gradient).norm() / gradient.norm()) < ROUNDING
 
 
 def test_padding_is_no_token_of_the_micro_batch() -> None:
     model = built(CONFIGS["qwen3_moe"]())
-    ids = torch.arange(7)
-    whole = pack([Document(ids, ids)])
-    padded = shard(pack([Document(ids, ids)]), degree=1, rank=0)
-    assert padded.padding_tokens == 0
+    whole = pack([document(7)])
+    assert shard(whole, degree=1, rank=0).padding_tokens == 0
     last = shard(whole, degree=4, rank=3)
     assert (len(last.input_ids_T), last.padding_tokens) == (2, 1)
-    assert shard(pack([Document(ids[:5], ids[:5])]), degree=4, rank=3).padding_tokens == 2
-    with_padding = pack([Document(ids, ids), Document(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long))])
+    assert shard(pack([document(5)]), degree=4, rank=3).padding_tokens == 2
+    with_padding = pack([document(7), Document(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long))])
     lost = model(*arguments(with_padding), 3).router_loss
     assert lost.item() == pytest.approx(forward(model, whole).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [CONFIGS["qwen3_moe"](router_aux_loss_coef=0.0), Qwen3Config(**_SIZES, head_dim=8)])
-def test_a_model_that_asks_for_no_auxiliary_loss_has_none(config: object) -> None:
-    model = built(config)
-    assert forward(model, pack([Document(torch.arange(4), torch.arange(4))])) is None
+def test_every_token_of_a_slice_knows_its_document() -> None:
+    whole = documents_of((3, 1, 4), start=0, tokens=8)
+    assert whole.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    for start in range(8):
+        assert torch.equal(documents_of((3, 1, 4), start=start, tokens=8 - start), whole[start:])
+        assert torch.equal(documents_of((3, 1, 4), start=0, tokens=start), whole[:start])
 
 
-def built(config: object) -> LanguageModel:
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIGS["qwen3_moe"](router_aux_loss_coef=0.0),
+        CONFIGS["qwen3_moe"](output_router_logits=False),
+        Qwen3Config(**_SIZES, head_dim=8),
+    ],
+    ids=["coefficient 0", "output_router_logits false", "no experts"],
+)
+def test_a_model_that_asks_for_no_auxiliary_loss_has_none(config: PreTrainedConfig) -> None:
+    assert forward(built(config), pack([document(4)])) is None
+
+
+def test_passes_that_record_no_gradient_have_none() -> None:
+    model = built(CONFIGS["qwen3_moe"]())
+    with torch.no_grad():
+        assert forward(model, pack([document(4)])) is None
+
+
+def test_a_family_follows_its_config_as_transformers_does_or_is_refused() -> None:
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "output_router_logits": True}
+    with torch.device("meta"):
+        deepseek = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, first_k_dense_replace=0))
+        doge = AutoModelForCausalLM.from_config(DogeConfig(**sizes, is_moe=True))
+    assert follow_routers(deepseek) is None, "transformers has the flag for it, and no loss"
+    with pytest.raises(ModelError, match="doge asks for its routers' auxiliary loss") as refused:
+        follow_routers(doge)
+    assert '"output_router_logits": false' in refused.value.hint
+    doge.config.output_router_logits = False
+    assert follow_routers(doge) is None
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[dist.DeviceMesh]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+
+
+def document(length: int) -> Document:
+    ids = torch.arange(length) * 3 % 64
+    return Document(ids, ids, reward=length % 3 - 1.0)
+
+
+def built(config: PreTrainedConfig) -> LanguageModel:
     model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -79,9 +160,9 @@ def built(config: object) -> LanguageModel:
     return model
 
 
-def arguments(batch: object) -> tuple:
+def arguments(batch: Batch) -> tuple[Any, ...]:
     return (batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N, batch.labels_N, batch.document_lengths)
 
 
-def forward(model: LanguageModel, batch: object) -> "torch.Tensor | None":
+def forward(model: LanguageModel, batch: Batch) -> Any:
     return model(*arguments(batch)).router_loss

@@ -39,6 +39,7 @@ EXPERTS = {
     "vocab_size": 1024,
     "max_position_embeddings": 32_768,
     "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
 }
 """Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
 WIDE = EXPERTS | {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
@@ -64,6 +65,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "fsdp2, offload": {"settings": Settings(offload=True), "config": DEEP, "length_tokens": 64},
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
+    "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
     "wide experts": {"config": WIDE},
     "wide experts, longer": {"config": WIDE, "length_tokens": 32_768},
 }
@@ -213,7 +215,7 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs: dict[s
     assert "aten.sigmoid.default" not in logs["wide experts"].operators
 
 
-@pytest.mark.parametrize("name", ["experts", "experts, longer", "wide experts", "wide experts, longer"])
+@pytest.mark.parametrize("name", ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"])
 def test_experts_peak_where_the_formula_says(specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str) -> None:
     assert peak_bytes(logs[name]) == pytest.approx(formula_bytes(specs[name]), rel=FORMULA_TOLERANCE)
 

@@ -200,6 +200,9 @@ def test_ranks_train_on_different_tokens() -> None:
         ("no_documents", "not documents"),
         ("nothing", "yielded no micro-batch"),
         ("missing", "has no attribute"),
+        ("endless_reward", "the reward inf"),
+        ("unlikely", "logprobs are not finite"),
+        ("large_group", "of the group 9223372036854775808"),
     ],
 )
 def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +234,13 @@ def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyP
     source = batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0)
     assert next(source).document_lengths == (30, 34)
     assert next(source).labels_N.tolist() == [4]
+    assert next(source).old_logprobs_N.tolist() == [-0.5]
     assert next(source).document_lengths == (30, 34), "a source that ends is read again"
+
+
+def test_data_ranks_of_synthetic_batches_answer_prompts_of_their_own() -> None:
+    groups = [next(batches(spec(), vocab_size=11, data_rank=rank)).groups for rank in (0, 1)]
+    assert groups == [(0,), (1,)]
 
 
 def spec(*, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None) -> TrialSpec:

@@ -1,5 +1,6 @@
 """Token batches as a user may write them, good and bad, for `--data user_batches:<name>`."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,9 @@ from typing import Any
 def good(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [[1] * 30, [2] * (length_tokens - 30)]
     ids = [3] * (length_tokens - 1) + [4]
-    yield [{"input_ids": ids, "labels": [-100] * (length_tokens - 1) + [4]}]
+    labels = [-100] * (length_tokens - 1) + [4]
+    yield [{"input_ids": ids, "labels": labels}]
+    yield [{"input_ids": ids, "labels": labels, "logprobs": [math.nan] * (length_tokens - 1) + [-0.5]}]
 
 
 def too_long(*, length_tokens: int, **_: Any) -> Iterator[Any]:
@@ -54,3 +57,15 @@ def no_documents(**_: Any) -> Iterator[Any]:
 
 def nothing(**_: Any) -> Iterator[Any]:
     yield from ()
+
+
+def endless_reward(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "reward": math.inf}]
+
+
+def unlikely(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "logprobs": [-math.inf] * length_tokens}]
+
+
+def large_group(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "group": 2**63}]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from highwater.engine.step import CLIP_NORM, LEARNING_RATE
+from highwater.spec.hyperparameters import Hyperparameters
 
 
 class HuggingFacePeer:
@@ -22,7 +22,7 @@ class HuggingFacePeer:
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=Hyperparameters().learning_rate, fused=True)
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
         """One optimizer step over (token ids, labels) of one sequence each; the mean loss."""
@@ -32,7 +32,7 @@ class HuggingFacePeer:
             loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss / len(micro_batches)
             loss.backward()
             total += loss.detach()
-        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.parameters, Hyperparameters().max_grad_norm)
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None

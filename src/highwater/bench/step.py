@@ -29,6 +29,7 @@ from highwater.engine.model import build, read_config
 from highwater.engine.step import Trainer, make_optimizer, train_step
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.allocator import allocator_environment
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
@@ -122,7 +123,7 @@ def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "la
         recompute=recompute,
         compute_dtype=torch.bfloat16,
     )
-    trainer = Trainer(policy=model, optimizer=make_optimizer(model), mesh=mesh)
+    trainer = Trainer(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
     def step(sequences: list[tuple[Tensor, Tensor]]) -> float:
         return float(train_step(trainer, [pack([Document(ids, labels)]) for ids, labels in sequences])[0])

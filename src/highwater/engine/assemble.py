@@ -21,14 +21,15 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
     critic = _model(spec, place, loss=None, seed=CRITIC_SEED) if settings.critic else None
     return Trainer(
         policy=policy,
-        optimizer=make_optimizer(policy),
+        optimizer=make_optimizer(policy, spec.hyperparameters),
         mesh=place.mesh,
         sequence=place.sequence,
         objective=settings.objective,
         entropy=settings.entropy != "none",
         critic=critic,
-        critic_optimizer=make_optimizer(critic) if critic is not None else None,
+        critic_optimizer=make_optimizer(critic, spec.hyperparameters) if critic is not None else None,
         reference=_reference(spec, place) if settings.objective == "grpo" else None,
+        hyperparameters=spec.hyperparameters,
     )
 
 

@@ -5,6 +5,7 @@ Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N train
 """
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,8 @@ from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
+_MOST_GROUPS = 2**63
+"""Ranks tell each other a group's number in 64 bits."""
 
 
 class Document(NamedTuple):
@@ -30,7 +33,7 @@ class Document(NamedTuple):
     """The token itself, or UNTRAINED. A document's first token is never predicted: nothing precedes it."""
     reward: float = 0.0
     group: int = 0
-    """Sequences of one prompt, among those of this rank's step: GRPO compares their rewards."""
+    """Sequences of one prompt, among those of all ranks' step: GRPO compares their rewards."""
     old_logprobs_L: Tensor | None = None
     """Log-probability of each token under the policy that sampled it; None: under the policy that is trained, before the step."""
 
@@ -50,7 +53,7 @@ class Batch:
     documents_N: Tensor
     """Which document each of them is in."""
     old_logprobs_N: Tensor | None
-    """Their log-probabilities when they were sampled; None where those of a document are not known."""
+    """Their log-probabilities when they were sampled: NaN in a document whose are not known; None where no document's are."""
     ends_P: Tensor
     """Positions of documents' last tokens."""
     ended_P: Tensor
@@ -104,7 +107,6 @@ def pack(documents: Sequence[Document]) -> Batch:
     lengths = torch.tensor([len(document.ids_L) for document in documents])
     labels_T = torch.cat([_without_first(document.labels_L) for document in documents])
     trained_T = (labels_T != UNTRAINED).nonzero()[:, 0]
-    sampled = [document.old_logprobs_L for document in documents]
     return Batch(
         input_ids_T=torch.cat([document.ids_L for document in documents]),
         position_ids_T=torch.cat([torch.arange(len(document.ids_L)) for document in documents]),
@@ -112,12 +114,20 @@ def pack(documents: Sequence[Document]) -> Batch:
         trained_positions_N=trained_T - 1,
         labels_N=labels_T[trained_T],
         documents_N=torch.repeat_interleave(torch.arange(len(documents)), lengths)[trained_T],
-        old_logprobs_N=torch.cat([t for t in sampled if t is not None])[trained_T] if all(t is not None for t in sampled) else None,
+        old_logprobs_N=_sampled(documents, trained_T),
         ends_P=lengths.cumsum(0) - 1,
         ended_P=torch.arange(len(documents)),
         rewards=tuple(document.reward for document in documents),
         groups=tuple(document.group for document in documents),
     )
+
+
+def _sampled(documents: Sequence[Document], trained_T: Tensor) -> Tensor | None:
+    known = [document.old_logprobs_L for document in documents]
+    if all(logprobs_L is None for logprobs_L in known):
+        return None
+    unknown = [torch.full(document.ids_L.shape, math.nan) for document in documents]
+    return torch.cat([u if k is None else k for k, u in zip(known, unknown, strict=True)])[trained_T]
 
 
 def batches(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None) -> Iterator[Batch]:
@@ -133,7 +143,7 @@ def batches(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: 
 def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
     """Random tokens and rewards, every sequence exactly the trial's length, the response alone trained on.
 
-    All sequences of a rank answer one prompt, as far as GRPO is concerned.
+    All sequences of a data rank answer one prompt, its own, as far as GRPO is concerned.
     """
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + data_rank)
     prompt = min(PROMPT_TOKENS, spec.length_tokens // 2)
@@ -143,7 +153,8 @@ def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[
             ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
             labels = ids.clone()
             labels[:prompt] = UNTRAINED
-            documents.append(Document(ids, labels, reward=float(torch.randn((), generator=generator))))
+            reward = float(torch.randn((), generator=generator))
+            documents.append(Document(ids, labels, reward=reward, group=data_rank))
         yield pack(documents)
 
 
@@ -152,8 +163,10 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_token
 
     The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``, and yields micro-batches of
     ``length_tokens * sequences`` tokens: each a sequence of documents of at most ``length_tokens`` tokens, each document token
-    ids or a mapping with ``input_ids`` and maybe ``labels``, ``reward``, ``group``
-    (sequences of one prompt) and ``logprobs`` (of every token when it was sampled).
+    ids or a mapping with ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole number
+    that sequences of one prompt share, in whatever micro-batch and on whatever data rank of the step they are; those without one
+    are one group. ``logprobs`` has a number for every token, which counts where the token is trained on: its log-probability when
+    it was sampled. Of a document without them the policy before the step takes their place.
     """
     assert spec.data is not None
     function = _resolve(spec.data)
@@ -170,6 +183,7 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_token
             documents = [_document(document) for document in micro_batch]
             _check(documents, spec, vocab_size=vocab_size)
             _check_lengths(documents, spec, window_tokens=window_tokens)
+            _check_numbers(documents, spec)
             _check_pairs(documents, spec)
             yield pack(documents)
         if empty:
@@ -242,6 +256,22 @@ def _check_lengths(documents: Sequence[Document], spec: TrialSpec, *, window_tok
             f"{spec.model_name} attends; only full attention is supported",
             hint=f"cut documents to {window_tokens} tokens",
         )
+
+
+def _check_numbers(documents: Sequence[Document], spec: TrialSpec) -> None:
+    """Raise UsageError for what would make the loss NaN, which no later message could trace back to a document."""
+    for document in documents:
+        if not math.isfinite(document.reward):
+            raise UsageError(f"{spec.data} yielded a document with the reward {document.reward}", hint="yield finite rewards")
+        if document.old_logprobs_L is not None and not document.old_logprobs_L[document.labels_L != UNTRAINED].isfinite().all():
+            raise UsageError(
+                f"{spec.data} yielded a document whose logprobs are not finite at tokens that are trained on",
+                hint="yield each token's log-probability when it was sampled, or no `logprobs` for that document",
+            )
+        if not -_MOST_GROUPS <= document.group < _MOST_GROUPS:
+            raise UsageError(
+                f"{spec.data} yielded a document of the group {document.group}", hint="number groups by whole numbers of 64 bits"
+            )
 
 
 def _check_pairs(documents: Sequence[Document], spec: TrialSpec) -> None:

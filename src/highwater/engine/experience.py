@@ -5,6 +5,7 @@ Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from highwater.engine.data import Batch
 from highwater.engine.dropout import without_dropout
 from highwater.engine.model import Decoder
 from highwater.engine.objective import generalized_advantages, group_advantages, last_of_each
+from highwater.parallel import mesh as process_mesh
 from highwater.parallel.collectives import gather_rows
 from highwater.parallel.fsdp import release
-from highwater.parallel.mesh import total
+from highwater.spec.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,12 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
     return model(*inputs, batch.labels_N, batch.document_lengths, batch.padding_tokens).logprobs_N
 
 
-def group_experience(reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device) -> list[Experience]:
-    """GRPO's: rewards against those of the group, over all micro-batches of this rank, and the reference's log-probabilities."""
-    rewards = [reward for batch in micro_batches for reward in batch.rewards]
-    groups = [group for batch in micro_batches for group in batch.groups]
-    advantages = iter(group_advantages(rewards, groups))
+def group_experience(
+    reference: Decoder, micro_batches: Sequence[Batch], *, mesh: DeviceMesh, sequence: dist.ProcessGroup | None
+) -> list[Experience]:
+    """GRPO's: rewards against those of the group, over all micro-batches of all ranks, and the reference's log-probabilities."""
+    device = torch.device(mesh.device_type)
+    advantages = iter(_group_advantages(micro_batches, mesh, sequence))
     experiences: list[Experience] = []
     for batch, logprobs_N in zip(micro_batches, forward_batch(reference, micro_batches, device=device), strict=True):
         of_documents_D = torch.tensor([next(advantages) for _ in batch.rewards], dtype=logprobs_N.dtype)
@@ -65,8 +68,24 @@ def group_experience(reference: Decoder, micro_batches: Sequence[Batch], *, devi
     return experiences
 
 
+def _group_advantages(micro_batches: Sequence[Batch], mesh: DeviceMesh, sequence: dist.ProcessGroup | None) -> list[float]:
+    """Of this rank's documents, whose groups go on in other ranks' micro-batches."""
+    rewards = process_mesh.every_ranks([reward for batch in micro_batches for reward in batch.rewards], torch.float64, mesh)
+    groups = process_mesh.every_ranks([group for batch in micro_batches for group in batch.groups], torch.int64, mesh)
+    # Ranks that share sequences are neighbours, and have the same documents: they count once.
+    sharing = 1 if sequence is None else dist.get_world_size(sequence)
+    own, rewards, groups = mesh.get_local_rank() // sharing, rewards[::sharing], groups[::sharing]
+    before = sum(map(len, rewards[:own]))
+    return group_advantages(list(chain(*rewards)), list(chain(*groups)))[before : before + len(rewards[own])]
+
+
 def token_experience(
-    critic: Decoder | None, micro_batches: Sequence[Batch], *, mesh: DeviceMesh, sequence: dist.ProcessGroup | None
+    critic: Decoder | None,
+    micro_batches: Sequence[Batch],
+    *,
+    mesh: DeviceMesh,
+    sequence: dist.ProcessGroup | None,
+    hyperparameters: Hyperparameters,
 ) -> list[Experience]:
     """PPO's: generalized advantages, whitened over the trained tokens of all ranks; without a critic from rewards alone."""
     device = torch.device(mesh.device_type)
@@ -74,7 +93,7 @@ def token_experience(
         values = [torch.zeros(len(batch.labels_N), device=device, dtype=torch.float64) for batch in micro_batches]
     else:
         values = forward_batch(critic, micro_batches, device=device)
-    raw = [_advantages(batch, values_N, sequence) for batch, values_N in zip(micro_batches, values, strict=True)]
+    raw = [_advantages(batch, values_N, sequence, hyperparameters) for batch, values_N in zip(micro_batches, values, strict=True)]
     experiences: list[Experience] = []
     for values_N, raw_N, white_N in zip(values, raw, _whitened(raw, mesh), strict=True):
         if critic is None:
@@ -84,7 +103,7 @@ def token_experience(
     return experiences
 
 
-def _advantages(batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None) -> Tensor:
+def _advantages(batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None, numbers: Hyperparameters) -> Tensor:
     """Of this rank's trained tokens; they depend on what follows, which other ranks of the sequence may have."""
     device = values_N.device
     positions_N = batch.trained_positions_N.to(device)
@@ -93,14 +112,14 @@ def _advantages(batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | No
     values = gather_rows(values_T, sequence)[whole.trained_positions_N.to(device)]
     documents = whole.documents_N.to(device)
     rewards = torch.tensor(batch.rewards, device=device, dtype=values_N.dtype)[documents] * last_of_each(documents)
-    advantages = generalized_advantages(rewards, values, documents)
+    advantages = generalized_advantages(rewards, values, documents, discount=numbers.discount, gae_lambda=numbers.gae_lambda)
     return advantages[batch.trained_before : batch.trained_before + len(values_N)]
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """Mean 0 and variance 1 over all micro-batches of all ranks."""
     flat = torch.cat(list(raw)).double()
-    count, sum_, squares = total(torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh)
+    count, sum_, squares = process_mesh.total(torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh)
     mean = sum_ / count.clamp_min(1)
     variance = (squares - count * mean.square()).clamp_min(0) / (count - 1).clamp_min(1)
     return [((advantages.double() - mean) * (variance + 1e-8).rsqrt()).to(advantages.dtype) for advantages in raw]

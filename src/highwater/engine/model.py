@@ -24,7 +24,7 @@ from highwater.engine.random_weights import fill_random
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.recompute import recompute_layers
 from highwater.engine.rope import scale_rope
-from highwater.engine.router import follow_routers
+from highwater.engine.router import documents_of, follow_routers
 from highwater.errors import ModelError
 from highwater.parallel.fsdp import shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
@@ -48,8 +48,8 @@ class MicroBatchStatistics(NamedTuple):
     logprobs_N: Tensor
     entropies_N: Tensor
     router_loss: Tensor | None
-    """The routers' auxiliary loss times its coefficient: its mean over all ranks and micro-batches is part of the step's loss.
-    None for a model without."""
+    """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient; over all tokens of the step it
+    is part of the loss. None for a model without, and where no gradient is recorded."""
 
 
 class Decoder(nn.Module):
@@ -143,12 +143,20 @@ class LanguageModel(Decoder):
         ``padding_tokens`` are the last of this rank's tokens: no expert of theirs is counted. ``slope`` as ``token_statistics``
         has it.
         """
-        if self.routers is not None:
-            self.routers.begin(padding_tokens=padding_tokens)
+        routers = self.routers if torch.is_grad_enabled() else None
+        if routers is not None:
+            documents_T = self._documents(input_ids_T, document_lengths)[: len(input_ids_T) - padding_tokens]
+            routers.begin(documents_T, documents=len(document_lengths))
         hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(0, trained_positions_N)
         statistics = token_statistics(hidden_NE, self.head.weight, labels_N, loss=self.loss, slope=slope)
-        router_loss = None if self.routers is None else self.routers.loss(self.attention.group)
+        router_loss = None if routers is None else routers.loss(self.attention.group)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
+
+    def _documents(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
+        """Which document each of this rank's tokens is in."""
+        tokens, group = len(input_ids_T), self.attention.group
+        before = 0 if group is None else dist.get_rank(group) * tokens
+        return documents_of(document_lengths, start=before, tokens=tokens).to(input_ids_T.device)
 
 
 class ScalarModel(Decoder):

@@ -1,77 +1,127 @@
-"""The auxiliary loss of a mixture of experts: what makes its routers spread the tokens, over all ranks that share a micro-batch.
+"""The auxiliary loss of a mixture of experts: what makes its routers spread each document's tokens over the experts.
 
-For one micro-batch, with all its tokens and all its layers together: ``X * sum_e f_e P_e``, where f_e is how many of the chosen
-experts are e, per token and layer, and P_e the routers' mean probability of e. Only P has a gradient, so that ranks have to tell
-each other no more than how often each expert was chosen: f of the whole micro-batch, times a rank's own probabilities, is that
-rank's share of the loss, and its gradient is the whole's.
+Of one document, with all its tokens and all its layers together: ``X * sum_e f_e P_e``, where f_e is how many of the chosen
+experts are e, per token and layer, and P_e the routers' mean probability of e. A step's is the mean over its documents, a
+document as often as it has tokens: one value however documents are split into micro-batches and ranks. Of a document alone it is
+what transformers adds to the loss; of several in one batch transformers takes f and P over all of them, and its value depends on
+the split.
 
-Shapes:  T tokens of this rank  X experts  K experts per token
+Only P has a gradient, so that ranks that share a document have to tell each other no more than how often each expert was chosen:
+f of the whole document, times a rank's own probabilities, is that rank's share of the loss, and its gradient is the whole's.
+
+Shapes:  T tokens of this rank  D documents of the micro-batch  X experts  K experts per token
 Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961, equations 4 to 6, as transformers computes it.
 """
 
+import inspect
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from highwater.errors import ModelError
+
+_LOSS = "load_balancing_loss_func"
+"""In the module of a family whose causal LM has the loss."""
+_ITS_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""Of the one that is computed here; a family with others has a loss of its own."""
+
 
 class Routers:
     """Follows the routers of one model through a forward pass; the forward pass of recomputation repeats it and is not counted."""
 
-    def __init__(self, routers: list[nn.Module], *, output: int, experts_per_token: int, coefficient: float) -> None:
+    def __init__(self, routers: Sequence[nn.Module], *, output: int, experts_per_token: int, coefficient: float) -> None:
         """``output`` is the place of the logits (T, X) in what a router returns."""
         self.experts_per_token = experts_per_token
         self.coefficient = coefficient
         self._output = output
-        self._padding_tokens = 0
+        self._documents_T = torch.empty(0, dtype=torch.long)
+        self._documents = 0
         self._following = False
         self._seen: list[tuple[Tensor, Tensor]] = []
         for router in routers:
             router.register_forward_hook(self._follow)
 
-    def begin(self, *, padding_tokens: int) -> None:
-        """A forward pass begins, whose last tokens are padding. Its backward pass has to come before the next one begins."""
-        self._seen, self._following, self._padding_tokens = [], True, padding_tokens
+    def begin(self, documents_T: Tensor, *, documents: int) -> None:
+        """A forward pass begins: the document that each token is in, without the padding behind them, of so many documents.
+
+        Its backward pass has to come before the next one begins.
+        """
+        self._seen, self._following = [], True
+        self._documents_T, self._documents = documents_T, documents
 
     def loss(self, group: dist.ProcessGroup | None) -> Tensor:
-        """The forward pass has ended: the loss, times its coefficient, so that its mean over the group's ranks is the whole's."""
+        """The forward pass has ended: this rank's share of the sum over documents of tokens times loss, times the coefficient.
+
+        All ranks' shares of all micro-batches, over the tokens of the step, are the step's loss.
+        """
         self._following = False
         seen, self._seen = self._seen, []
-        chosen_X = torch.stack([chosen for chosen, _ in seen]).sum(dim=0)
-        probabilities_X = torch.stack([probabilities for _, probabilities in seen]).sum(dim=0)
-        ranks = 1
+        chosen_DX = torch.stack([chosen for chosen, _ in seen]).sum(dim=0)
+        probabilities_DX = torch.stack([probabilities for _, probabilities in seen]).sum(dim=0)
         if group is not None:
-            ranks = dist.get_world_size(group)
-            dist.all_reduce(chosen_X, group=group)
-        rows = chosen_X.sum() // self.experts_per_token
-        load_X = chosen_X.to(probabilities_X.dtype) / rows
-        share = (load_X * probabilities_X).sum() / rows * len(chosen_X)
-        return self.coefficient * ranks * share
+            dist.all_reduce(chosen_DX, group=group)
+        rows_D = (chosen_DX.sum(dim=1) // self.experts_per_token).clamp_min(1)  # padding is a document without any
+        load_DX = chosen_DX.to(probabilities_DX.dtype) / rows_D[:, None]
+        experts, layers = chosen_DX.shape[1], len(seen)
+        return self.coefficient * experts / layers * (load_DX * probabilities_DX).sum()
 
     def _follow(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         logits_TX: Tensor = output[self._output] if isinstance(output, tuple) else output
-        logits_TX = logits_TX[: len(logits_TX) - self._padding_tokens]
+        logits_TX = logits_TX[: len(self._documents_T)]
+        experts = logits_TX.shape[1]
         # Sums are taken here, where recomputation drops what they were taken of; and again when it comes back, to no other end.
         wide = torch.promote_types(logits_TX.dtype, torch.float32)
-        probabilities_X = logits_TX.softmax(dim=-1, dtype=wide).sum(dim=0)
+        probabilities_TX = logits_TX.softmax(dim=-1, dtype=wide)
+        probabilities_DX = probabilities_TX.new_zeros(self._documents, experts).index_add(0, self._documents_T, probabilities_TX)
         with torch.no_grad():
-            chosen = logits_TX.topk(self.experts_per_token, dim=-1).indices.flatten()
-            chosen_X = torch.zeros(logits_TX.shape[1], dtype=torch.long, device=chosen.device)
-            chosen_X.scatter_add_(0, chosen, torch.ones_like(chosen))
+            chosen_TK = logits_TX.topk(self.experts_per_token, dim=-1).indices + experts * self._documents_T[:, None]
+            chosen = torch.zeros(self._documents * experts, dtype=torch.long, device=chosen_TK.device)
+            chosen.scatter_add_(0, chosen_TK.flatten(), torch.ones_like(chosen_TK).flatten())
         if self._following:
-            self._seen.append((chosen_X, probabilities_X))
+            self._seen.append((chosen.view(self._documents, experts), probabilities_DX))
+
+
+def documents_of(document_lengths: Sequence[int], *, start: int, tokens: int) -> Tensor:
+    """Which document each of the tokens from ``start`` on is in, on the host."""
+    overlaps: list[int] = []
+    first = 0
+    for length in document_lengths:
+        overlaps.append(max(0, min(first + length, start + tokens) - max(first, start)))
+        first += length
+    indices, counts = torch.arange(len(overlaps)), torch.tensor(overlaps)
+    return torch.repeat_interleave(indices, counts, output_size=tokens)
 
 
 def follow_routers(causal_lm: nn.Module) -> Routers | None:
-    """The routers of a mixture of experts whose config asks for the auxiliary loss; None for any other model."""
-    config: Any = causal_lm.config
-    coefficient = getattr(config, "router_aux_loss_coef", None)
+    """The routers of a mixture of experts whose config asks for the auxiliary loss, as transformers reads it; else None.
+
+    Raises ModelError where it is asked for and the family computes it in a way of its own.
+    """
+    loose: Any = causal_lm
+    config: Any = loose.config
+    loss = getattr(sys.modules[type(causal_lm).__module__], _LOSS, None)
+    if loss is None or not getattr(config, "output_router_logits", False):
+        return None
     recorder: Any = (getattr(causal_lm, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
-    routers = [module for module in causal_lm.modules() if kind is not None and isinstance(module, kind)]
-    if not coefficient or not routers:
+    kind, within = getattr(recorder, "target_class", ()), getattr(recorder, "layer_name", None) or ""
+    routers = [module for name, module in causal_lm.named_modules() if isinstance(module, kind) and within in name]
+    coefficient = getattr(loose, "router_aux_loss_coef", None)
+    if tuple(inspect.signature(loss).parameters) != _ITS_ARGUMENTS or coefficient is None or not routers:
+        raise ModelError(
+            f"{config.model_type} asks for its routers' auxiliary loss (output_router_logits), which is one of its own",
+            hint='set "output_router_logits": false in its config.json to train without that loss',
+        )
+    if not coefficient:
         return None
     return Routers(
-        routers, output=getattr(recorder, "index", 0), experts_per_token=config.num_experts_per_tok, coefficient=coefficient
+        routers,
+        output=getattr(recorder, "index", 0),
+        experts_per_token=loose.num_experts_per_tok,
+        coefficient=coefficient,
     )

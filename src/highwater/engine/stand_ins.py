@@ -13,8 +13,10 @@ import torch.nn.functional as F
 import transformers.masking_utils
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine import gate_kernels, model, rotary_kernels, row_kernels, trinity, weights
+from highwater.parallel import mesh as process_mesh
 from highwater.spec.hardware import Kernel
 
 aten: Any = torch.ops.aten
@@ -36,14 +38,19 @@ def put(kernel: Kernel) -> None:
     def statistics(logits_NV: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
+    def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
+        """This rank's own in the place of the others', which nobody computes."""
+        return [list(values)] * mesh.size()
+
     def in_place(*_: Any, **__: Any) -> None:
         """Write over what is there."""
 
     names: Any = F
     names.rms_norm = rms_norm
     names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
-    loose: Any = (gate_kernels, rotary_kernels, row_kernels, model, trinity, weights, transformers.masking_utils)
-    gates, rotary, rows, models, actors, saved, masks = loose
+    loose: Any = (process_mesh, gate_kernels, rotary_kernels, row_kernels, model, trinity, weights, transformers.masking_utils)
+    meshes, gates, rotary, rows, models, actors, saved, masks = loose
+    meshes.every_ranks = every_ranks
     gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
     rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)

@@ -172,7 +172,7 @@ def rehearse(trainer: Trainer, batch: Batch) -> None:
     """All of a step but the updates: the driver loads kernels at their first use, outside the allocator."""
     backward_of(trainer, [batch])
     for model, optimizer in trainer.trained:
-        clip(model, mesh=trainer.mesh)
+        clip(model, mesh=trainer.mesh, max_norm=trainer.hyperparameters.max_grad_norm)
         optimizer.zero_grad(set_to_none=False)
 
 

@@ -23,7 +23,7 @@ from highwater.engine import row_kernels, weights
 from highwater.engine.model import Decoder, Fill, MicroBatchStatistics, drop_storage, read_config
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.recompute import recompute_layers
-from highwater.engine.step import LEARNING_RATE, Trainer
+from highwater.engine.step import Trainer
 from highwater.parallel import fsdp
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.spec.trial import TrialSpec
@@ -47,7 +47,7 @@ def assemble(spec: TrialSpec, place: Place) -> Trainer:
     return Trainer(
         policy=policy,
         reference=offloaded(actor(dtype), **how),
-        optimizer=_AdamW(policy.parameters(), lr=LEARNING_RATE, foreach=True),
+        optimizer=_AdamW(policy.parameters(), lr=spec.hyperparameters.learning_rate, foreach=True),
         mesh=place.mesh,
         sequence=place.sequence,
         objective="grpo",

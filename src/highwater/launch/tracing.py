@@ -21,6 +21,7 @@ from highwater.launch.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.trial import TrialSpec
 
 _TIMEOUT_S = 1800.0
@@ -111,9 +112,12 @@ def fullest_rank(spec: TrialSpec) -> int:
 
 
 def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes no event: the allocator replays them, and saves follow the last step."""
+    """The trial without what changes no event: the allocator replays them, saves follow the last step, and numbers are none."""
     settings = msgspec.structs.replace(spec.settings, allocator="native", checkpoint="none", save_hf="never")
-    return msgspec.structs.replace(spec, settings=settings, memory_budget_bytes=None, checkpoint_directory=None)
+    usual = Hyperparameters()
+    return msgspec.structs.replace(
+        spec, settings=settings, hyperparameters=usual, memory_budget_bytes=None, checkpoint_directory=None
+    )
 
 
 def _key(order: TraceOrder) -> str:

@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from highwater.parallel.collectives import gather_rows
 from highwater.spec.layout import Layout
 from highwater.spec.rank import STORE_VARIABLE
 
@@ -101,6 +103,16 @@ def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())
     return tensor
+
+
+def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[Any]]:
+    """Every rank's values, on the host, this rank's among them; ranks may have different counts of them."""
+    if mesh.size() == 1:
+        return [list(values)]
+    own = torch.tensor(values, dtype=dtype)
+    counts = gather_rows(torch.tensor([len(own)], device=mesh.device_type), mesh.get_group()).tolist()
+    rows = F.pad(own, (0, max(counts) - len(own)))[None].to(mesh.device_type)
+    return [row[:count] for row, count in zip(gather_rows(rows, mesh.get_group()).tolist(), counts, strict=True)]
 
 
 def leave() -> NoReturn:

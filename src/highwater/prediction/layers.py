@@ -211,9 +211,13 @@ def _attention_kept(step: Step) -> int:
 
 
 def _routing(step: Step) -> int:
-    """Per token: what routers keep of all experts, once for the products and once for their own loss, and of the chosen ones."""
+    """Per token: what routers keep of all experts, once for the products and once for their own loss, if they have one, and of the
+    chosen ones.
+    """
     shape = step.shape
-    return 2 * _NUMBER_BYTES * shape.experts + _ROUTED_BYTES * shape.experts_per_token if shape.experts > 1 else 0
+    if shape.experts == 1:
+        return 0
+    return (1 + shape.balanced_experts) * _NUMBER_BYTES * shape.experts + _ROUTED_BYTES * shape.experts_per_token
 
 
 def _mlp_parameters(shape: ModelShape) -> int:

@@ -53,6 +53,8 @@ class ModelShape(Noun, frozen=True, kw_only=True):
     """The head is the embedding: as the config says, unless the files hold both, and different ones."""
     experts: int = 1
     experts_per_token: int = 1
+    balanced_experts: bool = False
+    """The config asks for the routers' auxiliary loss, which keeps their probabilities."""
 
     @property
     def parameters(self) -> int:
@@ -171,6 +173,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         tied_embeddings=_tied_embeddings(config, source),
         experts=experts,
         experts_per_token=_optional_size(config, "num_experts_per_tok", source) or 1,
+        balanced_experts=experts > 1 and config.get("output_router_logits") is True and config.get("router_aux_loss_coef") != 0,
     )
     if shape.experts_per_token > shape.experts > 1:
         raise ModelError(

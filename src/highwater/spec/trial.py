@@ -8,6 +8,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -63,6 +64,7 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     device: Device
     layout: Layout
     settings: Settings
+    hyperparameters: Hyperparameters = Hyperparameters()
     length_tokens: int
     memory_budget_bytes: int | None = None
     """Bound on device used per GPU; on the CPU, on each worker's data segment. None: the whole card."""
@@ -99,6 +101,7 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
                 f"{'pair' if self.settings.objective == 'rw' else 'sequence'} of {self.length_tokens}",
                 hint=f"use `--token-budget {least}` or more",
             )
+        self.hyperparameters.refuse_unused(self.settings)
         if self.attention_depth is not None and self.attention_depth < 1:
             raise UsageError(f"an attention depth of {self.attention_depth}", hint="use `--attention-depth 1`: the last layer's")
         if self.device == "cpu" and self.memory_budget_bytes is None:

@@ -1,0 +1,68 @@
+"""What a family does not train stays as the files have it: no gradient, no optimizer state, no decay, however it is sharded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from frozen_cases import CASES  # noqa: E402
+from transformers import AfmoeConfig, AfmoeForCausalLM  # noqa: E402
+
+FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(processes: int, tmp_path: Path) -> None:
+    every = save_model(tmp_path / "weights")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    script, result = str(Path(__file__).with_name("frozen_cases.py")), tmp_path / "result.json"
+    done = subprocess.run(
+        [*torchrun, script, str(tmp_path / "weights"), str(result)],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(result.read_text())
+    assert set(found) == set(CASES)
+    for case, what in found.items():
+        for kind, names in what.items():
+            assert set(names) == every - FROZEN, (case, kind)
+
+
+def save_model(folder: Path) -> set[str]:
+    """A mixture of experts whose routers have a bias that is not trained, here not 0; returns the names of its parameters."""
+    config = AfmoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_dense_layers=0,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        global_attn_every_n_layers=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = AfmoeForCausalLM(config)
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    assert frozen == FROZEN
+    with torch.no_grad():
+        for name in frozen:
+            parameters[name].uniform_(0.01, 0.1)
+    model.save_pretrained(folder)
+    return set(parameters)
