@@ -148,7 +148,8 @@ def test_every_command_explains_itself(highwater: Run, command: str) -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    from highwater.cli.flags import SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS
+    from highwater.cli.flags import OBJECTIVE_FLAGS, OPTIMIZER_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS
     from highwater.spec.request import Request
 
-    assert {flag.field for flag in (*TRIAL_FLAGS, *SEARCH_FLAGS, *SINGLE_FLAGS)} | {"model"} == set(Request.__struct_fields__)
+    every = (*TRIAL_FLAGS, *OPTIMIZER_FLAGS, *OBJECTIVE_FLAGS, *SEARCH_FLAGS, *SINGLE_FLAGS)
+    assert {flag.field for flag in every} | {"model"} == set(Request.__struct_fields__)

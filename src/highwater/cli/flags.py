@@ -57,6 +57,28 @@ TRIAL_FLAGS = (
 )
 """What one trial depends on: flags of ``find`` and ``try``."""
 
+OPTIMIZER_FLAGS = (
+    Flag(name="learning-rate", metavar="RATE"),
+    Flag(name="adam-beta1", metavar="BETA"),
+    Flag(name="adam-beta2", metavar="BETA"),
+    Flag(name="adam-epsilon", metavar="EPSILON"),
+    Flag(name="weight-decay", metavar="RATE"),
+    Flag(name="max-grad-norm", metavar="NORM"),
+)
+OBJECTIVE_FLAGS = (
+    Flag(name="clip-ratio-low", metavar="SHARE"),
+    Flag(name="clip-ratio-high", metavar="SHARE"),
+    Flag(name="dual-clip", metavar="RATIO"),
+    Flag(name="kl-estimator"),
+    Flag(name="kl-coefficient", metavar="WEIGHT"),
+    Flag(name="entropy-coefficient", metavar="WEIGHT"),
+    Flag(name="value-clip", metavar="CHANGE"),
+    Flag(name="value-coefficient", metavar="WEIGHT"),
+    Flag(name="discount", metavar="SHARE"),
+    Flag(name="gae-lambda", metavar="SHARE"),
+)
+"""With the optimizer's, the hyperparameters: a trial's loss depends on them, its memory does not."""
+
 SEARCH_FLAGS = (
     Flag(name="start-length", metavar="TOKENS"),
     Flag(name="resolution", metavar="TOKENS"),

@@ -7,7 +7,16 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
 
 from highwater import __version__
-from highwater.cli.flags import PREDICT_FLAGS, RECOMMEND_FLAGS, SEARCH_FLAGS, SINGLE_FLAGS, TRIAL_FLAGS, add_flags
+from highwater.cli.flags import (
+    OBJECTIVE_FLAGS,
+    OPTIMIZER_FLAGS,
+    PREDICT_FLAGS,
+    RECOMMEND_FLAGS,
+    SEARCH_FLAGS,
+    SINGLE_FLAGS,
+    TRIAL_FLAGS,
+    add_flags,
+)
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
 from highwater.spec.hardware import gpu_catalog
@@ -127,12 +136,19 @@ def _find_flags(parser: Parser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print the configuration that asks the same, and exit")
     add_flags(parser, TRIAL_FLAGS, group="a trial")
     add_flags(parser, SEARCH_FLAGS, group="the search")
+    _hyperparameters(parser)
 
 
 def _try_flags(parser: Parser) -> None:
     _model_and_config(parser)
     parser.add_argument("--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k")
     add_flags(parser, (*TRIAL_FLAGS, *SINGLE_FLAGS), group="the trial")
+    _hyperparameters(parser)
+
+
+def _hyperparameters(parser: Parser) -> None:
+    add_flags(parser, OPTIMIZER_FLAGS, group="the optimizer, which changes no memory")
+    add_flags(parser, OBJECTIVE_FLAGS, group="what --objective grpo and ppo weigh and clip, which changes no memory")
 
 
 def _predict_flags(parser: Parser) -> None:

@@ -110,6 +110,7 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
         *spec.layout.flags,
         *_memory(spec.memory_budget_bytes),
         *setting_flags(spec.settings),
+        *spec.hyperparameters.flags,
         *_steps(spec.steps, spec.micro_batches, spec.data),
         *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
     )
@@ -127,6 +128,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *("--ulysses", *_distinct(cell.layout.ulysses_degree for cell in cells)),
         *_memory(question.memory_budget_bytes),
         *_rung_flags(rungs),
+        *question.hyperparameters.flags,
         *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
         *(() if is_published else ("--resolution", str(grid.step_tokens))),
         *("--method", question.method),

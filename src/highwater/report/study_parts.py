@@ -91,6 +91,7 @@ def question_table(report: StudyReport) -> TextTable:
         ("search", _search(report.study)),
         ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
         ("data", question.data or "synthetic sequences"),
+        *((("hyperparameters", " ".join(question.hyperparameters.flags)),) if question.hyperparameters.flags else ()),
         ("ordered by", ordered_by(report)),
         ("study", "not recorded" if report.study.path is None else file_and_folder(report.study.path)),
     ]

@@ -11,6 +11,8 @@ from highwater.spec.codec import Noun
 from highwater.spec.families import value_of
 from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
+from highwater.spec.hyperparameters import NAMES as HYPERPARAMETERS
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.ladder import default_ladder
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, read_config, window_tokens
@@ -88,6 +90,7 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
         margin_bytes=request.margin_bytes,
         steps=request.steps,
         micro_batches=request.micro_batches,
+        hyperparameters=Hyperparameters(**{name: getattr(request, name) for name in HYPERPARAMETERS}),
         data=request.data,
         simulated=request.dry_run,
         proof=request.proof,

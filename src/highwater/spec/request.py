@@ -10,6 +10,7 @@ from msgspec import Meta, inspect
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
+from highwater.spec.hyperparameters import DEFAULTS, KlEstimator, out_of_range
 from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Settings, Strategy
 from highwater.spec.study import Cell, Method, Proof
 from highwater.spec.trial import Device
@@ -39,6 +40,7 @@ _EXPECTED: dict[str, tuple[str, Any]] = {
     "study": ("a file", "study.jsonl"),
     "retry_crashed": ("true or false", True),
     "allow_busy": ("true or false", True),
+    **{name: ("a number", value) for name, value in DEFAULTS.items() if name != "kl_estimator"},
     "offload": ("true or false", True),
     "critic": ("true or false", True),
     "dry_run": ("true or false", True),
@@ -90,11 +92,51 @@ class Request(Noun, frozen=True, kw_only=True):
     ] = None
     strategy: Annotated[Strategy, Meta(description="how parameters, gradients and optimizer states are sharded")] = "fsdp2"
     offload: Annotated[bool, Meta(description="keep parameters, gradients and optimizer states in host memory")] = False
-    objective: Annotated[Objective, Meta(description="what is minimised")] = "sft"
+    objective: Annotated[
+        Objective,
+        Meta(description="what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's token-mean)"),
+    ] = "sft"
     critic: Annotated[bool, Meta(description="ppo: train a model of token values along")] = False
     entropy: Annotated[Entropy, Meta(description="entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)")] = (
         "none"
     )
+    learning_rate: Annotated[float, Meta(description="AdamW's learning rate")] = DEFAULTS["learning_rate"]
+    adam_beta1: Annotated[float, Meta(description="AdamW's beta of the gradients' running mean")] = DEFAULTS["adam_beta1"]
+    adam_beta2: Annotated[float, Meta(description="AdamW's beta of the squares' running mean")] = DEFAULTS["adam_beta2"]
+    adam_epsilon: Annotated[float, Meta(description="AdamW's epsilon")] = DEFAULTS["adam_epsilon"]
+    weight_decay: Annotated[float, Meta(description="AdamW's weight decay; norms and biases have none")] = DEFAULTS["weight_decay"]
+    max_grad_norm: Annotated[float, Meta(description="norm that gradients are clipped to; 0: no clipping")] = DEFAULTS[
+        "max_grad_norm"
+    ]
+    clip_ratio_low: Annotated[
+        float, Meta(description="grpo, ppo: how far below 1 a ratio of probabilities counts (TRL's epsilon)")
+    ] = DEFAULTS["clip_ratio_low"]
+    clip_ratio_high: Annotated[
+        float, Meta(description="grpo, ppo: how far above 1 a ratio of probabilities counts (TRL's epsilon_high)")
+    ] = DEFAULTS["clip_ratio_high"]
+    dual_clip: Annotated[
+        float,
+        Meta(
+            description="grpo, ppo: largest ratio of a token with a negative advantage (verl's clip_ratio_c, TRL's delta); 0: none"
+        ),
+    ] = DEFAULTS["dual_clip"]
+    kl_estimator: Annotated[
+        KlEstimator, Meta(description="grpo: estimator of the divergence from the reference (k3: verl's low_var_kl, and TRL's)")
+    ] = DEFAULTS["kl_estimator"]
+    kl_coefficient: Annotated[float, Meta(description="grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)")] = (
+        DEFAULTS["kl_coefficient"]
+    )
+    entropy_coefficient: Annotated[float, Meta(description="grpo, ppo: weight of the entropy, where there is one")] = DEFAULTS[
+        "entropy_coefficient"
+    ]
+    value_clip: Annotated[float, Meta(description="ppo with a critic: how far a value may move (verl's cliprange_value)")] = (
+        DEFAULTS["value_clip"]
+    )
+    value_coefficient: Annotated[float, Meta(description="ppo with a critic: weight of its squared error")] = DEFAULTS[
+        "value_coefficient"
+    ]
+    discount: Annotated[float, Meta(description="ppo: discount of rewards (gamma)")] = DEFAULTS["discount"]
+    gae_lambda: Annotated[float, Meta(description="ppo: lambda of the generalized advantages")] = DEFAULTS["gae_lambda"]
     checkpoint: Annotated[Checkpoint, Meta(description="sharded: write model and optimizer after the last step")] = "none"
     save_hf: Annotated[SaveHf, Meta(description="when Hugging Face weights are written")] = "never"
     rope: Annotated[
@@ -148,6 +190,10 @@ class Request(Noun, frozen=True, kw_only=True):
                 getattr(self, in_base_units)
             except UsageError as error:
                 raise _RefusedError(name, error.problem, hint=error.hint) from error
+        for name, default in DEFAULTS.items():
+            why = out_of_range(name, getattr(self, name))
+            if why is not None:
+                raise _RefusedError(name, why, hint="for example `{}`", example=default)
         for name in ONE_OR_SEVERAL:
             values: tuple[int, ...] | None = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
@@ -227,6 +273,7 @@ def request_from(values: Mapping[str, object], *, config_file: str | None = None
     if not values.get("model"):
         raise UsageError(f"{where}no model is named", hint="name a directory or a catalog model: `highwater find Qwen3-0.6B`")
     values = {name: [value] if name in ONE_OR_SEVERAL and type(value) is int else value for name, value in values.items()}
+    values = {name: _number(value) if name in DEFAULTS else value for name, value in values.items()}
     spell = _as_keyword if keywords else _as_key if config_file else _as_flag
     if all(values.get(name) is not None for name in PACKINGS):
         one, other = (_as_flag(name, "") if spell is _as_flag else name for name in PACKINGS)
@@ -241,6 +288,14 @@ def request_from(values: Mapping[str, object], *, config_file: str | None = None
         names_it = spell is _as_flag or error.problem.startswith(error.name)
         problem = error.problem if names_it else f"{error.name}: {error.problem}"
         raise UsageError(f"{where}{problem}", hint=error.hint.replace("{}", spell(error.name, error.example))) from error
+
+
+def _number(value: object) -> object:
+    """The number in a text, which ``1e-6`` is in YAML: there a number with an exponent has a dot too."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def setting_flags(settings: Settings) -> tuple[str, ...]:

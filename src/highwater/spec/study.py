@@ -5,6 +5,7 @@ from typing import Literal
 from highwater.errors import UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.environment import Environment
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
@@ -129,6 +130,8 @@ class Question(Noun, frozen=True, kw_only=True):
     simulated: bool = False
     proof: Proof = "full"
     """``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits."""
+    hyperparameters: Hyperparameters = Hyperparameters()
+    """The same on every rung, at every length."""
     timeout_s: float | None = None
     """Longest time for one trial, where the answer depends on it: with the proof ``memory``. It is how the question is asked, no
     part of it: with more time the same study goes further. Of a recorded study the limit when it was last opened."""
@@ -165,6 +168,7 @@ class Question(Noun, frozen=True, kw_only=True):
             device=self.device,
             layout=cell.layout,
             settings=cell.settings,
+            hyperparameters=self.hyperparameters,
             length_tokens=length_tokens,
             memory_budget_bytes=self.memory_budget_bytes,
             steps=self.steps,

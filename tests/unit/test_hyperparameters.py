@@ -1,0 +1,107 @@
+"""Hyperparameters: what they may be, where they belong, and that a question and its commands know them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from places import question_of
+
+from highwater.cli.flags import OBJECTIVE_FLAGS, OPTIMIZER_FLAGS, PREDICT_FLAGS, RECOMMEND_FLAGS
+from highwater.errors import UsageError
+from highwater.report.study_commands import find_words, try_words
+from highwater.spec.hyperparameters import DEFAULTS, NAMES, Hyperparameters
+from highwater.spec.request import request_from
+from highwater.spec.settings import Settings
+from highwater.spec.study import Question
+
+NUMBERS = [name for name in NAMES if name != "kl_estimator"]
+CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1])
+def test_a_number_out_of_its_range_is_refused_with_one_that_works(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"{name.replace('_', ' ')} is {value}, and has to be") as refused:
+        request_from({"model": "tiny", name: str(value)})
+    flag, _, works = refused.value.hint.removeprefix("for example `").removesuffix("`").partition(" ")
+    assert flag == f"--{name.replace('_', '-')}"
+    assert getattr(request_from({"model": "tiny", name: works}), name) == DEFAULTS[name]
+    with pytest.raises(UsageError):
+        Hyperparameters(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("adam_beta1", 1.0), ("adam_beta2", 1.5), ("adam_epsilon", 0.0), ("dual_clip", 1.0), ("dual_clip", 0.5)),
+        *(("clip_ratio_low", 1.01), ("value_clip", 0.0), ("discount", 1.01), ("gae_lambda", 2.0)),
+    ],
+)
+def test_the_ends_of_ranges_are_as_what_uses_them_needs(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match="has to be"):
+        Hyperparameters(**{name: value})
+
+
+def test_what_is_switched_off_is_0() -> None:
+    off = Hyperparameters(weight_decay=0, max_grad_norm=0, dual_clip=0, kl_coefficient=0, learning_rate=0)
+    assert (off.weight_decay, off.max_grad_norm, off.dual_clip) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("text", ["learning_rate: 1e-6", "learning_rate: 1.0e-6", "learning_rate: 0.000001"])
+def test_a_file_may_write_an_exponent_without_a_dot(text: str) -> None:
+    assert request_from({"model": "tiny", **yaml.safe_load(text)}, config_file="study.yaml").learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "has_it"),
+    [
+        ("clip_ratio_low", 0.1, {"objective": "grpo"}),
+        ("clip_ratio_high", 0.28, {"objective": "ppo"}),
+        ("dual_clip", 0.0, {"objective": "ppo"}),
+        ("kl_estimator", "k3", {"objective": "grpo"}),
+        ("kl_coefficient", 0.1, {"objective": "grpo"}),
+        ("entropy_coefficient", 0.1, {"objective": "grpo", "entropy": "chunked"}),
+        ("value_clip", 0.2, {"objective": "ppo", "critic": True}),
+        ("value_coefficient", 1.0, {"objective": "ppo", "critic": True}),
+        ("discount", 0.9, {"objective": "ppo"}),
+        ("gae_lambda", 1.0, {"objective": "ppo"}),
+    ],
+)
+def test_a_number_that_the_loss_does_not_have_is_refused(name: str, value: Any, has_it: dict[str, Any]) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    for settings in ({}, {"objective": "rw", "sequences_per_micro_batch": 2}):
+        with pytest.raises(UsageError, match="would change nothing") as refused:
+            question_of(**{name: value}, **settings)
+        assert refused.value.hint == f"leave `{flag}` out"
+    assert getattr(question_of(**{name: value}, **has_it).hyperparameters, name) == value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_number_is_another_question_of_the_same_cells(name: str) -> None:
+    changed = {name: "k3" if name == "kl_estimator" else DEFAULTS[name] / 2 or 0.5}
+    if name == "dual_clip":
+        changed = {name: 0.0}
+    settings = CRITIC if not name.startswith("kl") else {"objective": "grpo"}
+    usual, other = question_of(**settings), question_of(**settings, **changed)
+    assert usual.key != other.key
+    assert usual.cells == other.cells
+    trials = [each.trial(each.cells[0], 4096) for each in (usual, other)]
+    assert trials[0].key != trials[1].key
+    flag = f"--{name.replace('_', '-')}"
+    for words in (find_words(other), try_words(trials[1], other.model)):
+        value = words[words.index(flag) + 1]
+        assert getattr(request_from({"model": "tiny", name: value}), name) == changed[name]
+    assert not {flag} & {*find_words(usual), *try_words(trials[0], usual.model)}
+
+
+def test_questions_from_before_there_were_any_have_the_defaults() -> None:
+    recorded = msgspec.to_builtins(question_of())
+    del recorded["hyperparameters"]
+    assert msgspec.convert(recorded, Question).hyperparameters == Hyperparameters()
+
+
+def test_every_one_has_a_flag_of_find_and_try_and_none_of_what_predicts_memory() -> None:
+    assert {flag.field for flag in (*OPTIMIZER_FLAGS, *OBJECTIVE_FLAGS)} == set(NAMES)
+    assert not set(NAMES) & {flag.field for flag in (*PREDICT_FLAGS, *RECOMMEND_FLAGS)}
+    assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
