@@ -27,6 +27,7 @@ from highwater.prediction.residuals import (
 from highwater.spec.cluster import Cluster
 from highwater.spec.codec import from_json
 from highwater.spec.constants import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants, MeasuredConstants
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.hardware import Kernel, kind_of
 from highwater.spec.model import Model, load_model
 from highwater.spec.study import RecordedTrial, Study
@@ -43,7 +44,7 @@ def own_constants(path: Path, where: Cluster) -> MachineConstants:
     """The readings in a file that ``highwater doctor --measure --json`` printed on such GPUs; raises UsageError for others."""
     hint = "leave `--constants` out, or make the file where the GPUs are: `highwater doctor --measure --json > constants.json`"
     try:
-        found = from_json(path.read_bytes(), MeasuredConstants)
+        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), MeasuredConstants)
     except OSError as error:
         raise UsageError(f"the constants {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

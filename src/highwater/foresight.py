@@ -16,6 +16,7 @@ from highwater.prediction.exact import predict_exactly
 from highwater.prediction.formula import likely_footprint
 from highwater.report.study_predicted import obstacle
 from highwater.spec.codec import from_json
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.hardware import kernels
 from highwater.spec.request import Request
 from highwater.spec.study import Cell, Expectation, Question
@@ -61,7 +62,7 @@ def read_prediction(path: Path, question: Question) -> Prediction:
     """The answer of ``highwater predict --json`` in a file; raises UsageError for one that speaks of other trials."""
     hint = "leave `--prediction` out; a file that fits is the answer of `highwater predict --json` with the settings of this search"
     try:
-        found = from_json(path.read_bytes(), Prediction)
+        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
     except OSError as error:
         raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from highwater.spec.asking import Asking
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
 from highwater.spec.events import Trainer
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
 from highwater.store.directory import check_new_file, free_name, write_new_file
@@ -156,7 +157,7 @@ def _read(path: Path) -> _Found:
 def _read_prediction(path: Path) -> _Found:
     hint = f"`highwater predict Qwen3-8B --gpus 4xA100-80GB --json > {free_name(_PREDICTION)}` writes one"
     try:
-        prediction = from_json(path.read_bytes(), Prediction)
+        prediction = from_json(read_file(path, most_bytes=CONFIG_BYTES), Prediction)
     except OSError as error:
         raise UsageError(f"the prediction {path} cannot be read: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -15,6 +15,13 @@ _BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4
 _DECIMAL_UNITS = {"kb", "mb", "gb", "tb", "k", "m", "g", "t"}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+MOST_BYTES = 1 << 60
+"""The most that a size may be, an EiB: what is longer is a slip, and no number that a file can hold."""
+MOST_TOKENS = 1 << 30
+"""The most that a length may be: 1,073,741,824."""
+MOST_SECONDS = 366 * 86_400.0
+"""The most that a time may be: a year."""
+_LINE = 40
 _NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*")
 
 
@@ -31,6 +38,8 @@ def parse_bytes(text: str) -> int:
         )
     if unit not in _BYTE_UNITS:
         raise UsageError(f"memory size {text!r} has an unknown unit", hint="use KiB, MiB, GiB or TiB, for example `80GiB`")
+    if number * _BYTE_UNITS[unit] > MOST_BYTES:
+        raise UsageError(f"memory size {_short(text)} is more than any machine has", hint="give its own, for example `80GiB`")
     return int(number * _BYTE_UNITS[unit])
 
 
@@ -53,6 +62,8 @@ def parse_tokens(text: str) -> int:
     if unit not in _TOKEN_UNITS:
         raise UsageError(f"length {text!r} has an unknown unit", hint="give tokens, for example `32768` or `32k`")
     tokens = number * _TOKEN_UNITS[unit]
+    if tokens > MOST_TOKENS:
+        raise UsageError(f"length {_short(text)} is past the longest that is tried, {MOST_TOKENS:,}", hint="use `1m` or less")
     if tokens != int(tokens) or tokens < 1:
         raise UsageError(f"length {text!r} is not a whole number of tokens, 1 or more", hint="for example `32768` or `32k`")
     return int(tokens)
@@ -69,6 +80,8 @@ def parse_seconds(text: str) -> float:
         raise UsageError(f"{text!r} is not a time", hint="for example `40m`, `90s` or `1h30m`")
     if seconds <= 0:
         raise UsageError(f"the time {text!r} is not above zero", hint="for example `40m`")
+    if seconds > MOST_SECONDS:
+        raise UsageError(f"the time {_short(text)} is more than a year", hint="for example `40m`, at most `8784h`")
     return seconds
 
 
@@ -109,6 +122,11 @@ def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
     if match is None:
         raise UsageError(f"{text!r} is not {what}", hint=f"for example `{example}`")
     return float(match[1].replace("_", "").replace(",", "")), match[2].lower()
+
+
+def _short(text: str) -> str:
+    """As it was typed; of what is longer than a line its beginning."""
+    return repr(text if len(text) <= _LINE else f"{text[:_LINE]}…")
 
 
 def _plain(number: float) -> str:

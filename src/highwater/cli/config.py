@@ -3,15 +3,20 @@
 import argparse
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
+from yaml.composer import ComposerError
 
 from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
 from highwater.spec.codec import json_schema, to_builtins
+from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.request import ONE_OR_SEVERAL, PACKINGS, Request, request_from
 
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_DEEPEST = 8
+"""Lists and mappings within each other; settings have two."""
 SCHEMA_ID = "urn:highwater:schema:study"
 
 
@@ -52,13 +57,46 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}
 
 
+class _Settings(yaml.SafeLoader):
+    """YAML as settings need it: names, numbers, texts and lists of them.
+
+    Anchors and aliases make a few lines stand for more than a machine holds, nesting exhausts the stack, a tag asks for a type:
+    no setting needs one of them. A date stays the text that it was written as.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag != _TIMESTAMP]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse what no setting needs, before anything is made of it."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ComposerError(None, None, "anchors and aliases are not read", event.start_mark)
+        if getattr(event, "tag", None):
+            raise ComposerError(None, None, f"the tag {event.tag} is not read", event.start_mark)
+        if self._depth == _DEEPEST:
+            raise ComposerError(None, None, f"lists within lists are read {_DEEPEST} deep", event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
 def _read_yaml(path: Path) -> dict[str, object]:
-    example = f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(str(path))}` writes one that works"
+    name = str(path) if path.is_file() or not path.exists() else "study.yaml"
+    example = f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506 -- a safe loader
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: what is no UTF-8, and numbers without end
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}", hint=example) from error
     if content is None:
         return {}

@@ -8,9 +8,9 @@ from pathlib import Path
 from highwater.units import MIB, format_bytes
 
 SETTINGS_BYTES = MIB
-"""The most that a file of settings may have: those that are written by hand have a few KiB."""
+"""The most that a file of settings, or a table of capacities, may have: the published table has 12 KiB."""
 CONFIG_BYTES = 16 * MIB
-"""The most that a model's ``config.json``, a table of capacities, or a prediction may have: the largest known have a few MiB."""
+"""The most that a model's ``config.json``, or an answer of `predict --json`, may have: the largest known have a few MiB."""
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
@@ -18,8 +18,9 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         refuse_irregular(descriptor, path)
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        is_longer = os.fstat(descriptor).st_size > most_bytes
+        content = b"" if is_longer else file.read(most_bytes + 1)
+    if is_longer or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
     return content
 

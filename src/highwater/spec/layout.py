@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS
 from highwater.spec.codec import Noun
 
 
@@ -23,6 +24,8 @@ class Layout(Noun, frozen=True, kw_only=True):
         for name in ("gpus", "ulysses_degree", "ring_degree", "replicate_degree"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
+            if getattr(self, name) > MOST_GPUS:
+                raise UsageError(f"{name} is {getattr(self, name)}, and {MOST_GPUS} is the most", hint=f"use {MOST_GPUS} or less")
         if self.gpus % self.context_degree:
             works = ", ".join(str(d) for d in range(1, self.gpus + 1) if self.gpus % d == 0)
             raise UsageError(f"context degree {self.context_degree} does not divide {self.gpus} GPUs", hint=f"use one of {works}")

@@ -10,8 +10,11 @@ import msgspec
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
 from highwater.spec.families import has_sliding_layers, unsupported_dropout, value_of
+from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.weight_files import refuse_quantised, unties
 
+_LONGEST_NAME = 120
+"""Characters of a name that an error repeats."""
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
 WITHOUT_ROPE = frozenset(
@@ -98,10 +101,16 @@ def load_model(name_or_path: str) -> Model:
     Raises ModelError when there is none, when the config lacks a field that training needs, or when the weights beside it are
     quantised, incomplete or no model's (spec/weight_files.py). What is read of them is their headers.
     """
-    directory = Path(name_or_path).expanduser()
-    if not (directory / "config.json").is_file():
-        directory = _catalog_directory(name_or_path, directory)
-    directory = directory.resolve()
+    try:
+        directory = Path(name_or_path).expanduser()
+        if not (directory / "config.json").is_file():
+            directory = _catalog_directory(name_or_path, directory)
+        directory = directory.resolve()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder without rights; a home that nobody has
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(
+            f"no model {name_or_path[:_LONGEST_NAME]!r}: {said}", hint="give a directory that can be read, or `Qwen3-0.6B`"
+        ) from error
     if not _is_utf_8(str(directory)):
         raise ModelError(f"the directory {directory} is not named in UTF-8", hint="rename it: a study has to name it")
     source = str(directory / "config.json")
@@ -249,7 +258,7 @@ def _catalog_directory(name: str, tried: Path) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """A parsed ``config.json``; raises ModelError for one that cannot be read."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_file(path, most_bytes=CONFIG_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} cannot be read: {error}", hint="check the file, or use a catalog name such as `Qwen3-0.6B`"

@@ -4,6 +4,7 @@ As many sequences are packed as the budget holds: of a budget that memory does n
 twice leaves almost half of it empty, and shorter ones fill it.
 """
 
+from bisect import bisect_left
 from functools import partial
 
 from highwater.spec.study import Cell, Question
@@ -19,4 +20,16 @@ def least_packed(question: Question, cell: Cell, size: int) -> int:
     """The index in 1..``size`` with the fewest packed tokens, the highest of several; 1 without a token budget."""
     if cell.settings.token_budget_tokens is None:
         return 1
-    return min(range(size, 0, -1), key=partial(packed_tokens, question, cell), default=1)
+
+    def sequences(index: int) -> int:
+        return cell.settings.sequences(question.grid.length(index), context_degree=cell.layout.context_degree)
+
+    def shortest_alike(index: int) -> int:
+        """Of the lengths of which as many sequences are packed: the shortest has the fewest tokens."""
+        return bisect_left(range(1, index + 1), -sequences(index), key=lambda other: -sequences(other)) + 1
+
+    alike: list[int] = []
+    while size:
+        alike.append(shortest_alike(size))
+        size = alike[-1] - 1
+    return min(alike, key=partial(packed_tokens, question, cell), default=1)

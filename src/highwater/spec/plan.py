@@ -330,7 +330,7 @@ def _degrees(shape: ModelShape, counts: tuple[int, ...], device: Device) -> str:
     """Every degree that some of these counts of GPUs can share a sequence by, as flags."""
     works = [
         f"`--ulysses {degree}`"
-        for degree in range(1, max(counts) + 1)
+        for degree in range(1, min(max(counts), shape.query_heads) + 1)
         if any(ulysses_obstacle(shape, gpus=gpus, degree=degree, device=device) is None for gpus in counts)
     ]
     return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"

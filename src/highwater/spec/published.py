@@ -5,6 +5,7 @@ read. As questions, cells that are unknown are left out; as capacities they are 
 """
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.spec.capacities import Capacity
 from highwater.spec.codec import Noun
+from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -143,12 +145,12 @@ class _Row(NamedTuple):
 def _read_rows(path: Path) -> list[_Row]:
     """Every row; raises UsageError for a file that is no such table, or has none."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"it has no column {', '.join(missing)}")
-            rows = [_row(row, reader.line_num) for row in reader]
+        text = read_file(path, most_bytes=SETTINGS_BYTES).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"it has no column {', '.join(missing)}")
+        rows = [_row(row, reader.line_num) for row in reader]
     except OSError as error:
         problem = f"the table {path} cannot be read: {error.strerror}"
         raise UsageError(problem, hint=f"name a CSV with the columns {', '.join(_COLUMNS)}") from error

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, inspect
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Noun
 from highwater.spec.hyperparameters import DEFAULTS, KlEstimator, out_of_range
 from highwater.spec.settings import Allocator, Checkpoint, Entropy, Loss, Objective, Recompute, Rope, SaveHf, Settings, Strategy
@@ -199,6 +200,12 @@ class Request(Noun, frozen=True, kw_only=True):
             if values is not None and (not values or min(values) < 1):
                 problem = f"{name} is {' '.join(map(str, values)) or 'empty'}"
                 raise _RefusedError(name, problem, hint="use 1 or more, for example `{}`", example=[1])
+            if values is not None and max(values) > MOST_GPUS:
+                problem = f"{name} is {max(values)}, and {MOST_GPUS} is the most"
+                raise _RefusedError(name, problem, hint="use `{}` or fewer", example=[MOST_GPUS])
+            if values is not None and len(values) > MOST_NAMED:
+                problem = f"{name} names {len(values)} numbers, and {MOST_NAMED} is the most"
+                raise _RefusedError(name, problem, hint="name fewer, for example `{}`", example=[1, 2, 4, 8])
         if self.memory_bytes is not None and self.memory_bytes < _SMALLEST_MEMORY_BYTES:
             count = str(self.memory).strip()
             problem = f"no trial fits in a memory of {self.memory_bytes} bytes; {format_bytes(_SMALLEST_MEMORY_BYTES)} is the least"

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_SEQUENCES
 from highwater.spec.codec import Noun
 
 Strategy = Literal["fsdp", "fsdp2"]
@@ -59,6 +60,14 @@ class Settings(Noun, frozen=True, kw_only=True):
             raise UsageError(
                 f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
             )
+        for count, what, flag in (
+            (self.sequences_per_micro_batch, "sequences per micro-batch", "--sequences-per-micro-batch"),
+            (self.mlp_tiles or 1, "MLP tiles", "--mlp-tiles"),
+        ):
+            if count > MOST_SEQUENCES:
+                raise UsageError(
+                    f"{count} {what}, and {MOST_SEQUENCES} is the most", hint=f"use `{flag} {MOST_SEQUENCES}` or fewer"
+                )
         if self.token_budget_tokens is not None and self.token_budget_tokens < 1:
             raise UsageError(f"a token budget of {self.token_budget_tokens}", hint="for example `--token-budget 16k`")
         if self.mlp_tiles is not None and self.mlp_tiles < 1:

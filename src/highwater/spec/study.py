@@ -3,6 +3,7 @@
 from typing import Literal
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_LENGTHS, MOST_REPEATS
 from highwater.spec.codec import Noun
 from highwater.spec.environment import Environment
 from highwater.spec.hyperparameters import Hyperparameters
@@ -11,6 +12,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.units import format_tokens
 
 PUBLISHED_STEP_TOKENS = 4096
 STUDY_SCHEMA_VERSION = 3
@@ -57,6 +59,13 @@ class Grid(Noun, frozen=True, kw_only=True):
             raise UsageError(
                 f"the longest length to try, {self.max_tokens}, is below the start length {self.start_tokens}",
                 hint=f"use `--start-length {self.max_tokens}`",
+            )
+        if self.size > MOST_LENGTHS:
+            coarser = -(-(self.max_tokens - self.start_tokens) // (MOST_LENGTHS - 1))
+            raise UsageError(
+                f"there are {format_tokens(self.size)} lengths to try up to {format_tokens(self.max_tokens)}, and "
+                f"{format_tokens(MOST_LENGTHS)} is the most",
+                hint=f"use `--resolution {coarser}` or more",
             )
 
     @property
@@ -142,6 +151,10 @@ class Question(Noun, frozen=True, kw_only=True):
             raise UsageError("there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`")
         if self.confirm < 0 or self.margin_bytes < 0:
             raise UsageError("confirm and margin cannot be negative", hint="for example `--confirm 2 --margin 2GiB`")
+        if self.confirm > MOST_REPEATS:
+            raise UsageError(
+                f"{self.confirm} repeats, and {MOST_REPEATS} is the most", hint=f"use `--confirm {MOST_REPEATS}` or fewer"
+            )
         if (self.proof == "memory") != (self.timeout_s is not None):
             raise UsageError("the proof `memory` and a time limit go together", hint="for example `--proof memory --timeout 5m`")
 

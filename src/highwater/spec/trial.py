@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_STEPS
 from highwater.spec.codec import Noun
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
@@ -93,6 +94,11 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
                 f"{counted(self.steps, 'step')} of {self.micro_batches} "
                 f"micro-batch{'es' if self.micro_batches != 1 else ''} never hold the peak",
                 hint="use at least 2 steps of 2 micro-batches",
+            )
+        if max(self.steps, self.micro_batches) > MOST_STEPS:
+            raise UsageError(
+                f"{counted(self.steps, 'step')} of {self.micro_batches} micro-batches, and {MOST_STEPS} is the most of either",
+                hint="a trial of 2 steps of 2 micro-batches holds the peak already",
             )
         if self.sequences < 1:
             least = -(-self.length_tokens * (2 if self.settings.objective == "rw" else 1) // self.layout.context_degree)

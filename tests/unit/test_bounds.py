@@ -1,0 +1,339 @@
+"""Sizes: no number, file or device that a user can name hangs a command or eats the machine; each is refused with a hint."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import question_of, write_model
+from studies import fifo
+
+from highwater.cli.app import main
+from highwater.cli.config import request_of, to_yaml
+from highwater.errors import HighwaterError, UsageError
+from highwater.spec.bounds import MOST_GPUS, MOST_LENGTHS
+from highwater.spec.files import SETTINGS_BYTES, read_file
+from highwater.spec.layout import Layout
+from highwater.spec.packing import least_packed, packed_tokens
+from highwater.spec.published import read_capacity_table, table_capacities
+from highwater.spec.request import Request
+from highwater.units import parse_bytes, parse_seconds, parse_tokens
+
+pytestmark = pytest.mark.timeout(60)
+"""For the tests of single values, each of which takes a moment or would never end."""
+
+DRY = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--allocator", "native", "--loss", "full")
+LONG = "9" * 310
+"""More than a float holds."""
+TOO_MANY = (
+    ("--gpus", "99999999"),
+    ("--gpus", LONG),
+    ("--gpus", *map(str, range(1, 400))),
+    ("--ulysses", "99999999"),
+    ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000000"),
+    ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000"),
+    ("--max-length", LONG),
+    ("--resolution", LONG),
+    ("--token-budget", LONG),
+    ("--memory", f"{LONG}GiB"),
+    ("--margin", LONG),
+    ("--timeout", LONG),
+    ("--confirm", "1000000000"),
+    ("--confirm", LONG),
+    ("--steps", "99999999999999999999"),
+    ("--micro-batches", "99999999999999999999"),
+    ("--sequences-per-micro-batch", "999999999999"),
+    ("--mlp-tiles", "99999999999999999999"),
+)
+
+
+@pytest.mark.parametrize("words", TOO_MANY, ids=lambda words: " ".join(words)[:40])
+def test_a_number_that_nobody_means_is_refused_at_once(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main((*DRY, *words)) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "hint: " in said
+    assert len(said) < 2000
+
+
+def test_the_finest_grid_that_is_read_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS))) == 0
+    assert main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS), "--token-budget", "64k")) == 0
+
+
+@given(
+    budget=st.integers(2, 200_000), start=st.integers(2, 3000), step=st.integers(1, 3000), objective=st.sampled_from(["sft", "rw"])
+)
+@settings(max_examples=300)
+def test_the_least_packed_length_is_found_without_looking_at_each(budget: int, start: int, step: int, objective: str) -> None:
+    if budget < 2 * start:
+        return
+    question = question_of(
+        token_budget=budget, start_length=start, resolution=step, max_length=start + 200 * step, objective=objective, loss="full"
+    )
+    cell = question.cells[0]
+    size = question.size_of(cell)
+    looked_at = min(range(size, 0, -1), key=lambda index: packed_tokens(question, cell, index), default=1)
+    assert least_packed(question, cell, size) == looked_at
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_tokens, parse_seconds])
+@pytest.mark.parametrize("text", [LONG, "1" + "0" * 5000, "9" * 30])
+def test_a_size_a_length_and_a_time_have_an_end(parse: Callable[[str], float], text: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parse(text)
+    assert len(refusal.value.problem) < 200
+
+
+@pytest.mark.parametrize("name", ["gpus", "ulysses_degree", "ring_degree", "replicate_degree"])
+def test_a_layout_of_more_than_any_job_is_none(name: str) -> None:
+    Layout(**{"gpus": MOST_GPUS, name: MOST_GPUS})
+    with pytest.raises(UsageError, match="is the most"):
+        Layout(**{"gpus": MOST_GPUS, name: 4_000_000_007})
+
+
+ODD_YAML = {
+    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "an alias of itself": "model: &a [*a]\n",
+    "a merge": "a: &a {gpus: 1}\n<<: *a\n",
+    "depth": f"gpus: {'[' * 2000}{']' * 2000}\n",
+    "depth of blocks": "".join(f"{' ' * depth}a:\n" for depth in range(900)),
+    "a tag": "model: !!python/object/apply:os.system [id]\n",
+    "a tag of YAML": "model: !!binary aGVsbG8=\n",
+    "a date": "model: Qwen3-0.6B\ngpus: 2026-01-01\n",
+    "digits": f"model: Qwen3-0.6B\nsteps: {'9' * 5000}\n",
+    "a number past 64 bits": f"model: Qwen3-0.6B\nsteps: {'9' * 310}\n",
+    "no number": "model: Qwen3-0.6B\ntimeout: .nan\n",
+    "without end": "model: Qwen3-0.6B\ntimeout: .inf\n",
+    "a list as a name": "[1, 2]: 3\n",
+    "a mapping as a name": "? {a: b}\n: 3\n",
+    "no text": "\x00\x01",
+    "its size": "# " + "x" * (SETTINGS_BYTES + 1),
+    "names": "".join(f"a{n}: 1\n" for n in range(2_000)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_YAML)
+def test_yaml_that_no_settings_need_is_refused(kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(ODD_YAML[kind])
+    assert main(("find", "--config", str(path), *DRY[2:])) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "hint: " in said
+    assert len(said) < 3000
+
+
+def test_a_date_stays_the_text_that_it_was_written_as(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text("model: 2026-01-01\n")
+    assert main(("find", "--config", str(tmp_path / "study.yaml"))) == 2
+    assert "no model '2026-01-01'" in capsys.readouterr().err
+
+
+def _odd(kind: str, folder: Path) -> Path:
+    if kind == "pipe":
+        return fifo(folder / "pipe")
+    if kind == "too long":
+        path = folder / "long"
+        with path.open("wb") as file:
+            file.truncate(40 << 30)  # a hole: it takes no room
+        return path
+    return Path(kind)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "/dev/null", "too long"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "find --config",
+        "find --prediction",
+        "show",
+        "guide",
+        "guide.csv",
+        "guide.json",
+        "compare-search",
+        "predict --constants",
+        "model",
+    ],
+)
+def test_a_file_without_an_end_is_refused_wherever_one_is_named(
+    command: str, kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = _odd(kind, tmp_path)
+    name, _, suffix = command.partition(".")
+    if suffix:
+        (tmp_path / f"link.{suffix}").symlink_to(path)
+        path = tmp_path / f"link.{suffix}"
+    if command == "model":
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "config.json").symlink_to(path)
+        words = ["predict", str(tmp_path / "mine"), "--gpus", "H200-141GB"]
+    else:
+        verb, _, flag = name.partition(" ")
+        own = {"find": ("Qwen3-0.6B", *DRY[2:]), "predict": ("Qwen3-0.6B", "--gpus", "H200-141GB")}.get(verb, ())
+        words = [verb, *own, *([flag] if flag else []), str(path)]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "regular file" in said or "it has more than" in said or "has no config.json" in said
+    assert "hint: " in said
+
+
+def test_a_file_at_its_bound_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345678")
+    assert read_file(path, most_bytes=8) == b"12345678"
+    with pytest.raises(OSError, match="it has more than"):
+        read_file(path, most_bytes=7)
+
+
+HEADER = "gpu,settings,gpus,sp,model,max_model_len"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "A100-80GB,vanilla,4000000007,1,Qwen3-0.6B,8192",
+        "A100-80GB,vanilla,4,4000000007,Qwen3-0.6B,8192",
+        "A100-80GB,vanilla,1,1,Qwen3-0.6B,99999999999999999999",
+        f"A100-80GB,vanilla,{'9' * 5000},1,Qwen3-0.6B,8192",
+        f"A100-80GB,vanilla,1,1,{'a/' * 70_000},8192",
+    ],
+)
+def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEADER}\n{row}\n")
+    for read in (read_capacity_table, table_capacities):
+        with pytest.raises(HighwaterError):
+            read(path)
+
+
+def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
+    """Text with one or two pieces of it replaced, doubled, cut out, or followed by something odd."""
+    for _ in range(draw.randint(1, 2)):
+        at = draw.randrange(len(text) + 1)
+        end = min(len(text), at + draw.randrange(12))
+        text = text[:at] + draw.choice((*pieces, text[at:end] * 2, "")) + text[draw.choice((at, end)) :]
+    return text
+
+
+YAML_PIECES = (
+    "[",
+    "]",
+    "{",
+    "}",
+    ":",
+    "- ",
+    "&a ",
+    "*a",
+    "!!int ",
+    "\n",
+    "  ",
+    "'",
+    '"',
+    "|",
+    ">",
+    "%",
+    "@",
+    "9" * 400,
+    "-1",
+    ".inf",
+    "1e999",
+    "2026-01-01",
+    "\x00",
+    "é",
+    "\ud7ff",
+    "null",
+    "~",
+    "true",
+    "<<: ",
+    "? ",
+    "#",
+)
+CSV_PIECES = (
+    ",",
+    '"',
+    "\n",
+    "\r",
+    "-1",
+    "0",
+    "9" * 30,
+    "9" * 5000,
+    "1e9",
+    "x",
+    "\x00",
+    "é",
+    "=1",
+    " ",
+    "Qwen3-0.6B",
+    "/dev",
+    "..",
+    "vanilla",
+    "4000000007",
+)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_mutated_configuration_is_read_or_refused(
+    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    path, draw = tmp_path / "study.yaml", random.Random(20)
+    whole = to_yaml(Request(model="Qwen3-0.6B", gpus=(1, 2), memory="80GiB", token_budget="16k", confirm=2, margin="2GiB"))
+
+    class Typed:
+        config = str(path)
+
+    refused = 0
+    for _ in range(count):
+        text = _mutated(whole, draw, YAML_PIECES)
+        path.write_text(text, errors="surrogatepass")
+        try:
+            request_of(Typed())
+        except HighwaterError:
+            refused += 1
+    record_property("counted", f"{count:,} mutated configurations: {refused:,} refused, {count - refused:,} read")
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_mutated_table_is_read_or_refused(count: int, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    path, draw = tmp_path / "table.csv", random.Random(21)
+    whole = f"{HEADER}\n" + "".join(
+        f"A100-80GB,{rung},{gpus},1,Qwen3-0.6B,{8192 * gpus}\n" for rung in ("vanilla", "env") for gpus in (1, 2)
+    )
+    refused = 0
+    for _ in range(count):
+        path.write_text(_mutated(whole, draw, CSV_PIECES))
+        try:
+            table_capacities(path)
+            read_capacity_table(path)
+        except HighwaterError:
+            refused += 1
+    record_property("counted", f"{count:,} mutated tables: {refused:,} refused, {count - refused:,} read")
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
+    count: int, tmp_path: Path, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far as a table's row goes: what a shape may be is tested beside shapes."""
+    draw, refused = random.Random(22), 0
+    directory = write_model(tmp_path / "mine")
+    whole = json.loads((directory / "config.json").read_text())
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEADER}\nA100-80GB,vanilla,1,1,{directory},8192\n")
+    for _ in range(count):
+        config = {**whole, draw.choice(list(whole)): draw.choice([0, -1, 1, 2**31, 2**63, 10**400, 1.5, None, "x", [], {}, True])}
+        (directory / "config.json").write_text(json.dumps(config))
+        try:
+            table_capacities(path)
+        except HighwaterError:
+            refused += 1
+    record_property("counted", f"{count:,} tables about mutated models: {refused:,} refused, {count - refused:,} read")
