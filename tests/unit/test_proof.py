@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
 from highwater.launch.simulated import Law, SimulatedRunner, TimeLaw
-from highwater.report.table import answer_table, plain_table, published_lines, published_table
+from highwater.report.table import answer_table, plain_table, published_lines, published_tables, published_text
 from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
 from highwater.search.guess import Line
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
@@ -267,7 +267,7 @@ def test_tables_lines_and_json_keep_the_two_apart():
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
     assert f"high-water mark: {answer.capacity_tokens:,} tokens" in text
     assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in published_lines(study)
-    assert f"{answer.capacity_tokens}* (409600* memory-only)" in published_table([study])
+    assert f"{answer.capacity_tokens}* (409600* memory-only)" in "".join(map(published_text, published_tables([study])))
 
 
 def test_the_exit_code_of_a_memory_only_answer_is_that_of_an_answer():

@@ -1,6 +1,5 @@
 """Tables: what a study says, on a terminal and in a file; nothing in it is ever a command to the terminal."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -10,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import NO_GPU, question_of, write_model
-from rich.console import Console
 
-from highwater.report.table import answer_table, plain_table, published_line, published_table, rich_table, trial_table
+from highwater.report.table import answer_table, plain_table, published_line, published_tables, published_text, trial_table
+from highwater.report.terminal import terminal_table
 from highwater.report.text import plain, plain_json, plain_lines
 from highwater.spec.codec import to_json
 from highwater.spec.plan import plan
@@ -27,6 +26,11 @@ QUESTION = question_of(gpus=[1, 2])
 def columns(line: str) -> list[str]:
     """Of one line of a table that is not drawn."""
     return re.split(" {2,}", line.strip())
+
+
+def published(studies: list[Study]) -> str:
+    """What ``show --as published`` prints."""
+    return "\n\n".join(map(published_text, published_tables(studies)))
 
 
 def answered(question: Question, *capacities: int | None) -> Study:
@@ -107,7 +111,7 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
 
 
 def test_the_published_layout_of_an_unfinished_cell_stays_a_question_mark() -> None:
-    assert "≥" not in published_table([unfinished(QUESTION, {4096: FIT})])
+    assert "≥" not in published([unfinished(QUESTION, {4096: FIT})])
 
 
 def test_measured_figures_are_called_measured() -> None:
@@ -154,7 +158,7 @@ def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
 
 
 def test_the_published_layout_has_a_table_for_each_rung() -> None:
-    text = published_table([answered(QUESTION, 36864, 51200, 0, None)])
+    text = published([answered(QUESTION, 36864, 51200, 0, None)])
     vanilla, env, chunked = text.split("\n\n")
     assert vanilla.splitlines()[1:] == ["#GPU | SP | Qwen3-0.6B", "1    | 1  | 36864", "2    | 1  | ?"]
     assert env.splitlines()[2] == "1    | 1  | 51200*"
@@ -164,7 +168,7 @@ def test_the_published_layout_has_a_table_for_each_rung() -> None:
 
 def test_the_published_layout_puts_models_side_by_side() -> None:
     other = question_of(model="Qwen3-1.7B", gpus=[1, 2])
-    table = published_table([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
+    table = published([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
     assert table.splitlines()[1:3] == ["#GPU | SP | Qwen3-0.6B | Qwen3-1.7B", "1    | 1  | 36864      | 16384"]
 
 
@@ -200,12 +204,10 @@ def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
     study = answered(plan(request, NO_GPU).question, 4096)
     shown = "evil[red]\\x1b[31m\\r\\x1b]0;title\\x07"
     table = answer_table(study)
-    terminal = io.StringIO()
-    Console(file=terminal, width=200, color_system=None, force_terminal=True).print(rich_table(table))
     for text in (
         plain_table(table),
-        terminal.getvalue(),
-        published_table([study]),
+        terminal_table(table, width=200),
+        published([study]),
         published_line(study.question, study.answers[0].cell, None),
     ):
         assert shown in text

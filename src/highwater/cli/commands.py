@@ -13,7 +13,7 @@ from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, StudyError, UsageError
 from highwater.report.study_commands import resumed
-from highwater.report.table import TextTable, answer_table, published_lines, published_table, trial_table
+from highwater.report.table import TextTable, answer_table, published_lines, published_tables, published_text, trial_table
 from highwater.report.text import plain
 from highwater.spec.model import load_model
 from highwater.spec.plan import ON_THE_CPU_NOTE, offload_notes, weights_notes
@@ -29,7 +29,7 @@ def find(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     if arguments.print_config:
         load_model(request.model)  # raises for one that is not there: the configuration has to work
-        console.answer(to_yaml(request))
+        console.answer_exactly(to_yaml(request))
         return EXIT_ANSWERED
     known = answered(request)
     if known is not None:
@@ -90,7 +90,10 @@ def show(arguments: argparse.Namespace) -> int:
         console.answer_json(studies[0])
         return EXIT_ANSWERED
     if arguments.as_ == "published":
-        console.answer(published_table(studies))
+        for number, table in enumerate(published_tables(studies)):
+            if number:
+                console.answer("")
+            console.answer_table(table, drawn=published_text)
     elif arguments.as_ == "lines":
         console.answer("\n".join(map(published_lines, studies)))
     else:

@@ -9,13 +9,18 @@ from typing import TextIO
 
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, UsageError
-from highwater.report.table import TextTable, plain_table, rich_table
+from highwater.report.table import TextTable, plain_table
+from highwater.report.terminal import folded, terminal_table, terminal_text
 from highwater.report.text import ascii_json, plain, plain_json, plain_lines
 from highwater.search.campaign import Event
 from highwater.spec.codec import to_json
 from highwater.spec.study import Question
 
 _STDOUT, _STDERR = 1, 2
+_USUAL_WIDTH = 80
+"""Of a terminal that does not say how wide it is."""
+_DIGITS_OF_A_WIDTH = 6
+"""A COLUMNS of so many digits is no terminal's."""
 
 
 def open_streams() -> None:
@@ -50,22 +55,26 @@ def write_no_more(stream: TextIO) -> None:
 
 
 def answer(text: str) -> None:
-    """Print text that is the answer, or a part of it. Raises UsageError when it cannot be written."""
+    """Print text that is the answer, or a part of it; a terminal's lines end between words. Raises what ``answer_exactly`` does."""
+    text = plain_lines(text)
+    answer_exactly(terminal_text(text, width=_width(sys.stdout)) if sys.stdout.isatty() else text)
+
+
+def answer_exactly(text: str) -> None:
+    """Print text that a program is to read, whatever it is shown on. Raises UsageError when it cannot be written."""
     with _answering():
         sys.stdout.write(f"{plain_lines(text)}\n")
         sys.stdout.flush()
 
 
-def answer_table(table: TextTable) -> None:
-    """Print a table that is the answer: drawn on a terminal, in plain columns elsewhere."""
-    if not sys.stdout.isatty():
-        answer(plain_table(table))
-        return
-    from rich.console import Console
-
-    with _answering():
-        console = Console(file=sys.stdout)
-        console.print(rich_table(table, width=console.width))
+def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_table) -> None:
+    """Print a table that is the answer: ``drawn`` as long as its lines are, or folded where a terminal is narrower."""
+    text = drawn(table)
+    if sys.stdout.isatty():
+        width = _width(sys.stdout)
+        if drawn is plain_table or max(map(len, text.splitlines())) > width:
+            text = terminal_table(table, width=width)
+    answer_exactly(text)
 
 
 def answer_json(document: object) -> None:
@@ -81,12 +90,9 @@ def answer_json(document: object) -> None:
 
 
 def talk(text: str = "") -> None:
-    """Print to stderr what is not the answer. Where nobody listens any more it goes nowhere: a search goes on without."""
-    try:
-        sys.stderr.write(f"{plain(text)}\n")
-        sys.stderr.flush()
-    except OSError:
-        write_no_more(sys.stderr)
+    """Print to stderr what is not the answer; a terminal's lines end between words, but within no command in backticks."""
+    text = plain(text)
+    _say("\n".join(folded(text, _width(sys.stderr))) if sys.stderr.isatty() else text)
 
 
 def notes(lines: Sequence[str]) -> None:
@@ -96,8 +102,8 @@ def notes(lines: Sequence[str]) -> None:
 
 
 def next_command(command: str) -> None:
-    """Print the command that one types after this answer."""
-    talk(f"next: {command}")
+    """Print the command that one types after this answer, on one line however long: it is pasted."""
+    _say(f"next: {plain(command)}")
 
 
 def error(problem: HighwaterError) -> None:
@@ -105,6 +111,26 @@ def error(problem: HighwaterError) -> None:
     talk(f"error: {problem.problem}")
     talk()
     talk(f"hint: {problem.hint}")
+
+
+def _say(text: str) -> None:
+    """Write to stderr. Where nobody listens any more it goes nowhere: a search goes on without."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:
+        write_no_more(sys.stderr)
+
+
+def _width(stream: TextIO) -> int:
+    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first, as everywhere."""
+    named = os.environ.get("COLUMNS", "")
+    if named.isdecimal() and len(named) < _DIGITS_OF_A_WIDTH and int(named):
+        return int(named)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
+    except OSError:
+        return _USUAL_WIDTH
 
 
 @contextmanager
@@ -135,6 +161,10 @@ def progress(question: Question) -> Generator[Callable[[Event], None]]:
         return
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
-    with Live(console=Console(stderr=True), get_renderable=lambda: rich_table(state.table()), refresh_per_second=2, transient=True):
+    def drawn() -> Text:
+        return Text(terminal_table(state.table(), width=_width(sys.stderr)), no_wrap=True, overflow="ignore")
+
+    with Live(console=Console(stderr=True), get_renderable=drawn, refresh_per_second=2, transient=True):
         yield state.hear

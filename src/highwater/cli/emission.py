@@ -27,6 +27,6 @@ def emit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.answer_json(emitted)
     else:
-        console.answer(emitted.text.rstrip("\n"))
+        console.answer_exactly(emitted.text.rstrip("\n"))
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED

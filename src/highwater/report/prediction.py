@@ -15,7 +15,7 @@ from highwater.report.text import plain
 from highwater.spec.study import counted_ranks
 from highwater.units import GIB, format_bytes, format_tokens
 
-_BAR = 30
+_BAR = 16
 """Characters of the longest bar."""
 _METHODS: dict[Method, str] = {"formula": "formula, nothing was run", "trace": "traced steps, replayed; nothing was trained"}
 _BINDINGS: dict[Binding, str] = {"device": "GPU memory", "host": "host memory", "ceiling": "the longest length in question"}

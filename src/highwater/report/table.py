@@ -1,11 +1,7 @@
-"""Tables of a study: data to rows, and rows to plain text or to a terminal. Every table says whether it was measured."""
+"""Tables of a study: data to rows, and rows to plain text. Every table says whether it was measured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
+from dataclasses import dataclass
 
 from highwater.report.text import plain
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
@@ -19,8 +15,6 @@ _LIMITS: dict[Limit, str] = {
     "time": "timed out",
     "inconclusive": "inconclusive",
 }
-_WHOLE = 24
-"""Characters of a column's longest text up to which none of it is broken: a rung's name, a figure with its unit."""
 OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, nothing was trained"}
 """Outcomes in more than their names."""
 
@@ -81,7 +75,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     )
 
 
-def published_table(studies: Sequence[Study]) -> str:
+def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
     """The published layout, ``#GPU | SP | models``, for each rung and place; ``*`` past native, ``-`` none, ``?`` unknown."""
     groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
     for study in studies:
@@ -89,7 +83,15 @@ def published_table(studies: Sequence[Study]) -> str:
         for cell in study.question.cells:
             title = f"{cell.settings.label} ({place(study.question)}; {provenance(study.question)})"
             groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
-    return "\n\n".join(_published_group(title, entries) for title, entries in groups.items())
+    return tuple(_published_group(title, entries) for title, entries in groups.items())
+
+
+def published_text(table: TextTable) -> str:
+    """A table of the published layout as it was published."""
+    grid = (table.columns, *table.rows)
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in grid]
+    return "\n".join((table.title, *lines))
 
 
 def published_lines(study: Study) -> str:
@@ -120,55 +122,6 @@ def plain_table(table: TextTable) -> str:
         for row in grid
     ]
     return "\n".join((table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ())))
-
-
-def rich_table(table: TextTable, *, width: int | None = None) -> Table:
-    """The table for a terminal of ``width`` columns. Every text goes in as text: markup in it stays as it is.
-
-    Where it is too wide, what all rows share stands below, and headings and sentences are broken, but no name and no figure.
-    """
-    is_narrow = width is not None and _drawn_width(table) > width
-    table = _without_what_rows_share(table) if is_narrow else table
-    drawn = Table(title=Text(table.title), caption=Text("\n".join(table.footnotes)), title_justify="left", caption_justify="left")
-    drawn.show_header = bool(table.columns)
-    if is_narrow:
-        drawn.box, drawn.pad_edge, drawn.collapse_padding = SIMPLE_HEAD, False, True
-    for index, cells in enumerate(zip(*table.rows, strict=True) if table.rows else [()] * len(table.columns)):
-        heading = table.columns[index] if table.columns else ""
-        drawn.add_column(
-            Text("\n".join(heading.split()) if is_narrow else heading),
-            justify="left" if index < table.left_columns else "right",
-            overflow="fold",
-            no_wrap=is_narrow and max(map(len, cells), default=0) <= _WHOLE,
-        )
-    for row in table.rows:
-        drawn.add_row(*(Text(text) for text in row))
-    return drawn
-
-
-def _without_what_rows_share(table: TextTable) -> TextTable:
-    """Columns after the first whose text is the same in every row become a footnote: ``in every row: by predicted``."""
-    if len(table.rows) <= 1 or not table.columns:
-        return table
-    cells = list(zip(*table.rows, strict=True))
-    shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
-    if not shared:
-        return table
-    kept = [index for index in range(len(cells)) if index not in shared]
-    said = ", ".join(f"{table.columns[index]} {cells[index][0]}" for index in shared)
-    return replace(
-        table,
-        columns=tuple(table.columns[index] for index in kept),
-        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
-        footnotes=(f"in every row: {said}", *table.footnotes),
-        left_columns=sum(index < table.left_columns for index in kept),
-    )
-
-
-def _drawn_width(table: TextTable) -> int:
-    """Columns of a terminal, with a line and two spaces around each of the table's."""
-    grid = (table.columns, *table.rows) if table.columns else table.rows
-    return sum(max(map(len, column)) + 3 for column in zip(*grid, strict=True)) + 1
 
 
 def capacity_text(
@@ -357,15 +310,16 @@ def _published_figure(question: Question, answer: CellAnswer | None) -> str:
     return capacity_text(question, answer, none="-", commas=False) + (f" ({memory_only})" if memory_only else "")
 
 
-def _published_group(title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]) -> str:
+def _published_group(title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]) -> TextTable:
     models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
     layouts = sorted({(cell.layout.gpus, cell.layout.ulysses_degree) for cell, _, _ in entries})
     figures = {
         (cell.layout.gpus, cell.layout.ulysses_degree, plain(question.model.name)): _published_figure(question, answer)
         for cell, question, answer in entries
     }
-    grid = [("#GPU", "SP", *models)]
-    grid += [(str(gpus), str(sp), *(figures.get((gpus, sp, model), "?") for model in models)) for gpus, sp in layouts]
-    widths = [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
-    lines = [" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in grid]
-    return "\n".join((title, *lines))
+    return TextTable(
+        title=title,
+        columns=("#GPU", "SP", *models),
+        rows=tuple((str(gpus), str(sp), *(figures.get((gpus, sp, model), "?") for model in models)) for gpus, sp in layouts),
+        left_columns=2 + len(models),
+    )
