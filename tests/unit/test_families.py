@@ -70,7 +70,7 @@ def test_families_that_drop_attention_weights_by_default_are_those_of_transforme
     for name in set(names) - {"gemma4_assistant"}:  # its class refuses its own defaults
         config = transformers.CONFIG_MAPPING[name]().to_dict()
         if not isinstance(config.get("text_config"), dict):
-            found |= {name: field for field in set(DROPOUT_BY_DEFAULT.values()) if config.get(field)}
+            found.update((name, field) for field in set(DROPOUT_BY_DEFAULT.values()) if config.get(field))
     assert found.items() <= DROPOUT_BY_DEFAULT.items()
 
 
