@@ -269,10 +269,26 @@ def test_a_rope_for_each_kind_of_layer_is_not_scaled(tmp_path: Path, rope: str, 
     model = str(write_model(tmp_path / "m", **config))
     result = plan(request_from({"model": model, "rope": rope}), machine_with(1))
     assert result.question.grid.max_tokens == 4096
-    assert "a RoPE for each kind of layer, which one scaling does not fit" in result.notes[0]
+    assert any("a RoPE for each kind of layer, which one scaling does not fit" in note for note in result.notes)
     with pytest.raises(UsageError, match="a RoPE for each kind of layer") as refusal:
         plan_trial(request_from({"model": model, "rope": rope}), machine_with(1), 8192)
     assert refusal.value.hint == "use `--length 4096`"
+
+
+def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_path: Path) -> None:
+    longrope = {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}
+    phimoe = str(write_model(tmp_path / "phimoe", model_type="phimoe", attention_dropout=0.0, **longrope))
+    with pytest.raises(UsageError, match="`--rope yarn` cannot replace phimoe's own scaling: phimoe scales cosines") as refusal:
+        plan(request_from({"model": phimoe, "rope": "yarn"}), machine_with(1))
+    assert refusal.value.hint == "leave `--rope` out"
+    assert plan(request_from({"model": phimoe}), machine_with(1)).question.grid.max_tokens == 4096
+    phi3 = str(write_model(tmp_path / "phi3", model_type="phi3", **longrope))
+    saved = {"model": phi3, "save_hf": "last"}
+    with pytest.raises(UsageError, match="phi3 in transformers takes no YaRN from its config") as refusal:
+        plan(request_from({**saved, "rope": "yarn"}), machine_with(1))
+    assert refusal.value.hint == "leave `--save-hf` out"
+    assert plan(request_from({"model": phi3, "rope": "yarn"}), machine_with(1)).question.grid.max_tokens == 1024**2
+    assert plan(request_from(saved), machine_with(1)).question.grid.max_tokens == 4096
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])

@@ -5,7 +5,7 @@ they would, is refused before a trial starts (spec/families.py).
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 
 @contextmanager
-def seeded(*, seed: int, rank: int, step: int, device: torch.device) -> Iterator[None]:
+def seeded(*, seed: int, rank: int, step: int, device: torch.device) -> Generator[None]:
     """PyTorch's random numbers of one rank in one step; those of a user's data source go on afterwards where they were."""
     stream = int.from_bytes(hashlib.sha256(f"dropout {seed} {rank} {step}".encode()).digest()[:7], "big")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -22,7 +22,7 @@ def seeded(*, seed: int, rank: int, step: int, device: torch.device) -> Iterator
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Generator[None]:
     """The model as it is evaluated; afterwards as it was."""
     before = model.training
     model.eval()

@@ -106,8 +106,8 @@ class Trial:
         synchronize(trainer.device)
         began = time.perf_counter()
         first = self.report.first_step_at_unix_s or time.time()
-        own_stream = {"rank": self.report.rank, "step": len(self.report.losses) + 1, "device": trainer.device}
-        with seeded(seed=self.spec.seed, **own_stream):
+        step = len(self.report.losses) + 1
+        with seeded(seed=self.spec.seed, rank=self.report.rank, step=step, device=trainer.device):
             loss, norm = train_step(trainer, micro_batches, enter=self._enter)
         values = {"loss": float(loss), "gradient norm": float(norm)}  # waits for the device
         for name, value in values.items():

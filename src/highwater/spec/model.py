@@ -116,8 +116,8 @@ def load_model(name_or_path: str) -> Model:
     source = str(directory / "config.json")
     config = read_config(directory / "config.json")
     shape = shape_of(config, source=source)
-    _refuse_dropout(config, source)
     refuse_quantised(directory, config)
+    _refuse_dropout(config, source)
     if shape.tied_embeddings and unties(directory):
         shape = msgspec.structs.replace(shape, tied_embeddings=False)
     return Model(

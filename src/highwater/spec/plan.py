@@ -18,7 +18,7 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape, load_model, read_config, window_tokens
 from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
-from highwater.spec.rope import ends_at_native, unscalable
+from highwater.spec.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.spec.trial import Device, TrialSpec
@@ -73,6 +73,7 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
     # Of a user's data only the documents have to be within a window, and their lengths are known when they come.
     window = None if in_windows or request.data is not None else window_tokens(model)
     grid, capped = _grid(request, model, device, window)
+    _check_yarn(request, model, grid.max_tokens)
     cells, skipped = _cells(request, model.shape, device, counts)
     cells, too_small = _within_token_budget(cells, grid, device)
     if device == "cuda" and not request.dry_run:
@@ -398,6 +399,20 @@ def _grid(request: Request, model: Model, device: Device, window: int | None) ->
         max_tokens=longest,
     )
     return grid, notes
+
+
+def _check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
+    """Raise UsageError where YaRN is asked for and cannot be, or where what is saved with it could not be loaded."""
+    obstacle = unscalable(model)
+    if request.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
+        raise UsageError(f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}", hint="leave `--rope` out")
+    is_saved = request.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
+    if is_saved and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
+        raise UsageError(
+            f"{model.shape.model_type} in transformers takes no YaRN from its config: what is saved of {model.name} with "
+            "it could not be loaded",
+            hint="leave `--save-hf` out",
+        )
 
 
 def _refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:

@@ -9,6 +9,8 @@ from highwater.spec.families import ROPE_BY_LAYER
 from highwater.spec.model import Model, read_config, rope_block
 from highwater.spec.settings import Rope
 
+WITHOUT_YARN_IN_FILES = ("phi3",)
+"""Families whose config class takes no YaRN: it trains, and what is saved of it cannot be loaded."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
 
 
@@ -37,6 +39,8 @@ def unscalable(model: Model) -> str | None:
         return f"{family} has no RoPE to scale"
     if family in ROPE_BY_LAYER or any(isinstance(value, Mapping) for value in _own(model).values()):
         return f"{family} has a RoPE for each kind of layer, which one scaling does not fit"
+    if family == "phimoe":
+        return "phimoe scales cosines by the length, which YaRN does not say"
     return None
 
 
