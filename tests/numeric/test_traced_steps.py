@@ -85,7 +85,9 @@ ON_THE_CPU = """
 import sys, torch
 from highwater.bench import layer
 from highwater.engine.step import backward_of
+from highwater.parallel.mesh import join_alone
 
+join_alone(torch.device("cpu"))
 model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
 trainer = layer._trainer(model, mesh)
 with torch.no_grad():

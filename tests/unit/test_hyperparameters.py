@@ -6,14 +6,16 @@ import msgspec
 import pytest
 import yaml
 from places import question_of
+from studies import report_of
 
 from highwater.cli.flags import OBJECTIVE_FLAGS, OPTIMIZER_FLAGS, PREDICT_FLAGS, RECOMMEND_FLAGS
 from highwater.errors import UsageError
 from highwater.report.study_commands import find_words, try_words
+from highwater.report.study_parts import question_table
 from highwater.spec.hyperparameters import DEFAULTS, NAMES, Hyperparameters
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
-from highwater.spec.study import Question
+from highwater.spec.study import Question, Study
 
 NUMBERS = [name for name in NAMES if name != "kl_estimator"]
 CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
@@ -105,3 +107,12 @@ def test_every_one_has_a_flag_of_find_and_try_and_none_of_what_predicts_memory()
     assert {flag.field for flag in (*OPTIMIZER_FLAGS, *OBJECTIVE_FLAGS)} == set(NAMES)
     assert not set(NAMES) & {flag.field for flag in (*PREDICT_FLAGS, *RECOMMEND_FLAGS)}
     assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
+
+
+def test_a_report_says_which_were_changed() -> None:
+    changed = question_of(learning_rate=1e-6, weight_decay=0)
+    assert (
+        dict(question_table(report_of(Study(question=changed))).rows)["hyperparameters"]
+        == "--learning-rate 1e-06 --weight-decay 0.0"
+    )
+    assert "hyperparameters" not in dict(question_table(report_of(Study(question=question_of()))).rows)
