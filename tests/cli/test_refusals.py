@@ -25,6 +25,30 @@ def test_an_unknown_model_is_answered_with_the_known_ones(highwater: Run) -> Non
     assert highwater("find", offered[0], *SIMULATED).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--learning-rate", "1e999"), "learning rate is inf, and has to be 0 or more"),
+        (("--adam-beta2", "nan"), "adam beta2 is nan, and has to be 0 or more and below 1"),
+        (("--weight-decay", "-0.1"), "weight decay is -0.1, and has to be 0 or more"),
+        (("--max-grad-norm", "much"), "max_grad_norm 'much' is not a number"),
+        (("--objective", "ppo", "--dual-clip", "0.5"), "dual clip is 0.5, and has to be above 1, or 0 for none"),
+        (("--objective", "grpo", "--kl-estimator", "k4"), "kl_estimator 'k4' is not one of k1, k2, k3"),
+    ],
+)
+def test_a_hyperparameter_that_cannot_be_is_answered_with_one_that_can(highwater: Run, words: tuple[str, ...], said: str) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *words, *SIMULATED), 2)
+    assert problem == said
+    assert highwater("find", "Qwen3-0.6B", *words[:-2], *hint.split("`")[1].split(), *SIMULATED).returncode == 0
+
+
+def test_a_hyperparameter_that_the_objective_has_no_use_for_is_refused(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "Qwen3-0.6B", "--kl-coefficient", "0.1", *SIMULATED), 2)
+    assert problem == "kl coefficient 0.1 would change nothing: the loss of sft has no divergence from a reference here"
+    assert hint == "leave `--kl-coefficient` out"
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED).returncode == 0
+
+
 def test_a_config_without_a_needed_field_is_told_by_the_field(highwater: Run, tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     del config["vocab_size"], config["num_hidden_layers"]
