@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,9 @@ def test_what_a_search_leaves_that_is_killed_with_its_leash_the_next_start_remov
     hanging.send_signal(signal.SIGKILL)
     hanging.wait()
     leash.kill()
+    for pid in marked(mark):  # nobody is left who would end the worker's daemon
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
     assert len(list(tmp_path.glob("highwater-*"))) == 1
     (tmp_path / "pause").unlink()
