@@ -46,6 +46,12 @@ def crashing_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batch
     yield from good(length_tokens=length_tokens)
 
 
+def talking_without_end(*, length_tokens: int, **_: Any) -> Batches:
+    """An exception of 30 MB, with a token in its beginning and in its end."""
+    yield from _first_step(length_tokens)
+    raise RuntimeError(f"HF_TOKEN=hf_abcdefghijklmnopqrst {'x' * 30_000_000} Authorization: Bearer abcdefgh12345678")
+
+
 def leaving_with_1(*, length_tokens: int, **_: Any) -> Batches:
     """A traceback and exit status 1, past every handler."""
     yield from _first_step(length_tokens)

@@ -55,6 +55,38 @@ def test_an_exception_in_one_rank_is_a_crash_with_its_text_not_with_what_its_pee
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "rank 1, data: ValueError: the tokenizer is broken")
 
 
+def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_study_or_log(
+    mark: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = highwater.find(
+        str(tiny),
+        device="cpu",
+        memory="1GiB",
+        loss="full",
+        start_length=32,
+        resolution=32,
+        max_length=32,
+        data="faulty_batches:talking_without_end",
+        timeout="2m",
+        log_dir="logs",
+        study="study.jsonl",
+    )
+    result = study.trials[-1].result
+    assert result is not None
+    assert result.outcome is Outcome.CRASHED
+    assert "RuntimeError: HF_TOKEN=[hidden] xxx" in result.reason
+    failure = result.ranks[0].failure
+    assert failure is not None
+    assert failure.text.endswith("Bearer [hidden]")
+    written = Path("study.jsonl").read_text()
+    assert len(written) < 100_000
+    for text in (written, log_of(result), "".join(capfd.readouterr())):
+        assert "hf_abc" not in text
+        assert "abcdefgh12345678" not in text
+    assert len(log_of(result)) < 100_000
+    assert "faulty_batches.py" in log_of(result), "the traceback is there"
+
+
 def test_exit_status_1_with_a_traceback_in_the_log_is_a_crash_with_its_text(attempt: Attempt) -> None:
     result = attempt("leaving_with_1")
     assert result.outcome is Outcome.CRASHED

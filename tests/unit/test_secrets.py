@@ -1,13 +1,22 @@
 """What looks like a secret is in no report; what only resembles one stays."""
 
+import time
+from pathlib import Path
+
 import pytest
-from studies import REAL, report_of, study_of, trial
+from studies import CELL, QUESTION, REAL, report_of, study_of, trial
 
 from highwater import study_report
-from highwater.report.secrets import HIDDEN, without_secrets
+from highwater.cli.console import error
+from highwater.errors import UsageError
 from highwater.spec.codec import to_json
-from highwater.spec.trial import LogEnd, Outcome
+from highwater.spec.secrets import HIDDEN, KEPT, LOGGED, kept, without_secrets
+from highwater.spec.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
+from highwater.store.journal import open_journal
+from highwater.store.recording import RecordingRunner
 
+SECONDS = 5.0
+"""Of processor time for a text as long as is looked at: a pattern that goes over it once for each letter takes minutes."""
 SECRETS = (
     "HF_TOKEN=hf_abcdefghijklmnopqrst",
     'headers: {"Authorization": "Bearer abcdefgh12345678"}',
@@ -62,3 +71,56 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret() -> None:
     for path in REAL:
         assert HIDDEN not in to_json(study_report(path).study)
+
+
+@pytest.mark.parametrize("length", [0, 10, KEPT - 1, KEPT, KEPT + 1, 30_000_000])
+def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(length: int) -> None:
+    text = f"RuntimeError: begins {'x' * length} ends"
+    short = kept(text)
+    assert len(short) <= KEPT + 1
+    assert short.startswith("RuntimeError: begins")
+    assert short.endswith("ends")
+    assert kept(short) == short
+    assert ("characters are left out" in short) == (len(text) > KEPT)
+
+
+def test_no_part_of_a_secret_is_left_where_a_text_is_cut() -> None:
+    whole = "hf_abcdefghijklmnopqrst"
+    for before in range(KEPT * 3 // 4 - 100, KEPT * 3 // 4 + 10):
+        short = kept(f"{'x ' * (before // 2)}{whole} {'y' * KEPT} {whole} {'z ' * (KEPT // 8 - 30 + before % 30)}")
+        assert "hf_" not in short
+
+
+def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(tmp_path: Path) -> None:
+    text = "RuntimeError: HF_TOKEN=hf_abcdefghijklmnopqrst " + "x" * 1_000_000
+
+    class Talkative:
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            ranks = tuple(RankReport(rank=r, failure=Failure(kind="error", phase="data", text=text, hint=text)) for r in range(8))
+            return TrialResult(outcome=Outcome.CRASHED, reason=text, ranks=ranks)
+
+    path = tmp_path / "study.jsonl"
+    with open_journal(path, QUESTION) as journal:
+        runner = RecordingRunner(Talkative(), journal)
+        spec = QUESTION.trial(CELL, 8192)
+        told = runner.run(spec)
+        assert runner.run(spec) == told
+    assert path.stat().st_size < 100_000
+    for shown in (path.read_text(), to_json(told)):
+        assert "hf_abc" not in shown
+        assert HIDDEN in shown
+
+
+def test_an_error_on_stderr_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    error(UsageError("loading failed: Authorization: Bearer abcdefgh12345678", hint="use `--token-budget 16k`"))
+    said = capsys.readouterr().err
+    assert "abcdefgh12345678" not in said
+    assert "`--token-budget 16k`" in said
+
+
+@pytest.mark.parametrize("letters", ["a", "token", "token:", "-", "a.", "password", "://x:", "x@", 'token="', " "])
+def test_no_text_is_looked_at_for_long(letters: str) -> None:
+    text = letters * (LOGGED // len(letters))
+    began = time.process_time()
+    kept(text, most=LOGGED)
+    assert time.process_time() - began < SECONDS

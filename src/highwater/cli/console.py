@@ -14,6 +14,7 @@ from highwater.report.terminal import folded, terminal_table, terminal_text
 from highwater.report.text import ascii_json, plain, plain_json, plain_lines
 from highwater.search.campaign import Event
 from highwater.spec.codec import to_json
+from highwater.spec.secrets import without_secrets
 from highwater.spec.study import Question
 
 _STDOUT, _STDERR = 1, 2
@@ -108,7 +109,7 @@ def next_command(command: str) -> None:
 
 def error(problem: HighwaterError) -> None:
     """Print an error and its hint."""
-    talk(f"error: {problem.problem}")
+    talk(f"error: {without_secrets(problem.problem)}")
     talk()
     talk(f"hint: {problem.hint}")
 

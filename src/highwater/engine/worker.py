@@ -17,6 +17,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.spec.oom import exhausted_memory
+from highwater.spec.secrets import LOGGED, kept
 from highwater.spec.trial import Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB
 
@@ -76,7 +77,7 @@ def _report_failure(reports: Path, report: RankReport) -> None:
     try:
         _write(reports, report)
     finally:
-        traceback.print_exc()
+        sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -95,7 +96,11 @@ def _text(error: BaseException) -> str:
         said = str(error)
     except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
         said = f"its text cannot be had: {type(broken).__name__}"
-    return f"{type(error).__name__}: {said}".encode("utf-8", errors="backslashreplace").decode("utf-8")
+    return kept(_printable(f"{type(error).__name__}: {said}"))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def _last_report(trial: "Trial | None") -> RankReport:

@@ -20,15 +20,20 @@ from highwater.launch.probe import busy_gpus, probe, refuse_busy_gpus
 from highwater.launch.ranks import read_exits
 from highwater.spec.allocator import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import read_file
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
+from highwater.spec.secrets import kept_report, kept_result
 from highwater.spec.settings import Allocator
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.units import MIB
 
 LogLayout = Literal["rung", "published"]
 
+_REPORT_BYTES = 16 * MIB
+"""The most that one rank's report may have: one of 100,000 steps has 6 MiB."""
 _TAIL_BYTES = 256 * 1024
 _RELEASE_S = 60.0
 _END_S = 30.0
@@ -135,7 +140,7 @@ class LocalRunner:
             log_path=str(log_path),
             exit_code=exit_code,
         )
-        return _with_speed(spec, result)
+        return _with_speed(spec, kept_result(result))
 
     def _launch(self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]) -> int | None:
         """The leash's exit status; None when time was up. Nothing of the trial runs any more when this returns or raises."""
@@ -254,8 +259,10 @@ def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]
     damaged: list[str] = []
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            reports.append(from_json(path.read_bytes(), RankReport))
-        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            reports.append(kept_report(from_json(read_file(path, most_bytes=_REPORT_BYTES), RankReport)))
+        except OSError as error:
+            damaged.append(f"the report {path.name} cannot be read: {error.strerror}")
+        except ValueError as error:  # msgspec's errors are
             damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
     return tuple(reports), tuple(damaged)
 

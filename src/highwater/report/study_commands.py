@@ -61,7 +61,7 @@ def _anew(study: Study) -> tuple[str, ...]:
 def resumed(study: Study) -> tuple[str, ...]:
     """The command of a study, for the file that was read: another name, or none, could start another search from nothing."""
     typed = study.command
-    if study.path is None or not typed:
+    if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
         return typed
     named = flag_value(_STUDY_FLAG, typed)
     if named is not None and Path(named).absolute() == Path(study.path).absolute():

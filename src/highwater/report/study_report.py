@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from highwater.report.secrets import study_without_secrets, without_secrets
 from highwater.report.study_commands import Command, commands
 from highwater.report.study_predicted import PredictedCell, PredictedTrial, Predictions
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Noun
+from highwater.spec.secrets import study_without_secrets, without_secrets
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__

@@ -304,7 +304,7 @@ class Study(Noun, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()
-    """What was typed to ask, or last to resume; empty when it was asked from Python."""
+    """What was typed to ask, or last to resume; empty when it was asked from Python, and where it is no search of highwater's."""
     environments: tuple[Environment, ...] = ()
     """Where it was asked and resumed, by an allow-list; empty for dry runs, and for journals from before it was recorded."""
 

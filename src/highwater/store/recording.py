@@ -4,6 +4,7 @@ Resuming a search is running it again: its questions are deterministic, and the 
 """
 
 from highwater.spec.protocols import Runner
+from highwater.spec.secrets import kept_result
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.journal import Journal
 
@@ -27,6 +28,6 @@ class RecordingRunner:
             self.reused += 1
             return recorded
         self._journal.trial_started(spec, attempt=attempt, repeat=repeat)
-        result = self._runner.run(spec, attempt=attempt, repeat=repeat)
+        result = kept_result(self._runner.run(spec, attempt=attempt, repeat=repeat))
         self._journal.trial_finished(spec, attempt=attempt, repeat=repeat, result=result)
         return result
