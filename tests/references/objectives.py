@@ -1,7 +1,6 @@
 """The loss of a whole step for each objective, as one differentiable number: documents run alone, sums over all of them."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from references.router import step_imbalance
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the definitions leave open, at verl's defaults."""
+    """What the definitions leave open, at verl's defaults; the decay is that of the paper and of TRL."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -31,7 +30,7 @@ class Numbers:
     """The lambda of generalised advantage estimation."""
 
 
-VERL = Numbers()
+USUAL = Numbers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +41,13 @@ class Router:
     """The config's ``router_aux_loss_coef``."""
     top_k: int
     """The config's ``num_experts_per_tok``."""
-    weighting: Literal["documents", "tokens"]
-    """What a document's imbalance counts in the step's mean: the same for all, or its number of tokens."""
 
     def loss(self, documents: list[Document], predicted: list[Predicted]) -> Tensor:
-        """The term to add, over all tokens of the documents."""
-        weights = [1.0 if self.weighting == "documents" else float(len(document.ids)) for document in documents]
+        """The term to add: the mean of transformers' loss of each document alone, a document as often as it has tokens.
+
+        transformers has one value for each way to batch a step; which one a step has is docs/decisions/028.
+        """
+        weights = [float(len(document.ids)) for document in documents]
         return self.coefficient * step_imbalance([one.router_logits for one in predicted], top_k=self.top_k, weights=weights)
 
 
@@ -64,7 +64,7 @@ def group_relative(
     documents: list[Document],
     *,
     estimator: str = "k3",
-    numbers: Numbers = VERL,
+    numbers: Numbers = USUAL,
     router: Router | None = None,
 ) -> Tensor:
     """GRPO: rewards standardised in whole groups, the clipped loss, and a divergence from the reference; means over all tokens."""
@@ -84,7 +84,7 @@ def proximal(
     critic: nn.Module | None,
     documents: list[Document],
     *,
-    numbers: Numbers = VERL,
+    numbers: Numbers = USUAL,
     router: Router | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """PPO: the policy's loss, and the critic's. Without a critic every value is 0 and nothing is trained to predict it.

@@ -55,18 +55,16 @@ def test_with_the_routers_loss_it_is_hugging_faces_too() -> None:
     model, (one,) = language_model(with_experts()), documents([19])
     with float32_casts_lifted():
         theirs = model(input_ids=one.ids[None], labels=one.labels[None], output_router_logits=True, use_cache=False).loss
-    ours = supervised(model, [one], router=Router(coefficient=model.config.router_aux_loss_coef, top_k=2, weighting="documents"))
+    ours = supervised(model, [one], router=Router(coefficient=model.config.router_aux_loss_coef, top_k=2))
     assert ours.item() == pytest.approx(theirs.item(), rel=TIGHT)
     assert_same_gradients(gradients(ours, model), gradients(theirs, model))
 
 
-@pytest.mark.parametrize("weighting", ["documents", "tokens"])
-def test_the_routers_loss_is_a_mean_over_documents(weighting: str) -> None:
+def test_the_routers_loss_is_a_mean_over_documents_by_their_tokens() -> None:
     model, step = language_model(with_experts()), documents(LENGTHS)
-    weights = [1.0] * 4 if weighting == "documents" else [7.0, 12.0, 5.0, 20.0]
     each = [imbalance(predictions(model, one, router=True).router_logits, top_k=2).item() for one in step]
-    mean = sum(weight * loss for weight, loss in zip(weights, each, strict=True)) / sum(weights)
-    router = Router(coefficient=0.7, top_k=2, weighting=weighting)  # type: ignore[arg-type]
+    mean = sum(tokens * loss for tokens, loss in zip(LENGTHS, each, strict=True)) / sum(LENGTHS)
+    router = Router(coefficient=0.7, top_k=2)
     assert supervised(model, step, router=router).item() == pytest.approx(supervised(model, step).item() + 0.7 * mean, rel=TIGHT)
 
 

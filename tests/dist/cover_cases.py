@@ -1,0 +1,386 @@
+"""One process of a group: objectives, layouts and settings in combination, against tests/references. Started by torchrun.
+
+``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON object {case name: deviations}.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from combinatorial import Box, cover
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from highwater.attention.dense import register
+from highwater.engine import data
+from highwater.engine.model import Decoder, build, name_in_files, read_config
+from highwater.engine.step import Trainer, backward_of
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp import local_shard
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+from references import objectives as plain
+from references.documents import Document
+from references.wide import lift_float32_casts
+
+VOCABULARY = 97
+LENGTH_TOKENS = 64
+LOSS_SCALE = 0.1
+"""Deviations of a loss are relative to itself, or to this where it is smaller: one of whitened advantages is 0 but for rounding."""
+ALONE = 1000
+"""A group of one."""
+FAR = -800.0
+"""A log-probability whose ratio to any other overflows."""
+NEVER = 1e9
+"""A dual clip above every ratio there can be."""
+NUMBERS: dict[str, dict[str, float]] = {
+    "default": {},
+    "changed": {
+        "clip_ratio_low": 0.1,
+        "clip_ratio_high": 0.3,
+        "dual_clip": 1.5,
+        "kl_coefficient": 0.05,
+        "entropy_coefficient": 0.02,
+        "value_clip": 0.1,
+        "value_coefficient": 0.8,
+        "discount": 0.9,
+        "gae_lambda": 0.7,
+    },
+    "one clip": {"dual_clip": 0.0},
+}
+"""What is set of the engine's hyperparameters. Where nothing is, the reference has its own defaults, whatever ours are."""
+THEIRS = {
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "dual_clip": "dual_clip",
+    "kl_coefficient": "divergence",
+    "entropy_coefficient": "entropy",
+    "value_clip": "value_clip",
+    "value_coefficient": "value",
+    "discount": "discount",
+    "gae_lambda": "decay",
+}
+"""What the reference calls them."""
+NOWHERE = ("-",)
+"""The value of a factor that an objective does not have."""
+
+_EVERYWHERE: Box = {
+    "strategy": ("fsdp", "fsdp2"),
+    "ranks": ("1", "2", "2 ulysses 2", "4 ulysses 2"),
+    "offload": ("no", "offload"),
+    "recompute": ("none", "layer", "all-but-attention"),
+    "micro-batches": ("1", "3"),
+    "model": ("dense", "moe", "moe-balanced"),
+    "trained": ("everywhere", "hardly on rank 0"),
+}
+_LOGITS: Box = {"loss": ("full", "chunked")}
+_RATIOS: Box = {"entropy": ("none", "full", "chunked"), "sampled": ("all", "some", "none"), "numbers": tuple(NUMBERS)}
+_GROUPS: Box = {"estimator": ("k1", "k2", "k3"), "groups": ("within",)}
+_ABSENT: Box = dict.fromkeys(_LOGITS | _RATIOS | _GROUPS, NOWHERE)
+BOXES: tuple[Box, ...] = (
+    {**_ABSENT, **_EVERYWHERE, **_LOGITS, "objective": ("sft",)},
+    {**_ABSENT, **_EVERYWHERE, "objective": ("rw",)},
+    {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, "objective": ("ppo", "ppo critic")},
+    {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, **_GROUPS, "objective": ("grpo",)},
+    {
+        **_ABSENT,
+        **_EVERYWHERE,
+        **_LOGITS,
+        **_RATIOS,
+        **_GROUPS,
+        "objective": ("grpo",),
+        "ranks": ("2", "4 ulysses 2"),
+        "groups": ("split",),
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One combination."""
+
+    values: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{factor} {value}" for factor, value in sorted(self.values.items()) if value != "-")
+
+    def __getitem__(self, factor: str) -> str:
+        return self.values[factor]
+
+    @property
+    def processes(self) -> int:
+        return int(self["ranks"].split()[0])
+
+    @property
+    def ulysses(self) -> int:
+        return int(self["ranks"].split()[-1]) if "ulysses" in self["ranks"] else 1
+
+    @property
+    def objective(self) -> str:
+        return self["objective"].split()[0]
+
+    @property
+    def settings(self) -> Settings:
+        """What a user would ask for."""
+        given = {
+            "strategy": self["strategy"],
+            "offload": self["offload"] == "offload",
+            "recompute": self["recompute"],
+            "objective": self.objective,
+            "critic": self["objective"] == "ppo critic",
+            "loss": self["loss"],
+            "entropy": self["entropy"],
+        }
+        return Settings(sequences_per_micro_batch=2, **{name: value for name, value in given.items() if value != "-"})
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        estimator = {} if self["estimator"] == "-" else {"kl_estimator": self["estimator"]}
+        return Hyperparameters(**NUMBERS.get(self["numbers"], {}), **estimator)
+
+    @property
+    def numbers(self) -> plain.Numbers:
+        """The same for the reference."""
+        of_ours = NUMBERS[self["numbers"]]
+        changed = {THEIRS[name]: value or NEVER for name, value in of_ours.items()}
+        entropy = of_ours.get("entropy_coefficient", 0.001) if self.settings.entropy != "none" else 0.0
+        return replace(plain.Numbers(**changed), entropy=entropy)
+
+
+@cache
+def cases(strength: int) -> tuple[Case, ...]:
+    """Every meeting of so many values."""
+    return tuple(Case(values=values) for values in cover(BOXES, strength=strength, seed=0))
+
+
+def cases_for(processes: int, strength: int) -> list[Case]:
+    return [case for case in cases(strength) if case.processes == processes]
+
+
+def save_models(folder: Path) -> None:
+    """Tiny models with random float64 weights: what is trained, what it is held to, and what judges it."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": LENGTH_TOKENS,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    balanced = {**experts, "output_router_logits": True}
+    one = {"num_labels": 1}
+    torch.manual_seed(20)
+    models = {
+        "dense": Qwen3ForCausalLM(Qwen3Config(**shape)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)),
+        "moe-balanced": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **balanced)),
+        "reference": Qwen3ForCausalLM(Qwen3Config(**shape)),
+        "scalar dense": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
+        "scalar moe": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**shape, **experts, **one)),
+        "scalar moe-balanced": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**shape, **balanced, **one)),
+        "critic": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
+    }
+    for name, model in models.items():
+        model.double().save_pretrained(folder / name)
+
+
+def main() -> None:
+    weights, result, strength = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    world = dist.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    groups = {u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh) for u in (1, 2) if world % u == 0}
+    results: dict[str, Any] = {}
+    for case in cases_for(world, strength):
+        try:
+            results[case.name] = run(case, weights, mesh, groups[case.ulysses])
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of rank 0, which knows them."""
+    rank = dist.get_rank()
+    step = [
+        [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
+        for data_rank in range(mesh.size() // case.ulysses)
+    ]
+    own = [
+        data.shard(data.pack([_ours(one) for one in micro_batch]), degree=case.ulysses, rank=rank % case.ulysses)
+        for micro_batch in step[rank // case.ulysses]
+    ]
+    trainer = train(case, weights, mesh, group)
+    loss = float(process_mesh.total(backward_of(trainer, own), mesh))
+    ours = {"policy": gradients(trainer.policy), "critic": gradients(trainer.critic) if trainer.critic is not None else {}}
+    if rank > 0:
+        return {}
+    expected_loss, expected = reference(case, weights, [one for of_rank in step for micro_batch in of_rank for one in micro_batch])
+    found: dict[str, float | str] = {"loss": abs(loss - expected_loss) / max(abs(expected_loss), LOSS_SCALE)}
+    off: dict[str, float] = {}
+    for kind, wanted in expected.items():
+        assert set(ours[kind]) == set(wanted), f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
+        for name, gradient in ours[kind].items():
+            off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / wanted[name].norm())
+    worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
+    return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
+
+
+def train(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None) -> Trainer:
+    """As highwater.engine.assemble does, in float64, and each model with weights of its own."""
+    settings = case.settings
+    loss = "full" if settings.holds_logits else "chunked"
+
+    def model(name: str, **how: Any) -> Decoder:
+        built = build(
+            read_config(str(weights / name), length_tokens=LENGTH_TOKENS, rope="auto"),
+            directory=str(weights / name),
+            mesh=mesh,
+            attention=register("flash", group=group),
+            compute_dtype=torch.float64,
+            master_dtype=torch.float64,
+            **how,
+        )
+        lift_float32_casts(built)
+        return built
+
+    trained = partial(model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute)
+    policy = trained(f"scalar {case['model']}", loss=None) if case.objective == "rw" else trained(case["model"], loss=loss)
+    critic = trained("critic", loss=None) if settings.critic else None
+    frozen = {"loss": "chunked", "recompute": "none", "offload": True}
+    return Trainer(
+        policy=policy,
+        optimizer=torch.optim.SGD(policy.parameters()),
+        mesh=mesh,
+        sequence=group,
+        objective=settings.objective,
+        entropy=settings.entropy != "none",
+        critic=critic,
+        critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
+        reference=model("reference", **frozen).requires_grad_(False) if case.objective == "grpo" else None,
+        hyperparameters=case.hyperparameters,
+    )
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that files have, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
+    ranks: list[Any] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    names = [name_in_files(name) for name, _ in model.named_parameters()]
+    parts = zip(*ranks, strict=True)
+    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
+
+
+def reference(case: Case, weights: Path, step: list[Document]) -> tuple[float, dict[str, dict[str, Tensor]]]:
+    """Loss of the policy, and every gradient of policy and critic."""
+    judge = None
+    if case.objective == "rw":
+        policy = _plain_model(AutoModelForSequenceClassification, weights / f"scalar {case['model']}")
+        loss = plain.pairwise(policy, list(zip(step[::2], step[1::2], strict=True)))
+    else:
+        policy = _plain_model(AutoModelForCausalLM, weights / case["model"])
+        router = None
+        if getattr(policy.config, "output_router_logits", False):
+            coefficient, top_k = policy.config.router_aux_loss_coef, policy.config.num_experts_per_tok
+            router = plain.Router(coefficient=coefficient, top_k=top_k)
+        if case.objective == "sft":
+            loss = plain.supervised(policy, step, router=router)
+        elif case.objective == "grpo":
+            held_to = _plain_model(AutoModelForCausalLM, weights / "reference")
+            how = {"estimator": case["estimator"], "numbers": case.numbers, "router": router}
+            loss = plain.group_relative(policy, held_to, step, **how)
+        else:
+            judge = _plain_model(AutoModelForSequenceClassification, weights / "critic") if case.settings.critic else None
+            loss, of_critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
+            if of_critic is not None:
+                of_critic.backward()
+    loss.backward()
+    found = {"policy": _plain_gradients(policy), "critic": _plain_gradients(judge) if judge is not None else {}}
+    return loss.item(), found
+
+
+def _plain_model(kind: Any, directory: Path) -> nn.Module:
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
+
+
+def _plain_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def documents(case: Case, data_rank: int, micro_batch: int) -> list[Document]:
+    """Six documents of odd lengths: single tokens and one without anything to train among them, in pairs for a reward model.
+
+    Where rank 0 hardly trains on anything, it does so in one document: of its first micro-batch.
+    """
+    generator = torch.Generator().manual_seed(100 * data_rank + micro_batch)
+    packed = []
+    for index, length in enumerate((7, 1, 13 + data_rank, 5, 9, 2)):
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        labels[length // 2 : length // 2 + 2] = -100  # what a tool said, amid the response
+        if data_rank == 0 and (index == 3 or (case["trained"] != "everywhere" and (micro_batch, index) != (0, 2))):
+            labels[:] = -100
+        sampled = -4.5 + torch.randn(length, generator=generator, dtype=torch.float64)
+        sampled[-1] = FAR if (data_rank, micro_batch, index) == (0, 0, 2) else sampled[-1]
+        of_tokens = sampled[1:][labels[1:] != -100]
+        packed.append(
+            Document(
+                ids=ids,
+                labels=labels,
+                reward=float(torch.randn((), generator=generator)),
+                group=_group(case, data_rank, micro_batch, index),
+                old_logprobs=of_tokens if case["sampled"] == "all" or (case["sampled"] == "some" and index % 3 == 2) else None,
+            )
+        )
+    return packed
+
+
+def _group(case: Case, data_rank: int, micro_batch: int, index: int) -> int:
+    if index == 4 and micro_batch == 0:
+        return ALONE + data_rank
+    return index % 3 if case["groups"] == "split" else 10 * data_rank + index % 2
+
+
+def _ours(document: Document) -> data.Document:
+    """The same, as the engine takes it: log-probabilities of every token."""
+    logprobs = None
+    if document.old_logprobs is not None:
+        logprobs = torch.zeros(len(document.ids), dtype=torch.float64)
+        logprobs[document.trained] = document.old_logprobs
+    return data.Document(document.ids, document.labels, reward=document.reward, group=document.group, old_logprobs_L=logprobs)
+
+
+if __name__ == "__main__":
+    main()

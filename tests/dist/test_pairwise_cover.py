@@ -1,0 +1,77 @@
+"""Objectives x layouts x settings on real gloo processes against tests/references: the loss of a step and every gradient.
+
+The references were written from the papers and from verl's and TRL's definitions by somebody who had not read the engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from combinatorial import cover, meetings  # noqa: E402
+from cover_cases import BOXES, cases, cases_for, save_models  # noqa: E402
+
+TOLERANCE = 1e-10
+"""Norm-relative: summation order alone differs, all is float64."""
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    save_models(folder)
+    return folder
+
+
+def test_every_two_values_meet_in_a_case() -> None:
+    wanted = {meeting for box in BOXES for meeting in meetings(box, 2)}
+    met = {((a, case[a]), (b, case[b])) for case in cases(2) for a, b in product(sorted(case.values), repeat=2) if a < b}
+    assert wanted <= met
+
+
+def test_cases_lie_within_the_constraints() -> None:
+    boxes = ({"a": ("1", "2"), "b": ("x",)}, {"a": ("3",), "b": ("x", "y")})
+    found = [(case["a"], case["b"]) for case in cover(boxes, strength=2, seed=0)]
+    assert sorted(found) == [("1", "x"), ("2", "x"), ("3", "x"), ("3", "y")]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_combination_of_two_equals_its_reference(processes: int, weights: Path, tmp_path: Path) -> None:
+    assert_equal(processes, 2, weights, tmp_path / "result.json", timeout_s=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_combination_of_three_equals_its_reference(processes: int, weights: Path, tmp_path: Path) -> None:
+    assert_equal(processes, 3, weights, tmp_path / "result.json", timeout_s=1100)
+
+
+def assert_equal(processes: int, strength: int, weights: Path, result: Path, *, timeout_s: float) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    script = str(Path(__file__).with_name("cover_cases.py"))
+    done = subprocess.run(
+        [*torchrun, script, str(weights), str(result), str(strength)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(result.read_text())
+    assert results.keys() == {case.name for case in cases_for(processes, strength)}
+    wrong = {name: of for name, of in results.items() if not _is_equal(of)}
+    assert not wrong, f"{len(wrong)} of {len(results)}: {json.dumps(wrong, indent=1)}"
+
+
+def _is_equal(of: dict[str, float]) -> bool:
+    """Within the tolerance: an error is not, nor what is not a number."""
+    return "error" not in of and all(of[what] <= TOLERANCE for what in ("loss", "gradient"))
