@@ -6,7 +6,8 @@ HighwaterError                 exit code 2: the user can fix it
 ├── StudyError                 a study that cannot be opened, resumed or written
 └── MachineError               exit code 3: this machine cannot do it
 
-An error that is none of these is a bug.
+An error that is none of these is a bug of ours, exit code 70. What the machine refuses, an ``OSError`` that nobody put into words,
+is a MachineError at the door.
 """
 
 from typing import ClassVar
@@ -16,6 +17,8 @@ EXIT_ANSWERED_NO = 1
 EXIT_USER = 2
 EXIT_MACHINE = 3
 EXIT_INCONCLUSIVE = 4
+EXIT_BUG = 70
+"""EX_SOFTWARE of sysexits.h: never an answer, and nothing that was typed."""
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 

@@ -1,12 +1,17 @@
 """The ``highwater`` command: parse, dispatch, and turn every error into its message and exit code."""
 
+import errno
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 from highwater.cli import console
 from highwater.cli.interruption import exit_code_of, heeding_sigterm
 from highwater.cli.parser import parse, usage
-from highwater.errors import EXIT_USER, HighwaterError, UsageError
+from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
+
+_OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
+"""What a system answers to a program that is wrong. All else that it refuses is the machine's: rights, room, names, limits."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -15,7 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """The exit code of a command; an error of the user or the machine is printed, a bug is not caught."""
+    """The exit code of a command; an error of the user, of the machine or of ours is printed, and each has its code."""
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)
@@ -32,11 +37,33 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of the answer went away: nobody is left to tell
         console.write_no_more(sys.stdout)
         return EXIT_USER
+    except Exception as error:  # noqa: BLE001 -- the edge of the process: whatever it is, 1 would say that nothing fits
+        refused = _refused_by_the_machine(error)
+        if refused is None:
+            console.bug(error)
+            return EXIT_BUG
+        console.error(refused)
+        return refused.exit_code
+
+
+def _refused_by_the_machine(error: Exception) -> MachineError | None:
+    """A file, a disk or a limit that no part of the program has put into words; None for a bug."""
+    if isinstance(error, MemoryError):
+        return MachineError("this machine has no memory left", hint="end what else runs here: `ps aux --sort=-rss | head` lists it")
+    if not isinstance(error, OSError) or error.errno is None or error.errno in _OURS:
+        return None
+    if error.filename is None:
+        return MachineError(f"this machine refused: {error.strerror}", hint="`df -h` shows what is full, `ulimit -a` what ends")
+    path = str(error.filename)
+    hint = f"`ls -ld {shlex.quote(path)}` shows whose it is, `df -h` what is full"
+    return MachineError(f"{path} cannot be used: {error.strerror}", hint=hint)
 
 
 def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
-    """Raise UsageError for a word that no study could record."""
+    """Raise UsageError for a word that no study could record, or that no system takes for a name."""
     for word in words:
+        if "\0" in word:
+            raise UsageError(f"{word} has a zero byte", hint="leave it out: no name has one")
         try:
             word.encode()
         except UnicodeEncodeError as error:

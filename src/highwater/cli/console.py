@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -112,6 +113,14 @@ def error(problem: HighwaterError) -> None:
     talk(f"error: {without_secrets(problem.problem)}")
     talk()
     talk(f"hint: {problem.hint}")
+
+
+def bug(problem: Exception) -> None:
+    """Print that the program itself has failed, and where: what one needs to report it, without the secrets that may be in it."""
+    talk(f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: {without_secrets(str(problem))}")
+    talk()
+    talk("hint: finished trials are kept; report it with what follows and the command that you typed")
+    _say(plain_lines(f"\n{without_secrets(''.join(traceback.format_exception(problem)))}".rstrip()))
 
 
 def _say(text: str) -> None:

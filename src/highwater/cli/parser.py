@@ -69,6 +69,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def parse_strictly(parser: Parser, words: Sequence[str], *, whole: Parser | None = None) -> argparse.Namespace:
     """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``) does not know."""
+    for word in words:
+        if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
+            raise UsageError(f"{word.removesuffix('=--')} has no value", hint=f"for example `{parser.example}`")
     arguments, unknown = (whole or parser).parse_known_args(words)
     if unknown:
         raise _unknown(unknown[0], parser)

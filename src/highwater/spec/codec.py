@@ -24,7 +24,10 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
     Raises msgspec.ValidationError for fields that are missing, unknown or of the wrong type,
     msgspec.DecodeError for text that is no JSON, and HighwaterError for values that cannot be.
     """
-    return msgspec.json.decode(text, type=kind)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deep") from error
 
 
 def to_builtins(value: object) -> Any:

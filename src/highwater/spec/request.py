@@ -186,6 +186,12 @@ class Request(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that cannot work, whatever the model and the machine."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and not _is_text(value):
+                raise _RefusedError(
+                    name, f"{name} {value!r} is no text that a file could be called", hint="leave such characters out"
+                )
         for name, in_base_units in _READ_FROM.items():
             try:
                 getattr(self, in_base_units)
@@ -371,6 +377,11 @@ def _explained(
         return UsageError(f"{where}{name} {shown!r} is not one of {', '.join(allowed)}", hint=f"use `{spell(name, near)}`")
     expected, example = _EXPECTED[name]
     return UsageError(f"{where}{name} {shown!r} is not {expected}", hint=f"for example `{spell(name, example)}`")
+
+
+def _is_text(value: str) -> bool:
+    """It has no zero byte, and no half of a character: what no system takes, and no study could record."""
+    return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str | None:

@@ -68,7 +68,7 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
         path.touch(exist_ok=False)
         path.unlink()
     except OSError as error:
-        why = "is there already" if path.exists() else f"cannot be written: {error.strerror}"
+        why = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
         raise UsageError(f"{path} {why}", hint=f"name a new file: `{flag} {shlex.quote(free_name(name))}`") from error
 
 
