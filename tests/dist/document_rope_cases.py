@@ -21,8 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Olmo3Config, Olmo3ForCau
 from highwater.attention.dense import register
 from highwater.engine.data import Document, pack, shard
 from highwater.engine.model import build, read_config
-from highwater.engine.step import CLIP_NORM, Trainer, train_step
+from highwater.engine.step import Trainer, train_step
 from highwater.parallel import mesh as process_mesh
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 
 VOCABULARY = 97
@@ -178,7 +179,7 @@ def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> t
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / trained
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
     return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
 
 
