@@ -32,7 +32,7 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater: Run, 
 def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater: Run) -> None:
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--json")
     document = json.loads(done.stdout)
-    assert (done.returncode, document["schema_version"]) == (0, 2)
+    assert (done.returncode, document["schema_version"]) == (0, 3)
     assert from_json(done.stdout, Study).complete
     answer = document["answers"][0]
     assert answer["does_not_fit_tokens"] > answer["capacity_tokens"] > 0

@@ -47,6 +47,9 @@ def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater: Run,
     lines = [json.loads(line) for line in study.read_text().splitlines()]
     kept = lines[: max(i for i, line in enumerate(lines) if line["kind"] == "trial_finished") + 1]
     kept[-1]["result"] |= {"outcome": "TIMEOUT", "reason": "not done after 2m 00s"}
+    kept[0]["schema_version"] = 2  # whose lines have no checksums
+    for line in kept:
+        del line["checksum"]
     study.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     more = highwater(*words, "10m")
     assert more.returncode == 0, more.stderr

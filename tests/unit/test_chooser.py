@@ -18,17 +18,20 @@ from highwater.cli.parser import parse
 from highwater.cli.recommendation import found_for
 from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
+from highwater.launch.simulated import SimulatedRunner
 from highwater.report.chooser import Place, chooser_json
 from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
 from highwater.report.guide_maps import headroom_map, term_map
 from highwater.report.guide_page import guide_page
 from highwater.report.recommendation import recommendation_tables
+from highwater.search.campaign import CellAnswered, campaign
 from highwater.spec.capacities import study_capacities
 from highwater.spec.codec import to_builtins
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Recommendation
-from highwater.spec.study import CellAnswer, Study
+from highwater.spec.study import Study
 from highwater.store.journal import open_journal
+from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -267,12 +270,12 @@ def test_a_length_that_recommend_refuses_is_not_offered() -> None:
 def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384)))
     question = msgspec.structs.replace(question_of(gpus=[1]), model=model, simulated=False, device_name="NVIDIA H200")
-    answer = CellAnswer(
-        cell=question.cells[0], capacity_tokens=8192, does_not_fit_tokens=12288, limit="memory", reason="", trials=2
-    )
     path = tmp_path / "s.jsonl"
     with open_journal(path, question, command=()) as journal:
-        journal.cell_answered(answer)
+        runner = RecordingRunner(SimulatedRunner(lambda spec: spec.length_tokens * GIB // 128), journal)
+        for event in campaign(question, runner):
+            if isinstance(event, CellAnswered):
+                journal.cell_answered(event.answer)
     (place,) = places(guide(path))
     assert place.basis == "highwater, sft: measured"
     assert [each.found.chosen.label if each.found.chosen else None for each in place.answers] == ["vanilla, 1 GPU"] * 2 + [None]

@@ -14,7 +14,7 @@ from places import question_of
 import highwater
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE
-from highwater.report.table import answer_table, plain_table, published_lines, published_table
+from highwater.report.table import answer_table, plain_table, published_lines, published_tables, published_text
 from highwater.reporting import report_text
 from highwater.search.campaign import CellAnswered, TrialFinished, campaign
 from highwater.spec.capacities import study_capacities
@@ -154,7 +154,7 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
     table = plain_table(answer_table(study))
     assert next(line for line in table.splitlines() if line.startswith("vanilla ")).split()[3:5] == ["≥196,608*", "unproven"]
     assert "max_model_len = ?" in published_lines(study)
-    for text in (table, published_lines(study), published_table([study])):
+    for text in (table, published_lines(study), *map(published_text, published_tables([study]))):
         assert "1000000" not in text.replace(",", "")
     report = highwater.study_report(study)
     assert [cell.answer is None for cell in report.cells] == [True, False]
