@@ -19,6 +19,7 @@ from highwater.attention.dense import Attention
 from highwater.engine import weights
 from highwater.engine.document_rope import follow_documents
 from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.engine.head_proof import prove_head
 from highwater.engine.loss import token_statistics
 from highwater.engine.random_weights import fill_random
 from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
@@ -34,8 +35,6 @@ from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 from highwater.spec.trial import Weights
 from highwater.spec.weight_files import SCORE, unties
 
-_CHANGES_LOGITS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "output_multiplier_scale": 1.0}
-"""Config fields by which a family changes its logits after the head, and the value that changes nothing."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that only attend; a window that is too small for the documents is refused when it is used."""
 _LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
@@ -196,7 +195,6 @@ class ScalarModel(Decoder):
 def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
     """The model's config, its RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    _refuse_changed_logits(config)
     if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
         config.tie_word_embeddings = False  # as transformers does with files that hold both, and different values
     if getattr(config, "head_dim", 0) is None:  # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
@@ -269,6 +267,7 @@ def build_on_meta(config: PreTrainedConfig, *, attention: Attention, loss: Loss 
     drop_storage(causal_lm)
     _refuse_shared_parameters(causal_lm)
     _refuse_other_mixing(causal_lm)
+    prove_head(causal_lm)
     fuse_norms(causal_lm)
     fuse_attentions(causal_lm)
     if loss is None:
@@ -330,15 +329,6 @@ def _not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
         f"{config.model_type} cannot be trained with the attention that keeps packed sequences apart: {why}",
         hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
     )
-
-
-def _refuse_changed_logits(config: PreTrainedConfig) -> None:
-    for field, neutral in _CHANGES_LOGITS.items():
-        if getattr(config, field, neutral) not in (neutral, None):
-            raise ModelError(
-                f"{config.model_type} changes its logits by {field} = {getattr(config, field)}, which is not supported",
-                hint="use a family with plain logits, for example Qwen3 or Llama",
-            )
 
 
 class Fill:
