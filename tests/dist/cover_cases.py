@@ -250,7 +250,8 @@ def run(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGro
     for kind, wanted in expected.items():
         assert set(ours[kind]) == set(wanted), f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
         for name, gradient in ours[kind].items():
-            off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / wanted[name].norm())
+            scale = wanted[name].norm() or 1.0  # where every token is clipped, experts have no gradient: then ours is 0, too
+            off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / scale)
     worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
     return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
 
