@@ -55,7 +55,11 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
             "of the family gemma3, which reads more than text",
         ),
         ({"model_type": "llava", "text_config": {"model_type": "mistral"}}, "of the family llava, which reads more than text"),
-        ({"model_type": "t5", "vocab_size": None}, "of the family t5, has no vocab_size"),
+        ({"vocab_size": None}, "of the family qwen3, has no vocab_size"),
+        ({"model_type": "t5"}, "of the family t5, which nobody has compared"),
+        ({"model_type": "deepseek_v3"}, "of the family deepseek_v3, which cannot be trained exactly: its attention is latent"),
+        ({"model_type": "gpt_oss"}, "its attention has sinks"),
+        ({"model_type": "mpt"}, "it attends by code of its own"),
         ({"model_type": ["llama"]}, "has the model_type ['llama']"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
@@ -67,7 +71,15 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(
     highwater: Run, tiny: Path, changes: dict[str, Any], said: str
 ) -> None:
     rewrite(tiny, **changes)
-    for words in (("find", str(tiny), *SIMULATED), ("predict", str(tiny), *GPUS)):
+    at_length = ("--length", "2048")
+    for words in (
+        ("find", str(tiny), *SIMULATED),
+        ("find", str(tiny), "--device", "cpu"),
+        ("try", str(tiny), "--device", "cpu", *at_length),
+        ("predict", str(tiny), *GPUS),
+        ("recommend", str(tiny), *GPUS, *at_length),
+        ("emit", "--for", "trl", str(tiny), *GPUS, *at_length),
+    ):
         problem, hint = refusal(highwater(*words), 2)
         assert said in problem
         assert hint

@@ -123,10 +123,10 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: i
     ) -> tuple[Tensor, None]:
         callers.add(module)
         if document_lengths is None:
-            raise RuntimeError(f"{type(module).__name__} does not hand the documents on: they would see each other")
+            raise _unsupported(module, "no word of the documents, which would see each other")
         if attention_mask is not None:
-            raise RuntimeError(f"{type(module).__name__} built an attention mask of shape {tuple(attention_mask.shape)}")
-        _refuse_features(features, longest=max(document_lengths))
+            raise _unsupported(module, f"a mask of its own, of shape {tuple(attention_mask.shape)}")
+        _refuse_features(module, features, longest=max(document_lengths))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         in_pieces = depth is not None and _layers_from_the_end(module) > depth
         ours = partial(attend, document_lengths=document_lengths, scaling=scale, kernel=kernel, in_pieces=in_pieces)
@@ -167,15 +167,24 @@ def _layers_from_the_end(module: nn.Module) -> int:
     return config.num_hidden_layers - index
 
 
-def _refuse_features(features: dict[str, Any], *, longest: int) -> None:
-    """Raise RuntimeError for what this attention does not compute, rather than compute something else."""
-    window = features.get("sliding_window")
+def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
+    """Raise ModelError for what this attention does not compute, rather than compute something else."""
+    # A family that does not hand its window on has put it into the mask that it was not asked for; 0 is none there.
+    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
+    window = features.get("sliding_window", own)
     if window is not None and window < longest:
-        raise RuntimeError(f"a sliding window of {window} tokens is not supported for documents of {longest}")
+        raise _unsupported(module, f"a sliding window of {window} tokens, too few for documents of {longest}")
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if features.get(name) is not None:
-            raise RuntimeError(f"attention with {name} is not supported")
+            raise _unsupported(module, name)
     if features.get("dropout"):
-        raise RuntimeError("attention dropout is not supported")
+        raise _unsupported(module, "dropout")
     if features.get("is_causal") is False:
-        raise RuntimeError("attention that is not causal is not supported")
+        raise _unsupported(module, "no causal order")
+
+
+def _unsupported(module: nn.Module, feature: str) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} attends with {feature}, which is not supported",
+        hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
+    )

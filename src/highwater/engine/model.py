@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from highwater.attention.dense import Attention
 from highwater.engine import weights
+from highwater.engine.buffers import fill_buffers
 from highwater.engine.document_rope import follow_documents
 from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.head_proof import prove_head
@@ -26,6 +27,7 @@ from highwater.engine.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.recompute import recompute_layers
 from highwater.engine.rope import scale_rope
 from highwater.engine.router import documents_of, follow_routers
+from highwater.engine.weight_names import names_in_model
 from highwater.errors import ModelError
 from highwater.parallel.fsdp import shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
@@ -235,7 +237,8 @@ def build(
     if recompute != "none":
         recompute_layers(model.layers, keep_attention=recompute == "all-but-attention")
     device = torch.device(mesh.device_type)
-    with weights.opened(directory) as saved:
+    with weights.opened(directory) as files:
+        saved = None if files is None else files.renamed(names_in_model(model.causal_lm, files.names))
         fill = Fill(model, saved, device=device, seed=seed)
         if strategy == "fsdp":
             wrapped = shard_flat(
@@ -364,7 +367,7 @@ class Fill:
         assert not self._missing, f"never filled: {sorted(self._missing)}"
 
     def _fill(self, modules: Sequence[nn.Module]) -> None:
-        _fill_buffers(modules, device=self.device)
+        self._fill_buffers(modules)
         if self._is_tied and self.model.head in modules:
             self.model.head.weight = cast(nn.Embedding, self.model.causal_lm.get_input_embeddings()).weight
         parameters, buffers = {}, {}
@@ -382,6 +385,18 @@ class Fill:
         std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
         for name, parameter in fresh.items():
             fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
+
+    def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
+        """Compute buffers anew; raise ModelError for those that neither the family's class nor the files describe."""
+        for module in modules:
+            unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
+            names = [name_in_files(self.names[module]) + name for name in unknown]
+            lacking = [name for name in names if self.saved is None or not self.saved.has(name)]
+            if lacking:
+                raise ModelError(
+                    f"{type(module).__name__} has the buffer {lacking[0]}, which neither its class nor any file gives a value",
+                    hint="use another family, for example Qwen3 or Llama",
+                )
 
 
 def _check_files(model: Decoder, saved: weights.SavedWeights, other_names: Mapping[str, str]) -> None:
@@ -417,16 +432,3 @@ def name_in_files(name: str) -> str:
 def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Without the second name of a parameter that two modules share."""
     return {name: p for p, name in {p: name for name, p in reversed(parameters.items())}.items()}
-
-
-def _fill_buffers(modules: Sequence[nn.Module], *, device: torch.device) -> None:
-    """Compute the buffers anew (RoPE frequencies), on the device also where parameters are offloaded: a model on meta has none."""
-    for module in modules:
-        buffers = dict(module.named_buffers(recurse=False))
-        if not buffers:
-            continue
-        if not hasattr(module, "config"):
-            raise ModelError(f"{type(module).__name__} has buffers that no config describes", hint="use another family")
-        fresh = cast(Any, type(module))(module.config)
-        for name in buffers:
-            setattr(module, name, getattr(fresh, name).to(device))

@@ -51,6 +51,15 @@ class SavedWeights:
         starts = range(0, _shape(one)[0], _COMPARED_ROWS)
         return all(torch.equal(one[start : start + _COMPARED_ROWS], two[start : start + _COMPARED_ROWS]) for start in starts)
 
+    def renamed(self, names: Mapping[str, str]) -> "SavedWeights":
+        """The same tensors under other names."""
+        return SavedWeights(self.directory, {names[name]: _Renamed(file, name) for name, file in self._where.items()})
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of every tensor."""
+        return self._where.keys()
+
     def check(self, parameters: Mapping[str, nn.Parameter], *, others: Collection[str], ignored: Collection[str]) -> None:
         """Raise ModelError unless the files hold all of these parameters, in their shapes, and nothing besides.
 
@@ -139,6 +148,22 @@ class _Unpickled:
         return self._tensors[name]
 
     get_slice = get_tensor
+
+
+class _Renamed:
+    """A tensor of an open file, which knows it by another name than it is asked for."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def get_tensor(self, _: str) -> Tensor:
+        """All of it."""
+        return self._file.get_tensor(self._name)
+
+    def get_slice(self, _: str) -> Any:
+        """What reads the rows that it is asked for."""
+        return self._file.get_slice(self._name)
 
 
 @contextmanager

@@ -30,6 +30,23 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, untied embeddings."""
 
+MIXTURES = frozenset(
+    (
+        *("afmoe", "aria_text", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
+        *("hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe"),
+        *("qwen2_moe", "qwen3_moe", "solar_open"),
+    )
+)
+"""Families with experts; what the config of any other says of experts is read by no class."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names that families give the same thing: experts of a layer, of a token; what all tokens share; layers without, at the front."""
+UNGATED = frozenset(("apertus", "arcee", "gpt_neox", "jais2", "opt", "persimmon", "starcoder2"))
+"""Families whose MLP has no gate."""
+
 ROPE_BY_LAYER = frozenset(
     (
         *("beam", "deepseek_v4", "dots3_note_text", "gemma3_text", "gemma3n_text", "gemma4_assistant", "gemma4_text"),

@@ -1,34 +1,37 @@
 """ModelShape and Model: what a Hugging Face ``config.json`` says about memory and time, read without transformers."""
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
-from highwater.spec.families import has_sliding_layers, unsupported_dropout, value_of
+from highwater.spec.families import (
+    DENSE_LAYERS,
+    EXPERT_COUNTS,
+    EXPERTS_PER_TOKEN,
+    MIXTURES,
+    SHARED_COUNTS,
+    SHARED_WIDTHS,
+    UNGATED,
+    has_sliding_layers,
+    unsupported_dropout,
+    value_of,
+)
 from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.trained_families import refuse_features, refuse_untrained
 from highwater.spec.weight_files import refuse_quantised, unties
 
 _LONGEST_NAME = 120
 """Characters of a name that an error repeats."""
 MIN_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
-WITHOUT_ROPE = frozenset(
-    (
-        *("opt", "xglm", "biogpt", "gpt2", "gpt-sw3", "gpt_neo", "gpt_bigcode", "openai-gpt", "ctrl", "gptj", "codegen"),
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
-        *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-        *("jamba", "nemotron_h", "zamba"),
-    )
-)
-"""Model types whose transformers config has no RoPE parameters: positions that are learned, fixed, rotated by a table, or none.
-
-A list, because a config.json tells nothing: many with RoPE leave it to their type's default. Types that are not here have it.
-"""
+WITHOUT_ROPE = frozenset(("opt",))
+"""Trained families whose positions are no RoPE: learned, fixed or none. A config.json tells nothing of it."""
 
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PARAMETERS = 10**15
@@ -58,21 +61,35 @@ class ModelShape(Noun, frozen=True, kw_only=True):
     experts_per_token: int = 1
     balanced_experts: bool = False
     """The config asks for the routers' auxiliary loss, which keeps their probabilities."""
+    shared_expert_size: int = 0
+    """Width of the MLP that every token goes through beside its experts; 0 where there is none."""
+    dense_layers: int = 0
+    """Layers of a mixture of experts that have one MLP in the place of experts."""
+    dense_intermediate_size: int = 0
+    """Width of that MLP."""
+    mlp_matrices: int = 3
+    """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of a gated-MLP decoder of this shape, norms included, biases not; within 0.1 % for the catalog."""
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        """Parameters of a decoder of this shape, norms included, biases not; within 0.1 % for the catalog."""
         router = self.hidden_size * self.experts if self.experts > 1 else 0
-        per_layer = self._attention_parameters + mlp * self.experts + router + 2 * self.hidden_size
+        per_layer = self._attention_parameters + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.layers * per_layer + embeddings + self.hidden_size
+        in_mlps = self._mlp_parameters(self.experts, router=router)
+        return self.layers * per_layer + in_mlps + embeddings + self.hidden_size
 
     @property
     def matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: layers (the routed experts only) and the head, no embedding."""
-        mlp = 3 * self.hidden_size * self.intermediate_size * self.experts_per_token
-        return self.layers * (self._attention_parameters + mlp) + self.vocab_size * self.hidden_size
+        in_mlps = self._mlp_parameters(self.experts_per_token, router=0)
+        return self.layers * self._attention_parameters + in_mlps + self.vocab_size * self.hidden_size
+
+    def _mlp_parameters(self, experts: int, *, router: int) -> int:
+        """Of the MLPs of all layers, with so many experts in each that has them."""
+        widths = (self.layers - self.dense_layers) * (self.intermediate_size * experts + self.shared_expert_size)
+        widths += self.dense_layers * self.dense_intermediate_size
+        return self.mlp_matrices * self.hidden_size * widths + (self.layers - self.dense_layers) * router
 
     @property
     def _attention_parameters(self) -> int:
@@ -167,8 +184,8 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
             f"{heads} query heads do not go with {kv_heads} key/value heads and a hidden size of {hidden} in {source}",
             hint="set num_key_value_heads to a divisor of num_attention_heads, and head_dim to a whole number, 1 or more",
         )
-    experts = _optional_size(config, "num_experts", source) or _optional_size(config, "num_local_experts", source) or 1
-    expert_width = _optional_size(config, "moe_intermediate_size", source) if experts > 1 or family == "qwen3_moe" else None
+    width = _optional_size(config, "intermediate_size", source) or 4 * hidden
+    mixture = _mixture(config, source) if family in MIXTURES else _Mixture(width=width)
     shape = ModelShape(
         model_type=family,
         hidden_size=hidden,
@@ -176,13 +193,19 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         query_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=expert_width or _optional_size(config, "intermediate_size", source) or 4 * hidden,
+        intermediate_size=mixture.width or width,
         vocab_size=_size(config, "vocab_size", source),
         native_length_tokens=_size(config, "max_position_embeddings", source),
         tied_embeddings=_tied_embeddings(config, source),
-        experts=experts,
-        experts_per_token=_optional_size(config, "num_experts_per_tok", source) or 1,
-        balanced_experts=experts > 1 and config.get("output_router_logits") is True and config.get("router_aux_loss_coef") != 0,
+        experts=mixture.experts,
+        experts_per_token=mixture.experts_per_token,
+        balanced_experts=mixture.experts > 1
+        and config.get("output_router_logits") is True
+        and config.get("router_aux_loss_coef") != 0,
+        shared_expert_size=mixture.shared_size,
+        dense_layers=mixture.dense_layers,
+        dense_intermediate_size=width if mixture.dense_layers else 0,
+        mlp_matrices=2 if family in UNGATED else 3,
     )
     if shape.experts_per_token > shape.experts > 1:
         raise ModelError(
@@ -192,6 +215,41 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
     if shape.parameters > _MOST_PARAMETERS:
         raise ModelError(f"{source} describes {shape.parameters} parameters, more than any model has", hint="check its sizes")
     return shape
+
+
+class _Mixture(NamedTuple):
+    """What a config says of experts; of a family without, one expert."""
+
+    width: int | None
+    """Of one expert; None where it is ``intermediate_size``."""
+    experts: int = 1
+    experts_per_token: int = 1
+    shared_size: int = 0
+    dense_layers: int = 0
+
+
+def _mixture(config: dict[str, Any], source: str) -> _Mixture:
+    """The experts of a family that has them, by whichever of the fields its config has."""
+
+    def first(fields: Sequence[str]) -> int | None:
+        return next((size for field in fields if (size := _optional_size(config, field, source)) is not None), None)
+
+    experts = first(EXPERT_COUNTS) or 1
+    width = _optional_size(config, "moe_intermediate_size", source)
+    each = width or _optional_size(config, "intermediate_size", source) or 4 * _size(config, "hidden_size", source)
+    shared = _count(config, SHARED_WIDTHS, source) or each * (_count(config, SHARED_COUNTS, source) or 0)
+    kinds, layers = config.get("mlp_layer_types"), _size(config, "num_hidden_layers", source)
+    dense = kinds.count("dense") if isinstance(kinds, list) else _count(config, DENSE_LAYERS, source) or 0
+    return _Mixture(width, experts, first(EXPERTS_PER_TOKEN) or 1, shared, min(dense, layers))
+
+
+def _count(config: dict[str, Any], fields: Sequence[str], source: str) -> int | None:
+    """The first of the fields that the config or its class has: a whole number, which may be 0."""
+    for field in fields:
+        value = value_of(config, field)
+        if value is not None:
+            return 0 if value == 0 else _checked(value, field, source)
+    return None
 
 
 def _family(config: dict[str, Any], source: str) -> str:
@@ -214,14 +272,16 @@ def _family(config: dict[str, Any], source: str) -> str:
         raise ModelError(
             f"{source} is of the family {family}: an encoder-decoder model", hint="use a decoder-only causal language model"
         )
+    refuse_untrained(family, source)
     missing = [field for field in MIN_FIELDS if config.get(field) is None]
     if missing:
         raise ModelError(
             f"{source}, of the family {family}, has no {', '.join(missing)}",
             hint="use the config.json of a decoder-only causal language model, or `highwater find Qwen3-0.6B`",
         )
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_moe"):
         _refuse_dense_layers(config, source)
+    refuse_features(config, source)
     return family
 
 

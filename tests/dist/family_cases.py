@@ -1,0 +1,192 @@
+"""One process of a group: every family in one layout, against the family's own modules. Started by torchrun.
+
+``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one JSON line a family.
+"""
+
+import json
+import sys
+import time
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from cases import RecordGradients
+from float64 import Lifted
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from highwater.attention.dense import register
+from highwater.engine.data import Document, pack, shard
+from highwater.engine.model import build, name_in_files, read_config
+from highwater.engine.step import Trainer, train_step
+from highwater.errors import HighwaterError
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp import local_shard
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {"processes": 1, "strategy": "fsdp2"},
+    "fsdp2": {"processes": 2, "strategy": "fsdp2"},
+    "fsdp1 ulysses": {"processes": 2, "strategy": "fsdp", "ulysses": 2},
+    "offload": {"processes": 2, "strategy": "fsdp2", "offload": True, "recompute": "layer"},
+}
+TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
+"""Norm-relative: the order of summation alone differs."""
+ROUNDING = 1e-3
+"""A parameter whose gradient is smaller than this part of its share in the whole gradient's norm is measured by that part: an
+exact zero, as of a key's bias, is rounding on either side."""
+CANCELS = {"diffllama": 2e-5}
+"""Float32's tolerance for a family whose gradients are differences of nearly equal numbers: of two attentions, for their weight."""
+CLIP_NORM = 1.0
+"""Gradients' norm above which both sides scale them down: the trainer's default."""
+LENGTHS = (7, 7, 1, 13, 5)
+LONGEST_DOCUMENT = max(LENGTHS)
+MICRO_BATCHES = 2
+LONGEST = 64
+VOCABULARY = 128
+
+
+def main() -> None:
+    models, result, layout, *families = sys.argv[1:]
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    process_mesh.join(torch.device("cpu"))
+    try:
+        for family in families:
+            line = {"family": family, "layout": layout, **outcome(Path(models, family), LAYOUTS[layout])}
+            if dist.get_rank() == 0:
+                with Path(result).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    finally:
+        process_mesh.leave()
+
+
+def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """How training one family compares, or the refusal, or what failed."""
+    start = time.monotonic()
+    found: dict[str, Any] = {}
+    try:
+        load_model(str(directory))
+        for dtype in TOLERANCE:
+            found[dtype] = deviations(directory, dtype, layout)
+    except HighwaterError as refusal:
+        return {"outcome": "refused", "problem": refusal.problem.replace(str(directory), "DIRECTORY"), "hint": refusal.hint}
+    except Exception as error:  # noqa: BLE001 -- a family's failure is its result, and the others go on
+        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"[:2000], "trace": traceback.format_exc()[-6000:]}
+    tolerance = {**TOLERANCE, "float32": CANCELS.get(directory.name, TOLERANCE["float32"])}
+    equal = all(found[dtype][what] <= tolerance[dtype] for dtype in found for what in ("loss", "norm", "gradient"))
+    return {"outcome": "equal" if equal else "different", **found, "seconds": round(time.monotonic() - start, 2)}
+
+
+def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Of loss, norm and the worst parameter's gradient; and where casts were lifted."""
+    ulysses = layout.get("ulysses", 1)
+    data_ranks = dist.get_world_size() // ulysses
+    with Lifted() if dtype == "float64" else nullcontext() as lifted:
+        ours = _ours(directory, getattr(torch, dtype), layout)
+        everything = [documents(r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
+        theirs = _theirs(directory, getattr(torch, dtype), everything)
+    (loss, norm, found), (their_loss, their_norm, expected) = ours, theirs
+    assert set(found) == set(expected), f"parameters without a partner: {sorted(set(found) ^ set(expected))}"
+    of_parameters = {name: _deviation(found[name], expected[name], float(their_norm)) for name in expected}
+    worst = max(of_parameters, key=of_parameters.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(their_loss) - 1),
+        "norm": abs(float(norm) / float(their_norm) - 1),
+        "gradient": of_parameters[worst],
+        "worst": worst,
+        "value": float(their_loss),
+        **({"lifted": sorted(lifted.casts)} if lifted is not None else {}),
+    }
+
+
+def _deviation(found: Tensor | None, expected: Tensor | None, norm: float) -> float:
+    if expected is None:
+        return 0.0 if found is None else float(found.norm())
+    assert found is not None
+    floor = ROUNDING * min(norm, CLIP_NORM)
+    return float((found.view_as(expected) - expected).norm() / expected.norm().clamp(min=floor))
+
+
+def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+    """Loss, norm before clipping and every gradient, by the engine."""
+    device, rank, ulysses = torch.device("cpu"), dist.get_rank(), layout.get("ulysses", 1)
+    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
+    group = process_mesh.sequence_group(Layout(gpus=dist.get_world_size(), ulysses_degree=ulysses), mesh)
+    whole = [pack([Document(*pair) for pair in documents(rank // ulysses, m)]) for m in range(MICRO_BATCHES)]
+    model = build(
+        read_config(str(directory), length_tokens=LONGEST, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash", group=group),
+        strategy=layout["strategy"],
+        offload=layout.get("offload", False),
+        loss="chunked",
+        # What is recomputed runs outside of the mode that lifts casts.
+        recompute="none" if dtype == torch.float64 else layout.get("recompute", "none"),
+        compute_dtype=dtype,
+        master_dtype=dtype,
+    )
+    optimizer = RecordGradients(model.parameters(), lr=0.0)
+    micro_batches = [shard(batch, degree=ulysses, rank=rank % ulysses) for batch in whole]
+    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches)
+    return loss, norm, _whole(model, optimizer.gradients)
+
+
+def _theirs(
+    directory: Path, dtype: torch.dtype, micro_batches: list[list[tuple[Tensor, Tensor]]]
+) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+    """The same by the family's own class in plain transformers, one document at a time."""
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    incomplete = {kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+    assert not incomplete, f"plain transformers does not load what it saved: {incomplete}"
+    model.train()
+    trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
+    loss = torch.zeros((), dtype=dtype)
+    for ids, labels in (pair for batch in micro_batches for pair in batch):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        loss = loss + torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _whole(model: nn.Module, gradients: list[Tensor | None]) -> dict[str, Tensor | None]:
+    """Every parameter's gradient, put together from all ranks, flat; None where no rank has one."""
+    own = [None if gradient is None else local_shard(gradient).flatten() for gradient in gradients]
+    ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    whole: dict[str, Tensor | None] = {}
+    for (name, _), parts in zip(model.named_parameters(), zip(*ranks, strict=True), strict=True):
+        there = [part for part in parts if part is not None]
+        whole[name_in_files(name)] = torch.cat(there) if there else None
+    return whole
+
+
+def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
+    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts are not trained on."""
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    packed: list[tuple[Tensor, Tensor]] = []
+    for length in LENGTHS:
+        ids = torch.randint(VOCABULARY, (length + 2 * rank * (length == max(LENGTHS)),), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        packed.append((ids, labels))
+    return packed
+
+
+if __name__ == "__main__":
+    main()
