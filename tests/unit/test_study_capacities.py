@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import msgspec
+from places import question_of
 
 import highwater
+from highwater.launch.simulated import SimulatedRunner
+from highwater.report.table import answer_table
+from highwater.search.campaign import CellAnswered, TrialFinished, campaign
 from highwater.spec.capacities import simplest, study_capacities
+from highwater.spec.study import RecordedTrial, Study
 from highwater.spec.trial import Outcome
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
@@ -38,3 +43,28 @@ def test_a_length_whose_own_trial_ran_out_of_memory_does_not_fit_whatever_longer
     labels = {length: None if each is None else each.cell.settings.label for length, each in named.items()}
     other = "Env" if failed.spec.settings.label == "vanilla" else "vanilla"
     assert labels == {4096: "vanilla", 8192: other, 12288: "vanilla"}
+
+
+def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fit_or_less_than_what_did_not():
+    question = question_of(
+        token_budget=65_536, start_length=4096, resolution=4096, max_length=65_536, loss="full", allocator="native"
+    )
+    law = 40_960
+    runner = SimulatedRunner(lambda spec: Outcome.FIT if spec.length_tokens * spec.sequences <= law else Outcome.OUT_OF_MEMORY)
+    trials, answers = [], []
+    for event in campaign(question, runner):
+        if isinstance(event, TrialFinished):
+            trials.append(RecordedTrial(spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result))
+        if isinstance(event, CellAnswered):
+            answers.append(event.answer)
+    study = Study(question=question, trials=tuple(trials), answers=tuple(answers))
+    (found,) = study_capacities(study)
+    assert (found.capacity_tokens, found.does_not_fit_tokens) == (40_960, 45_056)
+    tried = {trial.spec.length_tokens for trial in trials}
+    for length in range(4096, 65_537, 4096):
+        packed = length * (65_536 // length)
+        told = found.fits(length)
+        assert told in (None, packed <= law)
+        assert told is not None or length not in tried
+    assert found.fits(4096) is None, "16 sequences of it are 65,536 tokens"
+    assert any("a shorter length may pack more tokens" in note for note in answer_table(study).footnotes)

@@ -165,7 +165,10 @@ def _round_lengths(top: float) -> list[int]:
 def memory_picture(report: StudyReport) -> MemoryPicture | None:
     """Allocated, reserved and device used of each trial, its limit, and its predicted interval; None where nothing was measured."""
     known = [trial for trial in report.trials if _largest(trial)]
-    shown = known if len(known) <= _MOST_ROWS else [trial for trial in known if trial.number in _edges(report)][:_MOST_ROWS]
+    shown = known
+    if len(known) > _MOST_ROWS:
+        edges = _edges(report)
+        shown = [trial for trial in known if trial.number in edges][:_MOST_ROWS]
     if not shown:
         return None
     longest = max(max(_largest(trial), trial.limit_bytes or 0, _high(trial)) for trial in shown) * 1.02

@@ -3,7 +3,8 @@
 Figures of trials are measured, or simulated where the question says so; what is predicted stands in fields that say so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -161,13 +162,14 @@ def assembled(
         for number, (trial, predicted) in enumerate(zip(study.trials, predictions.trials, strict=True), 1)
     )
     results = [trial.result for trial in study.trials if trial.result is not None]
+    numbered = _numbered(study)
     return StudyReport(
         label="simulated" if study.question.simulated else "measured",
         is_complete=study.complete,
         versions=study.versions,
         device_names=tuple(dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)),
         cells=tuple(
-            _cell(study, cell, predicted, beginning)
+            _cell(study, cell, numbered.get(cell, ()), predicted, beginning)
             for cell, predicted in zip(study.question.cells, predictions.cells, strict=True)
         ),
         trials=trials,
@@ -245,7 +247,13 @@ def judged(trial: TrialReport) -> Judgement:
     return "inside" if trial.device_used_bytes <= around.high_bytes else "above"
 
 
-def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: Beginning | None) -> CellReport:
+def _cell(
+    study: Study,
+    cell: Cell,
+    trials: Sequence[tuple[int, RecordedTrial]],
+    predicted: PredictedCell | None,
+    beginning: Beginning | None,
+) -> CellReport:
     label = cell.label_on(study.question.device)
     given_tokens = None if beginning is None else beginning.likely_tokens.get(label)
     recorded = study.expectation_of(cell)
@@ -255,7 +263,7 @@ def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: 
         cell=cell,
         answer=study.answer_of(cell),
         unproven=study.unproven_of(cell),
-        bracket=tuple(_bracket(study, cell)),
+        bracket=tuple(_bracket(study, trials)),
         predicted=predicted,
         expected_tokens=given_tokens if recorded is None else recorded.likely_tokens,
         expected_by=named if recorded is None else recorded.prediction,
@@ -263,19 +271,28 @@ def _cell(study: Study, cell: Cell, predicted: PredictedCell | None, beginning: 
     )
 
 
-def _bracket(study: Study, cell: Cell) -> Iterator[BracketStep]:
-    """After each trial of the cell; one that tells nothing moves nothing."""
-    fits: set[int] = set()
-    fails: set[int] = set()
-    place = cell.layout, cell.settings
+def _numbered(study: Study) -> Mapping[Cell, Sequence[tuple[int, RecordedTrial]]]:
+    """The trials of each cell with their numbers, in their order."""
+    found: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
     for number, trial in enumerate(study.trials, 1):
-        if (trial.spec.layout, trial.spec.settings) != place:
-            continue
+        found.setdefault(Cell(layout=trial.spec.layout, settings=trial.spec.settings), []).append((number, trial))
+    return found
+
+
+def _bracket(study: Study, trials: Iterable[tuple[int, RecordedTrial]]) -> Iterator[BracketStep]:
+    """After each trial of a cell; one that tells nothing moves nothing."""
+    longest = 0
+    fails: list[int] = []
+    for number, trial in trials:
+        tokens = trial.spec.length_tokens
         if trial.result is not None and trial.result.outcome.tells:
-            (fits if study.question.counts_as_fit(trial.result) else fails).add(trial.spec.length_tokens)
-        longest = max(fits, default=None)
-        shortest = min((tokens for tokens in fails if tokens > (longest or 0)), default=None)
-        yield BracketStep(trial=number, fits_tokens=longest, does_not_fit_tokens=shortest)
+            if study.question.counts_as_fit(trial.result):
+                longest = max(longest, tokens)
+            else:
+                insort(fails, tokens)
+        above = bisect_right(fails, longest)
+        shortest = fails[above] if above < len(fails) else None
+        yield BracketStep(trial=number, fits_tokens=longest or None, does_not_fit_tokens=shortest)
 
 
 def _failed(trial: RecordedTrial) -> bool:

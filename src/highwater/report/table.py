@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from highwater.report.text import plain
+from highwater.spec.packing import NOT_MONOTONE
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
 from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -233,6 +234,8 @@ def _footnotes(study: Study) -> list[str]:
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
+    if any(cell.settings.token_budget_tokens is not None for cell in question.cells):
+        notes.append(NOT_MONOTONE)
     notes.extend(_budgets(study))
     notes.extend(_mixed_versions(study))
     for answer in study.answers:

@@ -47,7 +47,27 @@ class Capacity(Noun, frozen=True, kw_only=True):
         fails = self.does_not_fit_tokens
         if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
             return None
+        if length_tokens not in self.odd_tokens and not self._follows(length_tokens):
+            return None
         return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
+
+    def _follows(self, length_tokens: int) -> bool:
+        """Whether the bracket tells of a length that it does not end at.
+
+        With a token budget a shorter length may pack more tokens than a longer one that fit, and a longer one fewer than one that
+        did not: of such a length nobody knows.
+        """
+        settings, degree = self.cell.settings, self.cell.layout.context_degree
+        if settings.token_budget_tokens is None:
+            return True
+
+        def packed(tokens: int) -> int:
+            return tokens * settings.sequences(tokens, context_degree=degree)
+
+        if length_tokens <= self.capacity_tokens:
+            return packed(length_tokens) <= packed(self.capacity_tokens)
+        fails = self.does_not_fit_tokens
+        return packed(length_tokens) == 0 or fails is None or packed(length_tokens) >= packed(fails)
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:

@@ -9,6 +9,12 @@ from functools import partial
 
 from highwater.spec.study import Cell, Question
 
+NOT_MONOTONE = (
+    "with a token budget a shorter length may pack more tokens and not fit: an answer is about its own two lengths, the longest "
+    "that fit and the next, which did not"
+)
+"""What a reader of such an answer should know."""
+
 
 def packed_tokens(question: Question, cell: Cell, index: int) -> int:
     """Tokens of a micro-batch of the length at ``index`` of the grid."""
