@@ -1,6 +1,7 @@
 """Which families train exactly, and what stands in the way of every other causal family of transformers.
 
-A family is here once tests/dist/test_trained_families.py has found its loss and every gradient equal to its own class's, in each layout.
+A family is here once tests/dist/test_trained_families.py has found its loss and
+every gradient equal to its own class's, in each layout.
 Fields of a config that switch on what the engine does not compute are refused by their values. Both are known without torch, so
 that every command refuses before anything starts.
 
