@@ -3,6 +3,7 @@
 Bytes are binary (1 GiB = 1024³ bytes); "GB" is refused, never guessed. ``128k`` tokens are 131,072.
 """
 
+import math
 import re
 
 from highwater.errors import UsageError
@@ -120,8 +121,11 @@ def format_seconds(seconds: float | None) -> str:
 def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not {what}", hint=f"for example `{example}`")
-    return float(match[1].replace("_", "").replace(",", "")), match[2].lower()
+        raise UsageError(f"{_short(text)} is not {what}", hint=f"for example `{example}`")
+    number = float(match[1].replace("_", "").replace(",", ""))
+    if number == math.inf:
+        raise UsageError(f"{_short(text)} is more than any machine has", hint=f"for example `{example}`")
+    return number, match[2].lower()
 
 
 def _short(text: str) -> str:

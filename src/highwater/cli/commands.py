@@ -1,6 +1,7 @@
 """The commands: each takes what was typed, prints its answer and the next command to type, and returns the exit code."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -170,7 +171,7 @@ def _say_found(arguments: argparse.Namespace, study: Study) -> int:
 def _note_resumed(request: Request, question: Question) -> None:
     """Say what a study has already; what is wrong with it is told when it is opened for writing."""
     path = api.study_file(request, question)
-    if path is None or not path.exists():
+    if path is None or not os.path.exists(path):  # noqa: PTH110 -- which knows no name too long, and no folder without rights
         return
     with suppress(StudyError):
         study = api.open_study(path)

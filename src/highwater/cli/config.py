@@ -1,6 +1,7 @@
 """Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are errors."""
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,7 +91,7 @@ class _Settings(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    name = str(path) if path.is_file() or not path.exists() else "study.yaml"
+    name = "study.yaml" if os.path.exists(path) and not os.path.isfile(path) else str(path)  # noqa: PTH110, PTH113 -- never raise
     example = f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
     try:
         content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506 -- a safe loader

@@ -10,6 +10,7 @@ from highwater.prediction.calibration import Calibration, calibrate
 from highwater.prediction.capacity import CellPrediction, Room, predict_cells
 from highwater.prediction.residuals import Method, Residual, shipped_residuals
 from highwater.prediction.shipped import predict_trinity
+from highwater.spec.bounds import MOST_STATE_BYTES
 from highwater.spec.cluster import Cluster
 from highwater.spec.events import Trainer
 from highwater.spec.model import load_model
@@ -99,6 +100,9 @@ def room_in(where: Cluster, *, host_memory: str | int | None, reserved: str | in
         raise UsageError("a host without memory", hint="give the machine's, for example `--host-memory 512GiB`, or leave it out")
     if state_bytes_per_param < 1:
         raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint="for example `--state-bytes-per-param 8`")
+    if state_bytes_per_param > MOST_STATE_BYTES:
+        problem = f"more than {MOST_STATE_BYTES} bytes of states a parameter"
+        raise UsageError(problem, hint="for example `--state-bytes-per-param 8`")
     return Room(
         device_bytes=where.device_bytes - reserved_bytes,
         host_bytes=host_bytes,

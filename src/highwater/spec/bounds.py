@@ -11,6 +11,8 @@ MOST_LENGTHS = 1 << 20
 """On one grid: every token up to 1,048,576."""
 MOST_SEQUENCES = 1 << 20
 """In one micro-batch, and tiles of an MLP: as many as a micro-batch of that many tokens could have."""
+MOST_STATE_BYTES = 1 << 10
+"""Of one parameter, its gradient and its optimizer states: float64 with ten states has 96."""
 MOST_STEPS = 1_000_000
 """Of a trial, and micro-batches of a step."""
 MOST_REPEATS = 1_000

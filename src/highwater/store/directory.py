@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
@@ -101,7 +102,11 @@ def study_path(log_directory: Path, question: Question) -> Path:
 
 def newest_studies(log_directory: Path) -> list[Path]:
     """The studies under the log directory, the one that was written last first; raises StudyError when there is none."""
-    studies = sorted(log_directory.glob("*/study-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    try:
+        studies = sorted(log_directory.glob("*/study-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError as error:
+        hint = "name another with `--log-dir ./logs`, or a study's file"
+        raise StudyError(f"the log directory {log_directory} cannot be read: {error.strerror}", hint=hint) from error
     if not studies:
         raise StudyError(f"there is no study under {log_directory}", hint="`highwater find Qwen3-0.6B` makes one")
     return studies
@@ -144,7 +149,9 @@ def _another(what: str = "logs") -> str:
 
 def _writable_places() -> list[Path]:
     """Home, where it can be written, and where temporary files go."""
-    home, temporary = Path.home(), Path(tempfile.gettempdir())
+    home, temporary = Path("~"), Path(tempfile.gettempdir())
+    with suppress(RuntimeError):  # whose user has none
+        home = home.expanduser()
     return [home, temporary] if os.access(home, os.W_OK) else [temporary]
 
 

@@ -274,7 +274,7 @@ def parse(full_lines: bytes, *, path: Path) -> Record:
             if record.checksum is not None:
                 text, record.checksum = _unsealed(line, after=record.checksum)
             record.add(decoder.decode(text))
-        except (ValueError, HighwaterError) as error:
+        except (ValueError, RecursionError, HighwaterError) as error:  # nested without end, in a line that nobody wrote
             raise _damaged(path, number, error) from error
     return record
 
@@ -287,7 +287,7 @@ def _header(line: bytes, path: Path) -> Record:
     """The record of the question alone."""
     try:
         version = msgspec.json.decode(line, type=_AnyHeader).schema_version
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise not_a_study(path) from error
     if version > STUDY_SCHEMA_VERSION:
         raise StudyError(

@@ -1,0 +1,159 @@
+"""Commands with hostile values, run one after another in this process: prints what of them ended as no command may.
+
+``python hostile.py SEED COUNT``: so many cases, drawn by the seed; COUNT 0: all of them.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from highwater.cli.app import main
+from highwater.cli.parser import commands
+
+CPU_SECONDS = 20
+"""Of one command; what takes longer hangs."""
+SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run", "--max-length", "8k")
+BASES = {
+    "find": ("Qwen3-0.6B", *SIMULATED),
+    "try": ("Qwen3-0.6B", "--length", "8k", *SIMULATED[:-2]),
+    "predict": ("Qwen3-0.6B", "--gpus", "2xA100-80GB"),
+    "recommend": ("Qwen3-0.6B", "--gpus", "2xA100-80GB", "--length", "8k"),
+    "emit": ("Qwen3-0.6B", "--for", "trl", "--gpus", "2xA100-80GB", "--length", "8k"),
+    "guide": ("--predict", "Qwen3-0.6B", "--gpus", "2xA100-80GB"),
+    "show": (),
+    "report": (),
+    "compare-search": (),
+}
+"""Commands that answer without a GPU, and start nothing."""
+LONG = "x" * 300
+NUMBERS = (
+    *("0", "-1", "-0", "1e3", "nan", "inf", "-inf", "", "  ", "--", "-", "None", "1.5", "1e-400", ".5", "5.", "0x10", "1_000"),
+    *("9" * 310, "-" + "9" * 310, "9" * 4301, f"{'9' * 400}.{'9' * 400}", "1e999", str(2**64), str(2**63 - 1), "9" * 310 + "h"),
+    *("٣", "²", "½", "１２", "💥", "\u202e", "\udcff", "a\0b", "1" * 310 + "GiB", "9" * 310 + "k", "1h" * 200),
+    *("9" * 310 + "xA100-80GB", "0xA100-80GB", "99999999xA100-80GB", "-4xA100-80GB"),
+)
+PLACES = (
+    *("/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/proc/1/root/x", "/nosuch/x", ".", "..", "/", "~", "~nosuchuser"),
+    *("~nosuchuser/x.html", LONG, f"{LONG}/x", "a/" * 3000, f"{LONG}.html", "locked", "locked/x", "locked/x.html", "locked/x/y.md"),
+    *("locked.txt", "locked.txt/x", "tiny", "tiny/config.json", "nested", "endless", "loop", "loop/x", "/dev/null/x.html", ".html"),
+    *(
+        "/proc/x.html",
+        "nested.json",
+        "nested.yaml",
+        "nested.jsonl",
+        "nested.csv",
+        "tags.yaml",
+        "date.yaml",
+        "tagged.yaml",
+        "set.yaml",
+    ),
+    *("binary.yaml", "infinite.yaml", "long.yaml", "longer.yaml", "half.yaml", "zero.yaml", "long.csv", "field.csv", "zero.csv"),
+)
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 4096,
+}
+HEADER = "gpu,settings,gpus,sp,model,max_model_len\n"
+FILES = {
+    "tiny/config.json": json.dumps(TINY),
+    "nested/config.json": json.dumps(TINY)[:-1] + ', "x": ' + "[" * 2000 + "]" * 2000 + "}",
+    "endless/config.json": json.dumps(TINY)[:-1] + ', "rope_theta": ' + "9" * 5000 + "}",
+    "locked/config.json": json.dumps(TINY),
+    "locked.txt": "x",
+    "nested.json": "[" * 2000 + "]" * 2000,
+    "nested.jsonl": '{"a":' * 2000 + "1" + "}" * 2000 + "\n",
+    "nested.csv": "[" * 2000,
+    "nested.yaml": "model: " + "[" * 2000 + "]" * 2000,
+    "tags.yaml": "model: !!python/object/apply:os.system ['id']\n",
+    "date.yaml": "memory: 2020-13-45\n",
+    "tagged.yaml": "offload: !!bool maybe\n",
+    "set.yaml": "gpus: !!set {1, 2}\n",
+    "binary.yaml": "study: !!binary x\n",
+    "infinite.yaml": "gpus: .inf\ntimeout: .nan\n",
+    "long.yaml": f"steps: {'9' * 310}\n",
+    "longer.yaml": f"steps: {'9' * 5000}\n",
+    "half.yaml": 'study: "\\ud800"\n',
+    "zero.yaml": 'log_dir: "a\\0b"\n',
+    "long.csv": f"{HEADER}A100-80GB,vanilla,{'9' * 310},1,Qwen3-8B,1\n",
+    "field.csv": f"{HEADER}{'x' * 200_000},vanilla,1,1,Qwen3-8B,1\n",
+    "zero.csv": f"{HEADER}\0,vanilla,1,1,{LONG},1\n",
+}
+
+
+class Hanging(BaseException):
+    """A command has had its time."""
+
+
+def prepare() -> None:
+    """Write what the places name; what is locked nobody may read or enter."""
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content, encoding="utf-8")
+    Path("loop").symlink_to("loop")
+    Path("locked").chmod(0)
+    Path("locked.txt").chmod(0)
+
+
+def cases() -> Iterator[list[str]]:
+    """Every value of every flag and every argument of every command."""
+    for command, words in BASES.items():
+        for action in commands()[command]._actions:
+            if action.nargs == 0:
+                continue
+            for value in (*NUMBERS, *PLACES):
+                if action.option_strings:
+                    yield [command, *words, f"{action.option_strings[-1]}={value}"]
+                else:
+                    yield [command, value, *(word for word in words if word != "Qwen3-0.6B")]
+
+
+def fault_of(words: list[str]) -> tuple[object, str | None]:
+    """Its exit code, and what is wrong with how the command ended."""
+    out, err = io.StringIO(), io.StringIO()
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code: object = main(words)
+    except Hanging:
+        return "hangs", "hangs"
+    except BaseException as error:  # noqa: BLE001 -- whatever it is, it is a fault
+        return "raises", repr(error)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    said = err.getvalue()
+    if code not in (0, 1, 2, 3, 4) or "Traceback" in said:
+        return code, f"exit code {code}: {said[-2000:]}"
+    if code in (2, 3) and not ("error: " in said and "\nhint: " in said):
+        return code, f"exit code {code} without an error and its hint: {said}"
+    return code, None
+
+
+def _hang(*_: object) -> None:
+    raise Hanging
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    seed, most = map(int, sys.argv[1:])
+    prepare()
+    signal.signal(signal.SIGVTALRM, _hang)
+    every = list(cases())
+    chosen = random.Random(seed).sample(every, most) if most else every
+    ended = [(words, *fault_of(words)) for words in chosen]
+    faults = [([word[:60] for word in words], fault) for words, _, fault in ended if fault is not None]
+    codes = Counter(str(code) for _, code, _ in ended)
+    sys.stdout.write(json.dumps({"cases": len(chosen), "codes": codes, "faults": faults}) + "\n")
