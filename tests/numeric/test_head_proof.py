@@ -1,31 +1,59 @@
-"""The engine applies the head itself: proven of each family that trains, and a family whose logits are more is refused by name."""
+"""A family is trained only where its own forward pass is its head on its backbone's last hidden states; its table says the same."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 
+from highwater.attention.dense import register  # noqa: E402
 from highwater.engine.head_proof import prove_head  # noqa: E402
+from highwater.engine.model import build_on_meta  # noqa: E402
 from highwater.errors import ModelError  # noqa: E402
+from highwater.spec.trained_families import TRAINED, refuse_features  # noqa: E402
 
-PLAIN = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "glm4_moe", "gpt_neox", "granite"),
-    *("granitemoe", "minimax_m2", "olmo2", "olmoe", "opt", "persimmon", "phi3", "phimoe", "smollm3", "starcoder2"),
-)
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
-def on_meta(family: str, **fields: object) -> PreTrainedModel:
-    """The family's class at its default sizes, which take no memory there."""
+def on_meta(family: str, **fields: Any) -> PreTrainedModel:
+    """Two layers of a family as its class makes it."""
+    config = AutoConfig.for_model(family, **fields)
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        if isinstance(getattr(config, name, None), int):
+            with contextlib.suppress(AttributeError):  # a property of other fields
+                setattr(config, name, 2)
+    if isinstance(getattr(config, "layer_types", None), list):
+        config.layer_types = config.layer_types[:2]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**fields), trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_a_family_whose_head_alone_makes_the_logits_is_proven(family: str) -> None:
-    model = on_meta(family)
-    prove_head(model)
-    assert all(parameter.is_meta for parameter in model.parameters()), "nothing of the model itself was touched"
+def is_proven(model: PreTrainedModel) -> bool:
+    return not refused_by(model.config.model_type, prove_head, model)
+
+
+def refused_by(family: str, check: Callable[..., None], *arguments: Any) -> bool:
+    """Whether a check refuses, by the family's name."""
+    try:
+        check(*arguments)
+    except ModelError as refusal:
+        return family in refusal.problem and bool(refusal.hint)
+    return False
+
+
+NOT_OF_DEFAULTS = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
+"""Families whose class cannot be built of its own defaults; tests/dist builds them small."""
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED - set(NOT_OF_DEFAULTS)))
+def test_a_family_that_trains_is_proven(family: str) -> None:
+    prove_head(on_meta(family))
 
 
 @pytest.mark.parametrize(
@@ -37,10 +65,96 @@ def test_a_family_whose_head_alone_makes_the_logits_is_proven(family: str) -> No
         ("granite", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
         ("bert", {"is_decoder": True}, "beside its backbone: cls"),
         ("nanochat", {}, "final_logit_softcapping = 15.0"),
+        ("minicpm3", {}, "beside its backbone: lm_head"),
+        ("roberta", {}, "beside its backbone: lm_head"),
     ],
 )
-def test_a_family_that_does_more_to_its_logits_is_refused_by_name(family: str, fields: dict[str, object], said: str) -> None:
+def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family: str, fields: dict[str, object], said: str) -> None:
     with pytest.raises(ModelError) as refusal:
         prove_head(on_meta(family, **fields))
     assert refusal.value.problem.startswith(f"{family} cannot be trained: its logits are not its head's product")
     assert said in refusal.value.problem
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "changes", "neutral"),
+    [
+        ("cohere", "logit_scale", 0.5, 1.0),
+        ("granite", "logits_scaling", 8.0, 1.0),
+        ("granitemoe", "logits_scaling", 8.0, 1.0),
+        ("granitemoeshared", "logits_scaling", 8.0, 1.0),
+        ("hyperclovax", "logits_scaling", 8.0, 1.0),
+        ("gemma2", "final_logit_softcapping", 30.0, None),
+        ("gemma3_text", "final_logit_softcapping", 30.0, None),
+    ],
+)
+def test_the_proof_and_the_commands_refuse_the_same_values_of_a_field(
+    family: str, field: str, changes: float, neutral: float | None
+) -> None:
+    for value in (changes, neutral):
+        config = {"model_type": family, field: value}
+        assert is_proven(on_meta(family, **{field: value})) == (value == neutral), (family, value)
+        assert refused_by(family, refuse_features, config, "config.json") == (value != neutral), (family, value)
+
+
+def test_a_field_that_a_family_does_not_read_changes_nothing() -> None:
+    config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8, final_logit_softcapping=30.0)
+    assert config.final_logit_softcapping == 30.0
+    build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("loss", ["full", None])
+def test_what_is_built_is_proven_a_reward_models_backbone_too(loss: Any) -> None:
+    with pytest.raises(ModelError, match="gemma2 cannot be trained: its logits are not its head's product"):
+        build_on_meta(on_meta("gemma2").config, attention=register("flash"), loss=loss, master_dtype=torch.float32)
+
+
+class Shifting(Qwen3ForCausalLM):
+    """Trains on the tokens before its own, and says nothing of it in its config."""
+
+    def forward(self, input_ids: Any = None, **rest: Any) -> CausalLMOutput:
+        return super().forward(input_ids=input_ids - 1, **rest)
+
+
+class Remembering(Qwen3ForCausalLM):
+    """Asks its backbone twice."""
+
+    def forward(self, input_ids: Any = None, **rest: Any) -> CausalLMOutput:
+        self.model(input_ids=input_ids)
+        return super().forward(input_ids=input_ids, **rest)
+
+
+class Adding(Qwen3ForCausalLM):
+    """Adds to the logits what is no part of its head."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.favourites = nn.Parameter(torch.zeros(1))
+
+    def forward(self, **arguments: Any) -> CausalLMOutput:
+        out = super().forward(**arguments)
+        return CausalLMOutput(logits=out.logits + self.favourites)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_proven_in_the_dtype_that_it_is_built_in(dtype: torch.dtype) -> None:
+    config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
+    build_on_meta(config, attention=register("flash"), loss="full", master_dtype=dtype)
+
+
+@pytest.mark.parametrize("family", [Shifting, Remembering, Adding])
+def test_a_class_that_does_anything_else_is_refused(family: Any) -> None:
+    config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
+    with torch.device("meta"):
+        model = family(config)
+    assert not is_proven(model)
+
+
+def test_the_proof_leaves_the_model_and_the_random_numbers_of_others_as_they_were() -> None:
+    model = on_meta("qwen3")
+    before = {name: id(module) for name, module in model.named_modules()}, torch.get_rng_state()
+    prove_head(model)
+    assert {name: id(module) for name, module in model.named_modules()} == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(p.is_meta for p in model.parameters())
+    assert model.training

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from highwater.attention.dense import Attention, register
 from highwater.engine import row_kernels, weights
+from highwater.engine.head_proof import prove_head
 from highwater.engine.model import Decoder, Fill, MicroBatchStatistics, drop_storage, read_config
 from highwater.engine.place import Place, compute_dtype
 from highwater.engine.recompute import recompute_layers
@@ -134,6 +135,7 @@ def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torc
             copy.deepcopy(config), dtype=dtype, attn_implementation=attention.name, trust_remote_code=False
         )
     drop_storage(causal_lm)
+    prove_head(causal_lm)
     return Actor(causal_lm, attention=attention)
 
 
