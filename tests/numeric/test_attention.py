@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from highwater.attention.dense import attend, register, select_kernel  # noqa: E402
 from highwater.attention.reference import reference_attention  # noqa: E402
+from highwater.errors import ModelError  # noqa: E402
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""
@@ -66,7 +67,7 @@ def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str
 
     interface = ALL_ATTENTION_FUNCTIONS[register("flash").name]
     q = torch.randn(1, 2, 4, 4)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(ModelError, match=said):
         interface(torch.nn.Identity(), q, q, q, **{"attention_mask": None, "document_lengths": (4,), **arguments})
 
 

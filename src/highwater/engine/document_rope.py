@@ -35,7 +35,7 @@ class DocumentRope(nn.Module):
         self.kinds: dict[str | None, str] = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
         """By layer type; None where all layers have one kind."""
         told = {layer_type: _TOLD if depends_on_length(kind) else kind for layer_type, kind in self.kinds.items()}
-        module.rope_type = told.get(None, told)
+        self.told: str | dict[str | None, str] = told.get(None, told)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """What the family's module gives: cosines and sines, of the layers of one type where they differ."""
@@ -44,12 +44,15 @@ class DocumentRope(nn.Module):
         if not depends_on_length(self.kinds[layer_type]):
             return self.theirs(**call)
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-        original = cast(Tensor, getattr(self.theirs, name))
-        setattr(self.theirs, name, self._of_all_parts(original, layer_type, x.device))
+        theirs: Any = self.theirs
+        original, kinds = cast(Tensor, getattr(theirs, name)), theirs.rope_type
+        setattr(theirs, name, self._of_all_parts(original, layer_type, x.device))
+        theirs.rope_type = self.told
         try:
-            return self.theirs(**call)
+            return theirs(**call)
         finally:  # (T, F) numbers are not kept, and no document sees those of another
-            setattr(self.theirs, name, original)
+            setattr(theirs, name, original)
+            theirs.rope_type = kinds
 
     def _of_all_parts(self, original_F: Tensor, layer_type: str | None, device: torch.device) -> Tensor:
         """Frequencies of shape (F,) where all documents have the same, else (T, F)."""
