@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
+from highwater.spec.files import read_file
 
 SCORE = "score.weight"
 """The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
@@ -21,6 +22,8 @@ MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """What a parameter's name is followed by in files with MXFP4: two numbers to a byte, and an exponent for every 32 of them."""
 _LARGEST_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
+_LARGEST_INDEX_BYTES = 100_000_000
+"""A name and a file for every tensor: the largest known, of 90,000 tensors, has 9 MB."""
 _COMPARED_BYTES = 4 * 1024**2
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
@@ -149,7 +152,7 @@ def unties(directory: Path) -> bool:
 
 def _indexed(index: Path) -> tuple[Path, ...]:
     try:
-        names: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names: Any = json.loads(read_file(index, most_bytes=_LARGEST_INDEX_BYTES).decode())["weight_map"]
         files = sorted({str(file) for file in names.values()})
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read: {error!r}", hint="download the model again") from error
