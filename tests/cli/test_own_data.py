@@ -10,6 +10,9 @@ pytest.importorskip("torch", reason="trials need the train extra")
 
 CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s")
 BATCHES = """
+import os
+import random
+
 def untrained(*, length_tokens, **_):
     while True:
         yield [{"input_ids": [1] * length_tokens, "labels": [1] + [-100] * (length_tokens - 1)}]
@@ -25,6 +28,12 @@ def trained_once(*, length_tokens, **_):
 
 def short(*, length_tokens, **_):
     yield [[2] * 32] * (length_tokens // 32)
+
+def unseeded(*, length_tokens, **_):
+    yield [[token % 251 for token in os.urandom(length_tokens)]]
+
+def seeded(*, data_rank, length_tokens, **_):
+    yield [random.Random(data_rank).choices(range(251), k=length_tokens)]
 
 def whole(*, length_tokens, **_):
     yield [[2] * length_tokens]
@@ -70,3 +79,14 @@ def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(highwater:
     assert refused.returncode == 2
     assert "a document of 64 tokens, past the sliding window of 32 in which tiny attends" in refused.stderr
     assert "past the sliding window" in highwater("try", str(tiny), "--length", "64", *CPU).stderr
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_share_a_sequence_are_given_one(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
+    words = ("try", str(tiny), "--length", "64", *CPU, "--gpus", "2", "--ulysses", "2", "--json", "--data")
+    refused = highwater(*words, "own_batches:unseeded", **batches)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "own_batches:unseeded yielded different documents to the 2 ranks of data rank 0" in refused.stderr
+    done = highwater(*words, "own_batches:seeded", **batches)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"

@@ -4,6 +4,7 @@ Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N train
          P documents whose last token this rank has  L tokens of one document
 """
 
+import hashlib
 import importlib
 import math
 import sys
@@ -100,6 +101,16 @@ def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
         whole=batch,
         trained_before=int((batch.trained_positions_N < start).sum()),
     )
+
+
+def digest(micro_batches: Sequence[Batch]) -> Tensor:
+    """64 bits of all that micro-batches hold, as a tensor of shape (1,): two that differ have two digests."""
+    found = hashlib.sha256()
+    for batch in micro_batches:
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            found.update(value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+    return torch.frombuffer(bytearray(found.digest()[:8]), dtype=torch.long)
 
 
 def pack(documents: Sequence[Document]) -> Batch:

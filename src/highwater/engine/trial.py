@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +17,13 @@ from transformers.utils import logging as transformers_logging
 
 from highwater.engine import checkpoint
 from highwater.engine.assemble import assemble
-from highwater.engine.data import Batch, Document, batches, pack, shard
+from highwater.engine.data import Batch, Document, batches, digest, pack, shard
 from highwater.engine.dropout import seeded
 from highwater.engine.measure import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.engine.place import Place, compute_dtype, synchronize, take_place
 from highwater.engine.step import Trainer, backward_of, clip, train_step
+from highwater.errors import UsageError
+from highwater.parallel.collectives import gather_rows
 from highwater.spec.model import load_model, window_tokens
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.version import __version__
@@ -58,11 +60,23 @@ class Trial:
         for step in range(1, self.spec.steps + 1):
             self.phase = "data"
             whole = [next(source) for _ in range(self.spec.micro_batches)]
+            if self.spec.data is not None:
+                self._refuse_different(whole, place)
             own = [shard(batch, degree=place.sequence_degree, rank=place.sequence_rank) for batch in whole]
             self._step(trainer, own)
             self._save_what_is_due(trainer, last=step == self.spec.steps)
         self.phase = "report"
         self._stay_within_budget()
+
+    def _refuse_different(self, whole: Sequence[Batch], place: Place) -> None:
+        """Raise UsageError where ranks that share a sequence were given different ones: each calls the user's function."""
+        digests = gather_rows(digest(whole).to(place.device), place.sequence)
+        if len(digests.unique()) > 1:
+            raise UsageError(
+                f"{self.spec.data} yielded different documents to the {place.sequence_degree} ranks of data rank "
+                f"{place.data_rank}, each of which trains a part of them",
+                hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
+            )
 
     def snapshot(self) -> RankReport:
         """The report as of now, memory peaks included."""
