@@ -35,6 +35,10 @@ def unseeded(*, length_tokens, **_):
 def seeded(*, data_rank, length_tokens, **_):
     yield [random.Random(data_rank).choices(range(251), k=length_tokens)]
 
+def rewarded(*, length_tokens, **_):
+    half = list(range(1, length_tokens // 2 + 1))
+    yield [{"input_ids": half, "reward": 1e30}, {"input_ids": half, "reward": -1e30}]
+
 def whole(*, length_tokens, **_):
     yield [[2] * length_tokens]
 """
@@ -79,6 +83,24 @@ def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(highwater:
     assert refused.returncode == 2
     assert "a document of 64 tokens, past the sliding window of 32 in which tiny attends" in refused.stderr
     assert "past the sliding window" in highwater("try", str(tiny), "--length", "64", *CPU).stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater: Run, tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "llama", "sliding_window": 32}))
+    done = highwater("try", str(tiny), "--length", "64", *CPU, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
+
+
+@pytest.mark.timeout(240)
+def test_a_critic_whose_gradient_is_no_number_is_no_fit(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
+    words = ("--objective", "ppo", "--critic", "--data", "own_batches:rewarded", "--json")
+    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
+    result = json.loads(done.stdout)["result"]
+    assert result["outcome"] == "CRASHED", result
+    assert "the critic's gradient norm of step 1 is inf" in result["reason"]
 
 
 @pytest.mark.timeout(240)

@@ -181,7 +181,7 @@ def _one_step(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, norm and every gradient of the first step."""
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
+    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
     assert {g.dtype for g in optimizer.gradients if g is not None} <= {master}, "gradients are kept in the master's dtype"
     return loss, norm, _whole(model, optimizer.gradients)
 
@@ -195,7 +195,7 @@ def _three_steps(
     unchanged = _whole(model, [p.detach() for p in model.parameters()])
     assert all(torch.equal(before[name], unchanged[name]) for name in before)
     for _step in range(3):
-        loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
+        loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
     after = _whole(model, [p.detach() for p in model.parameters()])
     return loss, norm, {name: after[name] - before[name] for name in after}
 

@@ -148,7 +148,7 @@ def run(case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: in
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
-    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
+    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
     found = _whole(model, optimizer.gradients)
     expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)
     assert set(found) == set(expected), f"parameters without a partner: {set(found) ^ set(expected)}"

@@ -135,7 +135,7 @@ def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> tuple[
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     micro_batches = [shard(batch, degree=ulysses, rank=rank % ulysses) for batch in whole]
-    loss, norm = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches)
+    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches)
     return loss, norm, _whole(model, optimizer.gradients)
 
 

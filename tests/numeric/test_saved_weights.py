@@ -72,6 +72,9 @@ def assert_as_transformers_loads_it(directory: Path) -> Decoder:
     found = dict(ours.named_parameters(remove_duplicate=False))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    computed = [dict(m.named_buffers()) for m in (ours, theirs)]
+    assert computed[0].keys() == computed[1].keys()
+    assert all(torch.equal(computed[0][name], computed[1][name]) for name in computed[0])
     tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (ours, theirs)]
     assert tied[0] == tied[1]
     return model
@@ -129,6 +132,8 @@ def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path: Path) ->
 def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> None:
     saved(tmp_path)
     change(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert_as_transformers_loads_it(tmp_path)
+    change(tmp_path, **{"model.rotary_emb.inv_freq": torch.full((4,), 7.0)})
     assert_as_transformers_loads_it(tmp_path)
 
 
@@ -286,7 +291,7 @@ def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
 
     with safe_open(tmp_path / FILE, framework="pt") as file:
         files = SavedWeights(str(tmp_path), dict.fromkeys(file.keys(), Counted(file)))
-        files.check({name: nn.Parameter(whole)}, others=(), ignored=())
+        files.check({name: nn.Parameter(whole)}, {}, others=(), ignored=())
         files.fill({name: nn.Parameter(whole)}, {})
     assert torch.equal(own, convert_moe_packed_tensors(blocks, scales)[2:].float())
     assert read == [slice(2, 3), slice(2, 3)]

@@ -8,6 +8,8 @@ from highwater.launch.kernel_kills import kernel_kills
 
 V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+UNUSUAL = b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /caf\xe9 rw - ext4 /dev/b rw\n52 31 0:42 / /- rw - ext4 - rw\n\n"
+"""Mounted from nothing; on a path that is not UTF-8; on a hyphen; and no line at all."""
 OTHER = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n1 2 0:1 / / rw - ext4 /dev/vda rw\n"
 
 
@@ -27,7 +29,7 @@ def test_the_groups_own_count_is_read(tmp_path: Path, groups: str, mount: str, r
     counter.parent.mkdir(parents=True)
     counter.write_text("oom_kill_disable 0\nunder_oom 0\noom 5\noom_kill 3\noom_group_kill 1\n")
     (tmp_path / "cgroup").write_text(groups)
-    (tmp_path / "mountinfo").write_text(OTHER + mount.format(root=root, at=mounted))
+    (tmp_path / "mountinfo").write_bytes(UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode())
     assert kernel_kills(tmp_path) == 3
 
 

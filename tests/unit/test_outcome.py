@@ -214,7 +214,7 @@ def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_r
     damaged = "the report rank-001.json cannot be read: Input data was truncated"
     left = msgspec.structs.replace(ending(report(0), exit_code=0), damaged_reports=(damaged,))
     verdict = judge(spec_of(gpus=2), left)
-    assert verdict == Verdict(Outcome.CRASHED, f"1 rank left no report; the launcher exited with 0; {damaged}")
+    assert verdict == Verdict(Outcome.CRASHED, f"1 rank left no report; the trial's processes exited with 0; {damaged}")
 
 
 @pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
@@ -340,12 +340,14 @@ def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_erro
     verdict = judge(spec_of(), ending(exit_code=1, log=f"{log}{others}", exits=ended(log, rank_0=1)))
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason == (
-        "1 rank left no report; the launcher exited with 1; the last error in the log: my.package.DiskError: on fire"
+        "1 rank left no report; the trial's processes exited with 1; the last error in the log: my.package.DiskError: on fire"
     )
 
 
 def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0() -> None:
-    assert judge(spec_of(gpus=2), ending()) == Verdict(Outcome.CRASHED, "2 ranks left no report; the launcher exited with 0")
+    assert judge(spec_of(gpus=2), ending()) == Verdict(
+        Outcome.CRASHED, "2 ranks left no report; the trial's processes exited with 0"
+    )
 
 
 def test_a_reported_error_beside_a_rank_that_the_leash_ended_is_the_reason() -> None:

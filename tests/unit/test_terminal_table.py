@@ -139,3 +139,19 @@ def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is() -> Non
         *fenced.splitlines(),
         *("| a | row of |", "  131,072 |"),
     ]
+
+
+@pytest.mark.parametrize("indent", [0, 2, 4, 8])
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(indent: int, width: int) -> None:
+    text = f"{' ' * indent}- {' '.join(['131,072 tokens'] * 20)}"
+    lines = terminal_text(text, width=width).splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= width
+    assert " ".join(line.strip() for line in lines) == text.strip()
+
+
+def test_a_word_of_many_thousand_characters_is_broken_at_once() -> None:
+    pieces = folded("x" * 100_000, 80)
+    assert "".join(pieces) == "x" * 100_000
+    assert {len(piece) for piece in pieces} == {80}

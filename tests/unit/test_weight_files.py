@@ -9,7 +9,7 @@ from places import write_model, write_safetensors
 
 from highwater.errors import ModelError
 from highwater.spec.model import load_model
-from highwater.spec.weight_files import saved_tensors, unties, weight_files
+from highwater.spec.weight_files import refuse_quantised, saved_tensors, unties, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}
@@ -71,13 +71,17 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(name: str, dtype
 
 
 def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    directory = write_model(tmp_path, **config)
     experts = "model.layers.0.mlp.experts.gate_up_proj"
     pair = {f"{experts}_blocks": ("U8", (2, 4, 2, 16)), f"{experts}_scales": ("U8", (2, 4, 2))}
     write_safetensors(directory / "model.safetensors", pair)
-    assert load_model(str(directory)).shape.layers == 2
+    refuse_quantised(directory, config)
+    with pytest.raises(ModelError, match=f"{experts}_blocks"):
+        refuse_quantised(directory, {**config, "model_type": "mixtral"})
     write_safetensors(directory / "model.safetensors", {f"{experts}_blocks": ("U8", (2, 4, 2, 16))})
-    assert f"{experts}_blocks" in refused(directory).problem
+    with pytest.raises(ModelError, match=f"{experts}_blocks"):
+        refuse_quantised(directory, config)
 
 
 def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path: Path) -> None:

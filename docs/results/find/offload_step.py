@@ -123,7 +123,7 @@ def step(trainer: Any, way: str, name: str, length: int, micro_batches: int) -> 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    loss, norm = engine.train_step(trainer, packed, enter=lambda phase: entered.update({phase: time.perf_counter()}))
+    loss, (norm, *_) = engine.train_step(trainer, packed, enter=lambda phase: entered.update({phase: time.perf_counter()}))
     torch.cuda.synchronize()
     ended = time.perf_counter()
     return {

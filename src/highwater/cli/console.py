@@ -15,7 +15,7 @@ from highwater.report.terminal import folded, terminal_table, terminal_text
 from highwater.report.text import ascii_json, plain, plain_json, plain_lines
 from highwater.search.campaign import Event
 from highwater.spec.codec import to_json
-from highwater.spec.secrets import without_secrets
+from highwater.spec.secrets import kept, without_secrets
 from highwater.spec.study import Question
 
 _STDOUT, _STDERR = 1, 2
@@ -117,7 +117,7 @@ def error(problem: HighwaterError) -> None:
 
 def bug(problem: Exception) -> None:
     """Print that the program itself has failed, and where: what one needs to report it, without the secrets that may be in it."""
-    talk(f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: {without_secrets(str(problem))}")
+    talk(f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: {kept(str(problem))}")
     talk()
     talk("hint: finished trials are kept; report it with what follows and the command that you typed")
     _say(plain_lines(f"\n{without_secrets(''.join(traceback.format_exception(problem)))}".rstrip()))

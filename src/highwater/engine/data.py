@@ -272,7 +272,7 @@ def _check_lengths(documents: Sequence[Document], spec: TrialSpec, *, window_tok
 def _check_numbers(documents: Sequence[Document], spec: TrialSpec) -> None:
     """Raise UsageError for what would make the loss NaN, which no later message could trace back to a document."""
     for document in documents:
-        if not math.isfinite(document.reward):
+        if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
             raise UsageError(f"{spec.data} yielded a document with the reward {document.reward}", hint="yield finite rewards")
         if document.old_logprobs_L is not None and not document.old_logprobs_L[document.labels_L != UNTRAINED].isfinite().all():
             raise UsageError(

@@ -33,6 +33,7 @@ from highwater.parallel.fsdp import shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.sequence import parts_of
+from highwater.spec.families import has_sliding_layers
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 from highwater.spec.trial import Weights
 from highwater.spec.weight_files import SCORE, unties
@@ -201,6 +202,8 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
         config.tie_word_embeddings = False  # as transformers does with files that hold both, and different values
     if getattr(config, "head_dim", 0) is None:  # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
         config.head_dim = config.hidden_size // config.num_attention_heads
+    if getattr(config, "sliding_window", None) and not has_sliding_layers(config.to_dict()):
+        config.sliding_window = None  # a Llama's config may have one, of which its class knows nothing
     scale_rope(config, length_tokens=length_tokens, rope=rope)
     config.use_cache = False
     return config
@@ -374,7 +377,7 @@ class Fill:
         for module in modules:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
-            buffers |= {prefix + name: b for name, b in module.named_buffers(recurse=False)}
+            buffers |= {prefix + name: b for name, b in _saved_buffers(module)}
         fresh = _once(parameters)
         assert fresh.keys() <= self._missing, f"filled twice, or new: {sorted(fresh.keys() - self._missing)}"
         self._missing -= fresh.keys()
@@ -399,6 +402,12 @@ class Fill:
                 )
 
 
+def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own buffers that are a part of what is saved of it; of the others transformers reads nothing from files either."""
+    left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] -- what state_dict itself asks
+    return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
+
+
 def _check_files(model: Decoder, saved: weights.SavedWeights, other_names: Mapping[str, str]) -> None:
     """Raise ModelError for files that do not hold this model, all of it and nothing else."""
     names = {name_in_files(name): p for name, p in model.named_parameters()}
@@ -407,7 +416,9 @@ def _check_files(model: Decoder, saved: weights.SavedWeights, other_names: Mappi
     if isinstance(model, ScalarModel):
         others |= {f"{model.replaced_head}.{name}" for name in ("weight", "bias")}
     left: Any = getattr(model.causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()
-    saved.check(parameters, others=others, ignored={*_LEFT_IN_FILES, *left})
+    parts = ((name_in_files(name), module) for name, module in model.named_modules())
+    buffers = {f"{name}.{own}": buffer for name, module in parts for own, buffer in _saved_buffers(module)}
+    saved.check(parameters, buffers, others=others, ignored={*_LEFT_IN_FILES, *left})
 
 
 def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:

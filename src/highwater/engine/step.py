@@ -111,16 +111,18 @@ def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def train_step(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter = _nobody) -> tuple[Tensor, Tensor]:
-    """One step on this rank's micro-batches; returns the policy's loss over the whole batch and its gradient's norm.
+def train_step(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter = _nobody) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One step on this rank's micro-batches; returns the policy's loss over the whole batch, and the gradients' norms.
+
+    The first norm is the policy's, the second the critic's where there is one.
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
     loss = backward_of(trainer, micro_batches, enter=enter)
     enter("optimizer")
     max_norm = trainer.hyperparameters.max_grad_norm
-    norm, *_ = [_update(model, optimizer, trainer.mesh, max_norm=max_norm) for model, optimizer in trainer.trained]
-    return total(loss, trainer.mesh), norm
+    norms = tuple(_update(model, optimizer, trainer.mesh, max_norm=max_norm) for model, optimizer in trainer.trained)
+    return total(loss, trainer.mesh), norms
 
 
 def backward_of(trainer: Trainer, micro_batches: Sequence[Batch], *, enter: Enter = _nobody) -> Tensor:

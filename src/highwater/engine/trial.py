@@ -122,8 +122,9 @@ class Trial:
         first = self.report.first_step_at_unix_s or time.time()
         step = len(self.report.losses) + 1
         with seeded(seed=self.spec.seed, rank=self.report.rank, step=step, device=trainer.device):
-            loss, norm = train_step(trainer, micro_batches, enter=self._enter)
-        values = {"loss": float(loss), "gradient norm": float(norm)}  # waits for the device
+            loss, norms = train_step(trainer, micro_batches, enter=self._enter)
+        names = ("loss", "gradient norm", "critic's gradient norm")
+        values = {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}  # waits for the device
         for name, value in values.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"the {name} of step {len(self.report.losses) + 1} is {value}")

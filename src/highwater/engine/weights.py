@@ -60,14 +60,24 @@ class SavedWeights:
         """Of every tensor."""
         return self._where.keys()
 
-    def check(self, parameters: Mapping[str, nn.Parameter], *, others: Collection[str], ignored: Collection[str]) -> None:
+    def check(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        *,
+        others: Collection[str],
+        ignored: Collection[str],
+    ) -> None:
         """Raise ModelError unless the files hold all of these parameters, in their shapes, and nothing besides.
 
-        ``others`` may be there too, and what matches the patterns ``ignored``.
+        ``buffers`` may be there, in their shapes; ``others`` may be there too, and what matches the patterns ``ignored``.
         """
         expected = set(others)
         for name, parameter in parameters.items():
             expected.update(self._names(name, tuple(parameter.shape)))
+        for name, buffer in buffers.items():
+            if name in self._where:
+                self._check_shape(name, tuple(buffer.shape))
         left = sorted(name for name in self._where if name not in expected and not any(re.search(p, name) for p in ignored))
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -174,6 +184,11 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
         where: dict[str, Any] = {}
         for file in files:
             handle = stack.enter_context(safe_open(file, framework="pt")) if file.suffix == ".safetensors" else _unpickled(file)
+            twice = sorted(where.keys() & set(handle.keys()))
+            if twice:
+                raise ModelError(
+                    f"two of the weight files in {directory} hold {twice[0]}", hint="remove the file that is left from another save"
+                )
             where |= dict.fromkeys(handle.keys(), handle)
         yield SavedWeights(directory, where) if files else None
 

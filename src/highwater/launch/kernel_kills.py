@@ -23,8 +23,8 @@ def kernel_kills(proc: Path = Path("/proc/self")) -> int:
 def counters(proc: Path = Path("/proc/self")) -> list[Path]:
     """Where the group's kills are counted: with version 1 of control groups, then with version 2; a hybrid has both."""
     try:
-        groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
+        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]  # a field may be empty, as what a tmpfs mounts
     except OSError:
         return []
     found: list[Path] = []
@@ -34,10 +34,15 @@ def counters(proc: Path = Path("/proc/self")) -> list[Path]:
             continue
         for fields in mounts:
             root, mounted_at = fields[3:5]
-            kind, _, options = fields[fields.index("-") + 1 :][:3]
+            kind, _, options = fields[fields.index("-", 6) + 1 :][:3]  # optional fields end with the hyphen
             if (kind == "cgroup" and is_v1 and "memory" in options.split(",")) or (kind == "cgroup2" and not is_v1):
                 found.append(_below(Path(mounted_at), root, group) / ("memory.oom_control" if is_v1 else "memory.events"))
     return found
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file whose names may be of any bytes."""
+    return [line for line in path.read_text(errors="surrogateescape").split("\n") if line]
 
 
 def _below(mounted_at: Path, root: str, group: str) -> Path:

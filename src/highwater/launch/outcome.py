@@ -63,7 +63,7 @@ def judge(spec: TrialSpec, ending: Ending) -> Verdict:
     if failures:
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     if ending.exit_code != 0:
-        return Verdict(Outcome.CRASHED, f"every rank reported success, yet the launcher exited with {ending.exit_code}")
+        return Verdict(Outcome.CRASHED, f"every rank reported success, yet the trial's processes exited with {ending.exit_code}")
     return _judge_reports(spec, ending.reports)
 
 
@@ -100,7 +100,7 @@ def _judge_silence(spec: TrialSpec, ending: Ending, silent: set[int], failures: 
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     ranks = "1 rank" if len(silent) == 1 else f"{len(silent)} ranks"
     said = _last_error(next((each.output for each in exits if each.status), ending.log_tail))
-    return Verdict(Outcome.CRASHED, f"{ranks} left no report; the launcher exited with {ending.exit_code}{said}")
+    return Verdict(Outcome.CRASHED, f"{ranks} left no report; the trial's processes exited with {ending.exit_code}{said}")
 
 
 def _judge_reports(spec: TrialSpec, reports: Sequence[RankReport]) -> Verdict:

@@ -65,21 +65,35 @@ def folded(text: str, width: int) -> list[str]:
 
 def _folded_line(line: str, width: int) -> list[str]:
     """One line of a text: what belongs to an item, or to a row, is indented below it."""
-    indent = line[: len(line) - len(line.lstrip())] + (_INDENT if line.lstrip().startswith(("- ", "| ", "> ")) else "")
-    first, *rest = folded(line, width) if not indent else folded(line, width - len(_INDENT))
-    return [first, *(indent + text for text in rest)]
+    text = line.lstrip()
+    before = line[: len(line) - len(text)]
+    below = before + (_INDENT if text.startswith(("- ", "| ", "> ")) else "")
+    if cell_len(line) <= width or len(below) >= width:
+        return [line]
+    first, *rest = folded(text, width - len(below))
+    return [before + first, *(below + more for more in rest)]
 
 
 def _broken(word: str, width: int) -> list[str]:
     """A word that is longer than a line, in pieces: after a slash or the like, else not within a figure, where that can be."""
     pieces: list[str] = []
     while cell_len(word) > width:
-        longest = next(at for at in range(len(word) - 1, 0, -1) if at == 1 or cell_len(word[:at]) <= width)
+        longest = _fitting(word, width)
         ends = [at for at in range(longest // 2 + 1, longest + 1) if not _is_within_a_figure(word, at)]
         at = max((end for end in ends if word[end - 1] in _BREAKS_AFTER), default=max(ends, default=longest))
         pieces.append(word[:at])
         word = word[at:]
     return [*pieces, word]
+
+
+def _fitting(word: str, width: int) -> int:
+    """How many characters of a word have room, at least one."""
+    taken = 0
+    for at, character in enumerate(word):
+        taken += cell_len(character)
+        if taken > width:
+            return max(1, at)
+    return len(word)
 
 
 def _is_within_a_figure(word: str, at: int) -> bool:

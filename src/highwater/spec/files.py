@@ -16,8 +16,12 @@ CONFIG_BYTES = 16 * MIB
 def read_file(path: Path, *, most_bytes: int) -> bytes:
     """The content of a regular file of at most so many bytes; raises OSError for another, a pipe or a device for example."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         refuse_irregular(descriptor, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
         is_longer = os.fstat(descriptor).st_size > most_bytes
         content = b"" if is_longer else file.read(most_bytes + 1)
     if is_longer or len(content) > most_bytes:

@@ -53,7 +53,7 @@ def kept(text: str, *, most: int = KEPT) -> str:
     """As much of an exception's text as is kept, without what looks like a secret: its beginning, and its end."""
     if len(text) <= most:
         return without_secrets(text)
-    head, tail = most * 3 // 4 - _MARK, most // 4 - _MARK  # no longer than what is kept as it is: done again, nothing changes
+    head, tail = most * 3 // 4 - _MARK, most // 4 - _MARK  # no longer than what is kept as it is
     start = without_secrets(text[: head + _LONGEST_SECRET])[:head]
     end = without_secrets(text[-tail - _LONGEST_SECRET :])[-tail:]
     return f"{start} [... {len(text) - most:,} characters are left out ...] {end}"

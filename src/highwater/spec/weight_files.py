@@ -19,7 +19,7 @@ SCORE = "score.weight"
 """The head of a model that gives one number per token, as Hugging Face's sequence and token classifiers call it."""
 MXFP4 = "mxfp4"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""What a parameter's name is followed by in files with MXFP4: two numbers to a byte, and an exponent for every 32 of them."""
+"""What a parameter's name is followed by in gpt-oss's files: two numbers to a byte, and an exponent for every 32 of them."""
 _LARGEST_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
 _LARGEST_INDEX_BYTES = 100_000_000
@@ -96,7 +96,9 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
     method = configured_method(config, source)
     if method not in (None, MXFP4):
         raise ModelError(f"{source} is of a quantised checkpoint ({method}), which cannot be trained as it is", hint=_UNQUANTISED)
-    refuse_quantised_tensor(_quantised_tensor(_versions(directory), is_mxfp4=method == MXFP4), directory)
+    # gpt-oss alone: what the numbers of another family's blocks are of, no file says.
+    is_mxfp4 = method == MXFP4 and config.get("model_type") == "gpt_oss"
+    refuse_quantised_tensor(_quantised_tensor(_versions(directory), is_mxfp4=is_mxfp4), directory)
 
 
 def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
