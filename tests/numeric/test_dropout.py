@@ -44,7 +44,7 @@ def trained(model: Decoder, *, seed: int = 0, rank: int = 0, step: int = 1) -> t
         statistics = model(one.input_ids_T, one.position_ids_T, one.trained_positions_N, one.labels_N, one.document_lengths)
         loss = -statistics.logprobs_N.mean()
         loss.backward()
-    return float(loss), [p.grad.clone() for p in model.parameters()]
+    return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
