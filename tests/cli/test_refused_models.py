@@ -65,6 +65,12 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"text_config": None}, "has the text_config None"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 0}, "has n_shared_experts = 0"),
+        ({"model_type": "granite", "attention_multiplier": 0.0}, "has attention_multiplier = 0"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 25},
+            "are 25 numbers wide",
+        ),
     ],
 )
 def test_a_model_that_is_not_understood_is_refused_by_every_command(

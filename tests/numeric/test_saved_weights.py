@@ -17,7 +17,15 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from highwater.attention.dense import register  # noqa: E402
@@ -135,6 +143,16 @@ def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> Non
     assert_as_transformers_loads_it(tmp_path)
     change(tmp_path, **{"model.rotary_emb.inv_freq": torch.full((4,), 7.0)})
     assert_as_transformers_loads_it(tmp_path)
+
+
+def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(tmp_path)
+    change(tmp_path, **{"embed_tokens.weight": torch.randn(64, 32)})
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight"):
+        filled(tmp_path)
+    twice = SavedWeights(str(tmp_path), {EMBEDDING: None, "embed_tokens.weight": None})
+    with pytest.raises(ModelError, match=rf"hold {EMBEDDING} twice, as {EMBEDDING} and as embed_tokens.weight"):
+        twice.renamed({EMBEDDING: EMBEDDING, "embed_tokens.weight": EMBEDDING})
 
 
 @pytest.mark.parametrize("rows", [63, 65])

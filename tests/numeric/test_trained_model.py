@@ -196,6 +196,23 @@ def test_ranks_train_on_different_tokens() -> None:
         ("endless_reward", "the reward inf"),
         ("unlikely", "logprobs are not finite"),
         ("large_group", "of the group 9223372036854775808"),
+        ("part_of_a_group", "whose group is not a whole number: 0.9"),
+        ("group_in_words", "whose group is not a whole number: 'abc'"),
+        ("reward_in_words", "whose reward is not a number: 'good'"),
+        ("no_reward", "whose reward is not a number: None"),
+        ("fractions", r"whose input_ids is not whole numbers: \[1.7, 1.7"),
+        ("truths", "whose input_ids is not whole numbers"),
+        ("fractions_as_labels", "whose labels is not whole numbers"),
+        ("misspelt", "the field 'label', which nobody reads"),
+        ("masked", "the field 'attention_mask', which nobody reads"),
+        ("without_ids", "no input_ids"),
+        ("huge_ids", "whose input_ids is not a list of numbers"),
+        ("text", "whose input_ids is not a list of numbers: 'a document'"),
+        ("nobody", "whose input_ids is not a list of numbers: None"),
+        ("one_number", "yielded 5 as a micro-batch"),
+        ("no_iterator", "returned 5, and no micro-batches"),
+        ("without_keywords", "cannot be called with data_rank, data_parallel_degree, length_tokens, sequences"),
+        ("no_function", "cannot be called with data_rank"),
     ],
 )
 def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +246,13 @@ def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyP
     assert next(source).labels_N.tolist() == [4]
     assert next(source).old_logprobs_N.tolist() == [-0.5]
     assert next(source).document_lengths == (30, 34), "a source that ends is read again"
+
+
+def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    batch = next(batches(spec(data="user_batches:first_logprob_unknown"), vocab_size=11, data_rank=0))
+    assert batch.old_logprobs_N is not None
+    assert batch.old_logprobs_N.tolist() == [-0.5] * 63
 
 
 def test_data_ranks_of_synthetic_batches_answer_prompts_of_their_own() -> None:

@@ -69,3 +69,78 @@ def unlikely(*, length_tokens: int, **_: Any) -> Iterator[Any]:
 
 def large_group(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [{"input_ids": [1] * length_tokens, "group": 2**63}]
+
+
+def of_another_kind(field: str, value: Any, *, length_tokens: int) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, field: value}]
+
+
+def part_of_a_group(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("group", 0.9, length_tokens=length_tokens)
+
+
+def group_in_words(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("group", "abc", length_tokens=length_tokens)
+
+
+def reward_in_words(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("reward", "good", length_tokens=length_tokens)
+
+
+def no_reward(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("reward", None, length_tokens=length_tokens)
+
+
+def fractions(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[1.7] * length_tokens]
+
+
+def truths(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[True] * length_tokens]
+
+
+def fractions_as_labels(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("labels", [2.9] * length_tokens, length_tokens=length_tokens)
+
+
+def misspelt(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("label", [-100] * length_tokens, length_tokens=length_tokens)
+
+
+def masked(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    return of_another_kind("attention_mask", [0] * length_tokens, length_tokens=length_tokens)
+
+
+def without_ids(**_: Any) -> Iterator[Any]:
+    yield [{"labels": [1, 2]}]
+
+
+def huge_ids(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [[2**70] * length_tokens]
+
+
+def text(**_: Any) -> Iterator[Any]:
+    yield ["a document"]
+
+
+def nobody(**_: Any) -> Iterator[Any]:
+    yield [None]
+
+
+def one_number(**_: Any) -> Iterator[Any]:
+    yield 5
+
+
+def no_iterator(**_: Any) -> int:
+    return 5
+
+
+def without_keywords() -> Iterator[Any]:
+    yield [[1]]
+
+
+no_function = 5
+
+
+def first_logprob_unknown(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+    yield [{"input_ids": [1] * length_tokens, "logprobs": [math.nan] + [-0.5] * (length_tokens - 1)}]

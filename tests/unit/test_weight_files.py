@@ -84,6 +84,13 @@ def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(
         refuse_quantised(directory, config)
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_wide_numbers_are_not_quantised(dtype: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_safetensors(directory / "model.safetensors", {EMBEDDING: (dtype, (8, 64))})
+    assert load_model(str(directory)).shape.layers == 2
+
+
 def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     write_safetensors(directory / "model.safetensors", {"h.0.attn.bias": ("U8", (1, 1, 8, 8))})

@@ -6,12 +6,14 @@ Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N train
 
 import hashlib
 import importlib
+import inspect
 import math
+import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +24,10 @@ from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
 
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
+_FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
+"""Of a document that is a mapping."""
+_EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
+_MOST_SEEN = 60
 _MOST_GROUPS = 2**63
 """Ranks tell each other a group's number in 64 bits."""
 
@@ -189,9 +195,9 @@ def _from_user(spec: TrialSpec, *, vocab_size: int, data_rank: int, window_token
     }
     while True:
         empty = True
-        for micro_batch in function(**arguments):
+        for micro_batch in _called(function, arguments, spec.data):
             empty = False
-            documents = [_document(document) for document in micro_batch]
+            documents = _documents(micro_batch, spec.data)
             _check(documents, spec, vocab_size=vocab_size)
             _check_lengths(documents, spec, window_tokens=window_tokens)
             _check_numbers(documents, spec)
@@ -214,18 +220,86 @@ def _resolve(source: str) -> Any:
         raise UsageError(f"data source {source!r}: {error}", hint=hint) from error
 
 
-def _document(document: Any) -> Document:
-    """A mapping with ``input_ids``, or plain token ids; all of them trained on unless ``labels`` say otherwise."""
-    fields = document if isinstance(document, Mapping) else {"input_ids": document}
-    ids = torch.as_tensor(fields["input_ids"], dtype=torch.long)
-    logprobs = fields.get("logprobs")
+def _called(function: Any, arguments: Mapping[str, Any], source: str) -> Iterable[Any]:
+    """What the function gives for these keywords; raises UsageError where it cannot be called so, or gives no micro-batches."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{source} cannot be called with {', '.join(arguments)}: {error}",
+            hint="define it as `def batches(*, length_tokens, **_)`: names that it does not need go into `**_`",
+        ) from error
+    given = function(**arguments)
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{source} returned {_seen(given)}, and no micro-batches", hint=f"`yield` lists of documents: {_EXAMPLE}")
+    return cast(Iterable[Any], given)
+
+
+def _documents(micro_batch: Any, source: str) -> list[Document]:
+    if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
+        raise UsageError(f"{source} yielded {_seen(micro_batch)} as a micro-batch", hint=f"yield lists of documents: {_EXAMPLE}")
+    return [_document(document, source) for document in cast(Iterable[Any], micro_batch)]
+
+
+def _document(document: Any, source: str) -> Document:
+    """A mapping with ``input_ids``, or plain token ids; all of them trained on unless ``labels`` say otherwise.
+
+    Raises UsageError, by the field's name, for a field that nobody reads and for what is not of a field's kind: nothing is rounded.
+    """
+    fields: dict[Any, Any] = dict(cast(Any, document)) if isinstance(document, Mapping) else {"input_ids": document}
+    unread = [str(name) for name in fields if name not in _FIELDS]
+    if unread or "input_ids" not in fields:
+        what = f"the field {unread[0]!r}, which nobody reads" if unread else "no input_ids"
+        raise UsageError(f"{source} yielded a document with {what}", hint=f"its fields are {', '.join(_FIELDS)}")
+    ids = _whole_numbers(fields["input_ids"], "input_ids", source)
+    labels, logprobs = fields.get("labels"), fields.get("logprobs")
     return Document(
         ids,
-        torch.as_tensor(fields.get("labels", ids), dtype=torch.long),
-        reward=float(fields.get("reward", 0.0)),
-        group=int(fields.get("group", 0)),
-        old_logprobs_L=None if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float32),
+        ids if labels is None else _whole_numbers(labels, "labels", source),
+        reward=_number(fields.get("reward", 0.0), source),
+        group=_whole_number(fields.get("group", 0), source),
+        old_logprobs_L=None if logprobs is None else _tensor(logprobs, "logprobs", source).to(torch.float32),
     )
+
+
+def _whole_numbers(values: Any, field: str, source: str) -> Tensor:
+    tensor = _tensor(values, field, source)
+    if tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool):
+        raise _no_numbers(values, field, source, "whole numbers")
+    return tensor.to(torch.long)
+
+
+def _tensor(values: Any, field: str, source: str) -> Tensor:
+    try:
+        return torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _no_numbers(values, field, source, "a list of numbers") from error
+
+
+def _whole_number(value: Any, source: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise _no_numbers(value, "group", source, "a whole number") from error
+
+
+def _number(value: Any, source: str) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise _no_numbers(value, "reward", source, "a number") from error
+
+
+def _no_numbers(value: Any, field: str, source: str, meant: str) -> UsageError:
+    return UsageError(f"{source} yielded a document whose {field} is not {meant}: {_seen(value)}", hint=f"for example {_EXAMPLE}")
+
+
+def _seen(value: Any) -> str:
+    """As much of a value as is told of it."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
 
 
 def _check(documents: Sequence[Document], spec: TrialSpec, *, vocab_size: int) -> None:
@@ -233,7 +307,7 @@ def _check(documents: Sequence[Document], spec: TrialSpec, *, vocab_size: int) -
     if not documents or not all(_is_whole(document) for document in documents):
         raise UsageError(
             f"{spec.data} yielded a micro-batch that is not documents of token ids with labels (and logprobs) of the same length",
-            hint="yield lists of documents: `[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`",
+            hint=f"yield lists of documents: {_EXAMPLE}",
         )
     for document in documents:
         if ((document.ids_L < 0) | (document.ids_L >= vocab_size)).any():
@@ -274,7 +348,8 @@ def _check_numbers(documents: Sequence[Document], spec: TrialSpec) -> None:
     for document in documents:
         if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
             raise UsageError(f"{spec.data} yielded a document with the reward {document.reward}", hint="yield finite rewards")
-        if document.old_logprobs_L is not None and not document.old_logprobs_L[document.labels_L != UNTRAINED].isfinite().all():
+        is_trained = _without_first(document.labels_L) != UNTRAINED
+        if document.old_logprobs_L is not None and not document.old_logprobs_L[is_trained].isfinite().all():
             raise UsageError(
                 f"{spec.data} yielded a document whose logprobs are not finite at tokens that are trained on",
                 hint="yield each token's log-probability when it was sampled, or no `logprobs` for that document",

@@ -52,7 +52,15 @@ class SavedWeights:
         return all(torch.equal(one[start : start + _COMPARED_ROWS], two[start : start + _COMPARED_ROWS]) for start in starts)
 
     def renamed(self, names: Mapping[str, str]) -> "SavedWeights":
-        """The same tensors under other names."""
+        """The same tensors under other names; raises ModelError for two that would have one."""
+        first: dict[str, str] = {}
+        for name in self._where:
+            other = first.setdefault(names[name], name)
+            if other != name:
+                raise ModelError(
+                    f"the weights in {self.directory} hold {names[name]} twice, as {other} and as {name}",
+                    hint="remove one of them: save the model with transformers' save_pretrained, and give that directory",
+                )
         return SavedWeights(self.directory, {names[name]: _Renamed(file, name) for name, file in self._where.items()})
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError, ModelError, UsageError
 from highwater.spec.codec import Noun
 from highwater.spec.families import value_of
 from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
@@ -43,6 +43,8 @@ _NAMED_SETTINGS = (
 """Fields that a request and the settings share: the same on every rung."""
 _PROCESSES_PER_CORE = 4
 """More than this many processes for each core, and a trial on the CPU would spend its time waiting."""
+_ROW_BYTES = 16
+"""A row of a grouped product's operands is a multiple of so many bytes. Source: ``torch._grouped_mm``."""
 _NO_PROOF = "leave `--proof` out"
 _CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
 """Longest length to try unless the user names one. On the CPU, where attention's square is felt, a search has to end."""
@@ -63,6 +65,7 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
     _check_proof(request, model)
+    _refuse_ragged_experts(model, device)
     is_fallback = request.device is None and device == "cpu"
     if is_fallback:
         _refuse_what_needs_a_gpu(request, machine, model)
@@ -203,6 +206,17 @@ def _check_depth(spec: TrialSpec, model: Model) -> None:
             f"{format_tokens(tokens)} tokens cannot be cut into equal pieces that take the same memory",
             hint=f"use `--length {near}`",
         )
+
+
+def _refuse_ragged_experts(model: Model, device: Device) -> None:
+    """Raise ModelError for experts whose grouped product PyTorch does not compute: it wants rows of a multiple of 16 bytes."""
+    numbers = _ROW_BYTES // (4 if device == "cpu" else 2)
+    for what, width in (("expert's MLP", model.shape.intermediate_size), ("hidden states", model.shape.hidden_size)):
+        if model.shape.experts > 1 and width % numbers:
+            raise ModelError(
+                f"the {what} of {model.name} are {width} numbers wide, and products of experts need a multiple of {numbers}",
+                hint=f"use a model whose widths are multiples of {numbers}, for example `highwater find Qwen3-30B-A3B --dry-run`",
+            )
 
 
 def _refuse_what_needs_a_gpu(request: Request, machine: Machine, model: Model) -> None:

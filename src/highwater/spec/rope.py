@@ -39,6 +39,8 @@ def unscalable(model: Model) -> str | None:
         return f"{family} has no RoPE to scale"
     if family in ROPE_BY_LAYER or any(isinstance(value, Mapping) for value in _own(model).values()):
         return f"{family} has a RoPE for each kind of layer, which one scaling does not fit"
+    if family == "ministral3":
+        return "ministral3 scales its queries by their positions, which YaRN does not say"
     if family == "phimoe":
         return "phimoe scales cosines by the length, which YaRN does not say"
     return None

@@ -157,6 +157,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "lm_head_bias": (False,),
 }
+_NOT_ZERO: Mapping[str, tuple[str, ...]] = {
+    "attention_multiplier": ("granite", "granitemoe", "granitemoeshared", "hyperclovax"),
+    "n_shared_experts": ("dots1", "glm4_moe", "solar_open"),
+    "num_shared_experts": ("afmoe", "exaone_moe"),
+    "moe_num_shared_experts": ("aria_text",),
+    "shared_expert_intermediate_size": ("kolibri1", "laguna", "qwen2_moe"),
+}
+"""Fields that no kernel computes with a value of 0, by family: the scale of attention, experts whose weights would be empty."""
 """Fields that change logits or attention, and the values, beside null, that change nothing."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend; lengths end at the window of the sliding ones."""
@@ -186,6 +194,12 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
                 f"{source}, of the family {family}, has {field} = {value!r}, which is not supported",
                 hint=f"use a model whose {field} is {allowed}, for example `highwater find Qwen3-0.6B`",
             )
+    empty = next((field for field, families in _NOT_ZERO.items() if family in families and config.get(field) == 0), None)
+    if empty is not None:
+        raise ModelError(
+            f"{source}, of the family {family}, has {empty} = 0, which is not supported",
+            hint=f"use a model whose {empty} is more than 0, for example `highwater find Qwen3-0.6B`",
+        )
     kinds = config.get("layer_types")
     if family == "qwen2_moe" and isinstance(kinds, list) and "sliding_attention" in kinds and not config.get("use_sliding_window"):
         raise ModelError(

@@ -43,7 +43,7 @@ _MARKS = {
     ".scales": "MLX or GGUF scales",
 }
 """How names of tensors end that belong to a quantisation, and its name."""
-_NARROW = ("F8", "F6", "F4", "I8", "U8", "I4", "U4")
+_NARROW = ("F8_", "F6_", "F4", "I8", "U8", "I4", "U4")
 """How dtypes begin in which no weight is saved that is not quantised."""
 _UNQUANTISED = (
     "use the model's bfloat16 or float32 weights; a copy of config.json alone, without quantization_config, shows its memory"
