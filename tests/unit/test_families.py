@@ -1,5 +1,7 @@
 """Families: what a config.json leaves out is what transformers' class has, and the window is the one its layers attend in."""
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ from places import write_model
 
 from highwater.errors import ModelError
 from highwater.prediction.formula import FAMILIES
-from highwater.spec.families import CLASS_DEFAULTS, DROPOUT_BY_DEFAULT, ROPE_BY_LAYER
-from highwater.spec.model import load_model, window_tokens
+from highwater.spec.families import CLASS_DEFAULTS, DROPOUT_BY_DEFAULT, EXPERTS, NEEDED, ROPE_BY_LAYER, has_sliding_layers
+from highwater.spec.model import MIN_FIELDS, load_model, rope_block, shape_of, window_tokens
+from highwater.spec.rope import unscalable, yarn
+from highwater.spec.trained_families import TRAINED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -21,26 +25,196 @@ SIZES: dict[str, Any] = {
 }
 BIASES = 2e-3
 """Of all parameters, what a shape leaves out at the most: biases and the norms of heads."""
+UNCOUNTED = 0.02
+"""The same of families that no formula predicts: gates of attention and learned positions too."""
 OTHERS = dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings"))
 SMALL = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64, "head_dim": 16}
 SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SMALL_COUNTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 WINDOW = {"sliding_window": 16}
 SWITCHED = {**WINDOW, "use_sliding_window": True}
 
 
-def test_every_family_that_is_predicted_has_its_classs_defaults() -> None:
-    assert set(CLASS_DEFAULTS) == set(FAMILIES)
+GIVEN: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 1280,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 160,  # which every class's key/value heads divide
+    "max_position_embeddings": 64,
+    "num_key_value_heads": 10,
+    "head_dim": 24,
+    "intermediate_size": 96,
+    "ffn_dim": 80,
+    "moe_intermediate_size": 48,
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 40),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 12),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 3),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2),
+    "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 3],
+    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 4],
+    "sliding_window": 16,
+    "use_sliding_window": True,
+    "max_window_layers": 3,
+    "no_rope_layer_interval": 7,
+    "no_rope_layers": [1] * 6,
+    **dict.fromkeys(("global_attn_every_n_layers", "sliding_window_pattern"), 1),
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.0,
+    "attention_dropout": 0.0,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), 7000.0),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 0.75),
+    "original_max_position_embeddings": 32,
+}
+"""A value for every field that is read of a ``config.json``, and that no class takes by default."""
+WITHOUT_FIELDS = {
+    "gemma3_text": ("sliding_window_pattern",),
+    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
+}
+"""What a class reads of a file though it is no field of its own; others read RoPE's old names."""
+OWN_KIND_OF_ROPE = ("phi3", "phimoe")
+"""Families whose class takes no scaling but its own."""
+
+
+class Recorded(dict[str, Any]):
+    """A config that knows which of its fields anybody asked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, field: str) -> Any:
+        self.asked.add(field)
+        return super().__getitem__(field)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        self.asked.add(field)
+        return super().get(field, default)
+
+
+def fields_of(family: str) -> set[str]:
+    """What the class of a family reads of a file."""
+    kind = pytest.importorskip("transformers").CONFIG_MAPPING[family]
+    old = WITHOUT_FIELDS.get(family, ()) if family == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    return {field.name for field in dataclasses.fields(kind)} | {*old, *WITHOUT_FIELDS.get(family, ())}
+
+
+def given_of(family: str) -> dict[str, Any]:
+    """A config of a family with every field that is read."""
+    known = fields_of(family)
+    given = {field: value for field, value in GIVEN.items() if field in known}
+    if family in OWN_KIND_OF_ROPE:
+        del given["rope_parameters"]
+    kind = pytest.importorskip("transformers").CONFIG_MAPPING[family]
+    return {**given, "tie_word_embeddings": not kind().tie_word_embeddings}
+
+
+def written_by_its_class(family: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All that the family's own config class knows of a file with these fields."""
+    config = pytest.importorskip("transformers").CONFIG_MAPPING[family](**json.loads(json.dumps(given)))
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def read(folder: Path, family: str, config: dict[str, Any]) -> tuple[object, ...] | None:
+    """All that this package reads of a config; None where it refuses it."""
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **config}))
+    try:
+        model = load_model(str(folder))
+    except ModelError:
+        return None
+    far = 4 * model.shape.native_length_tokens
+    blocks = [yarn(model, length_tokens=far, rope="auto"), yarn(model, length_tokens=far, rope="yarn")]
+    return model.shape, window_tokens(model), model.own_rope_scaling, model.rope, unscalable(model), *blocks
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_a_field_that_is_left_out_is_what_the_familys_class_takes(tmp_path: Path, family: str) -> None:
+    given = given_of(family)
+    needed = {
+        field: value
+        for field, value in given.items()
+        if field in MIN_FIELDS or read(tmp_path, family, {name: given[name] for name in given if name != field}) is None
+    }
+    left = set(given) - set(needed)
+    assert len(left) > 4
+    configs = [given, needed]
+    configs += [{name: given[name] for name in given if name != field} for field in left]
+    configs += [{**needed, field: given[field]} for field in left]
+    for config in configs:
+        found = read(tmp_path, family, config)
+        assert found is not None
+        assert found == read(tmp_path, family, written_by_its_class(family, config)), sorted(set(given) - set(config))
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_it(tmp_path: Path, family: str) -> None:
+    given = given_of(family)
+    for field in set(given) - set(MIN_FIELDS):
+        config = {name: given[name] for name in given if name != field}
+        if read(tmp_path, family, config) is None:
+            assert read(tmp_path, family, written_by_its_class(family, config)) is None, field
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(family: str) -> None:
+    neutral = {"is_encoder_decoder", "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"}
+    neutral |= {"logits_scaling", "lm_head_bias", "decoder_sparse_step", "mlp_only_layers"}  # refused but at their defaults
+    config = Recorded({"model_type": family, **given_of(family)})
+    shape_of(config, source="config.json")
+    rope_block(config, "config.json")
+    if has_sliding_layers(config):
+        config.get("sliding_window")
+    least = Recorded(
+        {name: value for name, value in config.items() if name in ("model_type", *MIN_FIELDS, *NEEDED.get(family, ()))}
+    )
+    has_sliding_layers(least)
+    assert (config.asked | least.asked) & fields_of(family) - {"model_type", *neutral} <= {*given_of(family), "rope_parameters"}
+
+
+def test_every_family_that_trains_has_its_classs_defaults() -> None:
+    assert set(CLASS_DEFAULTS) == TRAINED >= set(FAMILIES)
+
+
+def test_gemma_2bs_published_config_is_read_as_tied_and_2_506_billion(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "vocab_size": 256000, "head_dim": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 8192, "tie_word_embeddings": None}
+    shape = load_model(str(write_model(tmp_path, model_type="gemma", **sizes, **heads))).shape
+    assert shape.tied_embeddings
+    assert shape.parameters == 2_506_172_416
+
+
+def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    known = load_model(str(write_model(tmp_path, model_type="phi3", rope_scaling=rope, max_position_embeddings=131072)))
+    found = yarn(known, length_tokens=262144, rope="yarn")
+    assert found is not None
+    assert found.factor == 64, "its class takes 4096 tokens where the file says nothing"
+
+
+@pytest.mark.parametrize("field", NEEDED["dots1"])
+def test_experts_of_which_no_model_can_be_built_are_refused_by_the_fields_name(tmp_path: Path, field: str) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    assert load_model(str(write_model(tmp_path, model_type="dots1", **experts))).shape.experts == 4
+    with pytest.raises(ModelError, match=f"dots1, has no {field}"):
+        load_model(str(write_model(tmp_path, model_type="dots1", **{**experts, field: None})))
 
 
 def test_families_with_a_rope_for_each_kind_of_layer_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
-    names = pytest.importorskip("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     found: set[str] = set()
-    for name in set(names) - {"gemma4_assistant"}:  # its class refuses its own defaults
+    for name in TRAINED:
         rope = getattr(transformers.CONFIG_MAPPING[name](), "rope_parameters", None) or {}
         if any(isinstance(block, dict) for block in rope.values()):
             found.add(name)
-    assert found <= ROPE_BY_LAYER
+    assert found == ROPE_BY_LAYER
 
 
 @pytest.mark.parametrize(
@@ -65,28 +239,32 @@ def test_dropout_of_attention_weights_and_of_layers_is_refused_by_its_field(
 
 def test_families_that_drop_attention_weights_by_default_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
-    names = pytest.importorskip("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    fields = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "layerdrop", "decoder_layerdrop")
     found: dict[str, str] = {}
-    for name in set(names) - {"gemma4_assistant"}:  # its class refuses its own defaults
+    for name in TRAINED:
         config = transformers.CONFIG_MAPPING[name]().to_dict()
-        if not isinstance(config.get("text_config"), dict):
-            found.update((name, field) for field in set(DROPOUT_BY_DEFAULT.values()) if config.get(field))
-    assert found.items() <= DROPOUT_BY_DEFAULT.items()
+        found.update((name, field) for field in fields if config.get(field))
+    assert found == DROPOUT_BY_DEFAULT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(TRAINED))
 def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_model(tmp_path: Path, family: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from highwater.engine.model import read_config
 
-    model = load_model(str(write_model(tmp_path, model_type=family, **SIZES, **OTHERS)))
+    more: dict[str, Any] = {"num_attention_heads": 20, "hidden_size": 2560} if family in ("bitnet", "helium") else {}
+    more |= {"attention_dropout": 0.0} if family in DROPOUT_BY_DEFAULT else {}
+    more |= {field: GIVEN[field] for field in NEEDED.get(family, ())}
+    model = load_model(str(write_model(tmp_path, model_type=family, **{**SIZES, **OTHERS, **more})))
     config = read_config(model.directory, length_tokens=64, rope="auto")
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert model.shape.parameters == pytest.approx(sum(p.numel() for p in theirs.parameters()), rel=BIASES)
+    uncounted = BIASES if family in FAMILIES else UNCOUNTED
+    assert model.shape.parameters == pytest.approx(sum(p.numel() for p in theirs.parameters()), rel=uncounted)
     assert model.shape.tied_embeddings == config.tie_word_embeddings
-    assert model.shape.experts == getattr(config, "num_local_experts", 1)
-    assert model.shape.experts_per_token == getattr(config, "num_experts_per_tok", 1)
+    if family in FAMILIES:
+        assert model.shape.experts == getattr(config, "num_local_experts", 1)
+        assert model.shape.experts_per_token == getattr(config, "num_experts_per_tok", 1)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +296,34 @@ def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_
         ({"model_type": "smollm3", **SWITCHED, "no_rope_layer_interval": 5}, None),
         ({"model_type": "smollm3", **WINDOW}, None),
         ({"model_type": "starcoder2", **WINDOW}, 16),
+        ({"model_type": "afmoe"}, 1024),
+        ({"model_type": "afmoe", "global_attn_every_n_layers": 1}, None),
+        ({"model_type": "cwm", **WINDOW}, 16),
+        ({"model_type": "cwm", "num_hidden_layers": 1}, None),
+        ({"model_type": "dots1"}, None),
+        ({"model_type": "dots1", "max_window_layers": 3}, 4096),
+        ({"model_type": "dots1", "max_window_layers": 3, "use_sliding_window": False}, 4096),
+        ({"model_type": "exaone4"}, 4096),
+        ({"model_type": "exaone4", "sliding_window_pattern": 1}, None),
+        ({"model_type": "gemma3_text", **WINDOW}, 16),
+        ({"model_type": "gemma3_text", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
+        ({"model_type": "kolibri1"}, 513),
+        ({"model_type": "laguna", **WINDOW}, None),
+        ({"model_type": "mellum", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
+        ({"model_type": "ministral3"}, None),
+        ({"model_type": "ministral3", **WINDOW}, 16),
+        ({"model_type": "olmo3"}, 4096),
+        ({"model_type": "gemma", **SWITCHED}, None),
+        ({"model_type": "glm4_moe", **SWITCHED}, None),
     ],
 )
 def test_the_window_is_the_one_that_transformers_layers_attend_in(
     tmp_path: Path, changes: dict[str, Any], window: int | None
 ) -> None:
-    experts = SMALL_EXPERTS if changes["model_type"] in ("mixtral", "qwen3_moe") else {}
+    family = changes["model_type"]
+    experts = SMALL_EXPERTS if family in ("mixtral", "qwen3_moe") else {}
+    if family in EXPERTS and not experts:
+        experts = {field: SMALL_COUNTS[field] for field in SMALL_COUNTS if field in fields_of(family)}
     model = load_model(str(write_model(tmp_path, **{**SMALL, **experts, **changes})))
     assert window_tokens(model) == window
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -5,60 +5,167 @@ installed.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-_MISTRAL = {"num_key_value_heads": 8, "intermediate_size": 14336}
-_QWEN = {"num_key_value_heads": 32, "intermediate_size": 22016}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"intermediate_size": 11008},
-    "ministral": {**_MISTRAL, "sliding_window": 4096},
-    "mistral": {**_MISTRAL, "sliding_window": 4096},
-    "mixtral": {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "olmo2": {"intermediate_size": 11008},
-    "phi3": {"intermediate_size": 8192},
-    "qwen2": {**_QWEN, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {**_QWEN, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "sliding_window": 4096,
+    "afmoe": {"head_dim": 128, "intermediate_size": 6144, "sliding_window": 1024, "global_attn_every_n_layers": 4},
+    "apertus": {"intermediate_size": 14336, "rope_theta": 12e6, "rope_parameters": {**_LLAMA3, "factor": 8.0, "rope_theta": 12e6}},
+    "arcee": {"intermediate_size": 18432},
+    "aria_text": {"intermediate_size": 4096},
+    "bitnet": {"num_key_value_heads": 5, "intermediate_size": 6912, "rope_theta": 5e5},
+    "cwm": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "sliding_window": 8192,
+        "rope_theta": 1e6,
+        "rope_parameters": {**_LLAMA3, "factor": 16.0, "rope_theta": 1e6},
     },
-    "smollm3": {"num_key_value_heads": 4, "intermediate_size": 11008, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "diffllama": {"intermediate_size": 8192},
+    "dots1": {"num_key_value_heads": 32, "intermediate_size": 10944, "sliding_window": 4096, "max_window_layers": 62},
+    "ernie4_5": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+    },
+    "ernie4_5_moe": {"num_key_value_heads": 4, "intermediate_size": 12288, "tie_word_embeddings": True, "rope_theta": 5e5},
+    "exaone4": {"num_key_value_heads": 32, "intermediate_size": 16384, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "exaone_moe": {"num_key_value_heads": 32, "intermediate_size": 16384, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "flex_olmo": {"intermediate_size": 11008, "rope_theta": 5e5},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "intermediate_size": 24576, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "glm": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 13696, "partial_rotary_factor": 0.5},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 13696, "partial_rotary_factor": 0.5},
+    "glm4_moe": {"num_key_value_heads": 8, "intermediate_size": 10944, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"intermediate_size": 24576, "rotary_pct": 0.25},
+    "granite": {"intermediate_size": 11008},
+    "granitemoe": {"intermediate_size": 11008},
+    "granitemoeshared": {"intermediate_size": 11008},
+    "helium": {"num_key_value_heads": 20, "head_dim": 128, "intermediate_size": 7040, "rope_theta": 1e5},
+    "hunyuan_v1_dense": {"intermediate_size": 11008},
+    "hunyuan_v1_moe": {"intermediate_size": 11008},
+    "hy_v3": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 13312, "rope_theta": 11158840.0},
+    "hyperclovax": {"intermediate_size": 11008},
+    "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 10240},
+    "iquestcoder": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27648},
+    "jais2": {"intermediate_size": 26624},
+    "kolibri1": {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513},
+    "laguna": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "sliding_window": 512},
+    "llama": {"intermediate_size": 11008},
+    "mellum": {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 7168, "sliding_window": 1024},
+    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 1536, "rope_theta": 5e6},
+    "ministral": {"num_key_value_heads": 8, "intermediate_size": 14336, "sliding_window": 4096},
+    "ministral3": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "rope_parameters": {**_YARN, "rope_theta": 1e6},
+    },
+    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14336, "rope_theta": 1e6},
+    "olmo": {"intermediate_size": 11008},
+    "olmo2": {"intermediate_size": 11008},
+    "olmo3": {"intermediate_size": 11008, "sliding_window": 4096},
+    "olmoe": {"intermediate_size": 2048},
+    "opt": {"ffn_dim": 3072, "tie_word_embeddings": True},
+    "persimmon": {"intermediate_size": 16384, "partial_rotary_factor": 0.5},
+    "phi3": {"intermediate_size": 8192, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+    "phimoe": {"num_key_value_heads": 8, "intermediate_size": 6400, "rope_theta": 1e6},
+    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen2_moe": {"num_key_value_heads": 16, "intermediate_size": 5632, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3_moe": {"num_key_value_heads": 4, "intermediate_size": 6144, "sliding_window": 4096},
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27648},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 11008,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
+    },
+    "solar_open": {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6},
+    "starcoder2": {"num_key_value_heads": 2, "intermediate_size": 12288, "tie_word_embeddings": True},
 }
-"""Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, untied embeddings."""
+"""Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, heads that share the
+hidden size, untied embeddings, no window, plain RoPE on a base of 10,000."""
 
-MIXTURES = frozenset(
-    (
-        *("afmoe", "aria_text", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
-        *("hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe"),
-        *("qwen2_moe", "qwen3_moe", "solar_open"),
-    )
-)
+
+class Experts(NamedTuple):
+    """What the class of a mixture of experts takes for a field that ``config.json`` leaves out; beside a number, its field."""
+
+    experts: int
+    """Of one layer."""
+    per_token: int
+    width: int | None = None
+    """``moe_intermediate_size``; None where an expert is as wide as ``intermediate_size``, whatever the config says."""
+    shared: tuple[str | None, int] = (None, 0)
+    """Experts that every token goes through, or the width of them all; of no field where the class has always so many."""
+    dense_layers: tuple[str | None, int] = (None, 0)
+    """Layers without experts, at the front."""
+
+
+_FIRST_DENSE, _SHARED, _SHARED_WIDTH = "first_k_dense_replace", "num_shared_experts", "shared_expert_intermediate_size"
+EXPERTS: Mapping[str, Experts] = {
+    "afmoe": Experts(64, 6, width=1408, shared=(_SHARED, 2), dense_layers=("num_dense_layers", 1)),
+    "aria_text": Experts(8, 2, shared=("moe_num_shared_experts", 2)),
+    "dots1": Experts(1, 1, width=1408, shared=("n_shared_experts", 0), dense_layers=(_FIRST_DENSE, 0)),
+    "ernie4_5_moe": Experts(64, 6, width=1536, shared=("moe_num_shared_experts", 2), dense_layers=("moe_layer_start_index", 1)),
+    "exaone_moe": Experts(64, 8, width=1024, shared=(_SHARED, 1), dense_layers=(_FIRST_DENSE, 1)),
+    "flex_olmo": Experts(7, 5),
+    "glm4_moe": Experts(128, 8, width=1408, shared=("n_shared_experts", 1), dense_layers=(_FIRST_DENSE, 1)),
+    "granitemoe": Experts(8, 2),
+    "granitemoeshared": Experts(8, 2, shared=("shared_intermediate_size", 0)),
+    "hunyuan_v1_moe": Experts(1, 1, shared=(None, 1)),
+    "hy_v3": Experts(192, 8, width=1536, shared=(_SHARED, 1), dense_layers=(None, 1)),
+    "kolibri1": Experts(384, 6, width=512, shared=(_SHARED_WIDTH, 512)),
+    "laguna": Experts(256, 8, width=512, shared=(_SHARED_WIDTH, 512), dense_layers=(None, 1)),
+    "mellum": Experts(64, 8, width=896),
+    "minimax_m2": Experts(256, 8),
+    "mixtral": Experts(8, 2),
+    "olmoe": Experts(64, 8),
+    "phimoe": Experts(16, 2),
+    "qwen2_moe": Experts(60, 4, width=1408, shared=(_SHARED_WIDTH, 5632)),
+    "qwen3_moe": Experts(128, 8, width=768),
+    "solar_open": Experts(128, 8, width=1280, shared=("n_shared_experts", 1)),
+}
 """Families with experts; what the config of any other says of experts is read by no class."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
-SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
-DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Names that families give the same thing: experts of a layer, of a token; what all tokens share; layers without, at the front."""
+"""Names that families give the same thing: experts of a layer, of a token."""
+NEEDED: Mapping[str, tuple[str, ...]] = {"dots1": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")}
+"""Fields that a family's class leaves at null, of which no model can be built."""
+MLP_WIDTHS: Mapping[str, str] = {"opt": "ffn_dim"}
+"""What a family calls its ``intermediate_size``."""
 UNGATED = frozenset(("apertus", "arcee", "gpt_neox", "jais2", "opt", "persimmon", "starcoder2"))
 """Families whose MLP has no gate."""
 
-ROPE_BY_LAYER = frozenset(
-    (
-        *("beam", "deepseek_v4", "dots3_note_text", "gemma3_text", "gemma3n_text", "gemma4_assistant", "gemma4_text"),
-        *("gemma4_unified_text", "laguna", "lfm3", "mellum", "mimo_v2_flash", "modernbert-decoder", "olmo3", "zaya"),
-    )
-)
+ROPE_BY_LAYER = frozenset(("gemma3_text", "laguna", "mellum", "olmo3"))
 """Families with RoPE of its own for each kind of layer, whatever their config leaves out."""
 
-_WITHOUT_WINDOW = ("llama", "olmo2")
-"""Families whose attention takes no window, whatever their config says."""
-_WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3")
-"""Families whose attention takes ``sliding_window`` as it is, whatever else their config says."""
+_WINDOW_IN_EVERY_LAYER = ("ministral3", "mistral", "mixtral", "olmoe", "phi3", "phimoe", "qwen3_moe", "starcoder2")
+"""Families whose attention takes ``sliding_window`` as it is, whatever ``layer_types`` says."""
+_WINDOW_BY_LAYER = (
+    *("afmoe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "kolibri1", "laguna", "mellum", "ministral", "olmo3"),
+    *("qwen2", "qwen2_moe", "qwen3", "smollm3"),
+)
+"""Families whose window is in the layers that ``layer_types`` names; any other has none, whatever its config says."""
 _SWITCHED_ON = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Families whose window is there only with ``use_sliding_window``."""
 
@@ -77,36 +184,36 @@ def value_of(config: Mapping[str, Any], field: str) -> Any:
 def has_sliding_layers(config: Mapping[str, Any]) -> bool:
     """Whether any layer attends within ``sliding_window``, where the config has one."""
     family = config["model_type"]
-    if family in _WITHOUT_WINDOW or (family in _SWITCHED_ON and not config.get("use_sliding_window")):
+    if family in _SWITCHED_ON and not config.get("use_sliding_window"):
         return False
-    if family in _WINDOW_IN_EVERY_LAYER or family == "qwen3_moe":
-        return True
-    if family not in CLASS_DEFAULTS and config.get("use_sliding_window") is False:
+    if family not in _WINDOW_BY_LAYER:
+        return family in _WINDOW_IN_EVERY_LAYER
+    kinds = config.get("layer_types")
+    return "sliding_attention" in kinds if isinstance(kinds, list) else _slides_by_default(config)
+
+
+def _slides_by_default(config: Mapping[str, Any]) -> bool:
+    """Whether any layer has the window in the ``layer_types`` that the family's class makes where the config has none."""
+    family, layers = config["model_type"], config["num_hidden_layers"]
+    if family in ("laguna", "mellum"):
         return False
-    kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
-    if isinstance(kinds, list):
-        return "sliding_attention" in kinds
+    if family == "cwm":  # in all but the first of four
+        return layers > 1
+    if family in ("dots1", "qwen2", "qwen3"):  # from that layer on
+        first = value_of(config, "max_window_layers")
+        return not isinstance(first, int) or first < layers
+    if family == "qwen2_moe":  # in every second one up to there
+        return value_of(config, "max_window_layers") != 0
     if family == "smollm3":  # in the layers without RoPE
         rotated, interval = config.get("no_rope_layers"), value_of(config, "no_rope_layer_interval")
         return 0 in rotated if isinstance(rotated, list) else isinstance(interval, int) and interval <= layers
-    first = value_of(config, "max_window_layers") if family in _SWITCHED_ON else None
-    return not isinstance(first, int) or first < layers
+    every = (value_of(config, field) for field in ("global_attn_every_n_layers", "sliding_window_pattern"))
+    return 1 not in every  # in all but every n-th one, or in all
 
 
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _LAYER_DROPOUT = ("layerdrop", "decoder_layerdrop")
-DROPOUT_BY_DEFAULT: Mapping[str, str] = {
-    **dict.fromkeys(("gpt_neox_japanese", "plbart", "prophetnet", "seed_oss", "xglm", "xlm"), "attention_dropout"),
-    **dict.fromkeys(("gpt-sw3", "gpt2", "gpt_bigcode", "openai-gpt"), "attn_pdrop"),
-    **dict.fromkeys(
-        (
-            *("bert", "bert-generation", "big_bird", "biogpt", "camembert", "data2vec-text", "electra", "ernie", "git"),
-            *("megatron-bert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
-            *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-        ),
-        "attention_probs_dropout_prob",
-    ),
-}
+DROPOUT_BY_DEFAULT: Mapping[str, str] = {"seed_oss": "attention_dropout"}
 """Families whose attention has dropout where their config does not say otherwise, and the field that does."""
 
 

@@ -11,13 +11,13 @@ import msgspec
 from highwater.errors import ModelError
 from highwater.spec.codec import Noun, digest
 from highwater.spec.families import (
-    DENSE_LAYERS,
     EXPERT_COUNTS,
+    EXPERTS,
     EXPERTS_PER_TOKEN,
-    MIXTURES,
-    SHARED_COUNTS,
-    SHARED_WIDTHS,
+    MLP_WIDTHS,
+    NEEDED,
     UNGATED,
+    Experts,
     has_sliding_layers,
     unsupported_dropout,
     value_of,
@@ -184,8 +184,8 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
             f"{heads} query heads do not go with {kv_heads} key/value heads and a hidden size of {hidden} in {source}",
             hint="set num_key_value_heads to a divisor of num_attention_heads, and head_dim to a whole number, 1 or more",
         )
-    width = _optional_size(config, "intermediate_size", source) or 4 * hidden
-    mixture = _mixture(config, source) if family in MIXTURES else _Mixture(width=width)
+    width = _optional_size(config, MLP_WIDTHS.get(family, "intermediate_size"), source) or 4 * hidden
+    mixture = _mixture(config, EXPERTS[family], width, source) if family in EXPERTS else _Mixture(width)
     shape = ModelShape(
         model_type=family,
         hidden_size=hidden,
@@ -193,7 +193,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         query_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=mixture.width or width,
+        intermediate_size=mixture.width,
         vocab_size=_size(config, "vocab_size", source),
         native_length_tokens=_size(config, "max_position_embeddings", source),
         tied_embeddings=_tied_embeddings(config, source),
@@ -220,36 +220,44 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
 class _Mixture(NamedTuple):
     """What a config says of experts; of a family without, one expert."""
 
-    width: int | None
-    """Of one expert; None where it is ``intermediate_size``."""
+    width: int
+    """Of one expert."""
     experts: int = 1
     experts_per_token: int = 1
     shared_size: int = 0
     dense_layers: int = 0
 
 
-def _mixture(config: dict[str, Any], source: str) -> _Mixture:
-    """The experts of a family that has them, by whichever of the fields its config has."""
+def _mixture(config: dict[str, Any], usual: Experts, mlp_width: int, source: str) -> _Mixture:
+    """The experts of a family that has them, by whichever of the fields its config has; else the usual ones of its class."""
 
     def first(fields: Sequence[str]) -> int | None:
         return next((size for field in fields if (size := _optional_size(config, field, source)) is not None), None)
 
-    experts = first(EXPERT_COUNTS) or 1
-    width = _optional_size(config, "moe_intermediate_size", source)
-    each = width or _optional_size(config, "intermediate_size", source) or 4 * _size(config, "hidden_size", source)
-    shared = _count(config, SHARED_WIDTHS, source) or each * (_count(config, SHARED_COUNTS, source) or 0)
+    width = mlp_width
+    if usual.width is not None:
+        width = _optional_size(config, "moe_intermediate_size", source) or usual.width
+    shared_field, _ = usual.shared
+    shared = _count(config, usual.shared, source)
+    is_width = shared_field is not None and shared_field.endswith("intermediate_size")
     kinds, layers = config.get("mlp_layer_types"), _size(config, "num_hidden_layers", source)
-    dense = kinds.count("dense") if isinstance(kinds, list) else _count(config, DENSE_LAYERS, source) or 0
-    return _Mixture(width, experts, first(EXPERTS_PER_TOKEN) or 1, shared, min(dense, layers))
+    dense = kinds.count("dense") if isinstance(kinds, list) else _count(config, usual.dense_layers, source)
+    return _Mixture(
+        width=width,
+        experts=first(EXPERT_COUNTS) or usual.experts,
+        experts_per_token=first(EXPERTS_PER_TOKEN) or usual.per_token,
+        shared_size=shared if is_width else width * shared,
+        dense_layers=min(dense, layers),
+    )
 
 
-def _count(config: dict[str, Any], fields: Sequence[str], source: str) -> int | None:
-    """The first of the fields that the config or its class has: a whole number, which may be 0."""
-    for field in fields:
-        value = value_of(config, field)
-        if value is not None:
-            return 0 if value == 0 else _checked(value, field, source)
-    return None
+def _count(config: dict[str, Any], usual: tuple[str | None, int], source: str) -> int:
+    """What a config says of a field, a whole number that may be 0, or else the usual one."""
+    field, number = usual
+    value = None if field is None else config.get(field)
+    if field is None or value is None:
+        return number
+    return 0 if value == 0 else _checked(value, field, source)
 
 
 def _family(config: dict[str, Any], source: str) -> str:
@@ -273,7 +281,7 @@ def _family(config: dict[str, Any], source: str) -> str:
             f"{source} is of the family {family}: an encoder-decoder model", hint="use a decoder-only causal language model"
         )
     refuse_untrained(family, source)
-    missing = [field for field in MIN_FIELDS if config.get(field) is None]
+    missing = [field for field in (*MIN_FIELDS, *NEEDED.get(family, ())) if config.get(field) is None]
     if missing:
         raise ModelError(
             f"{source}, of the family {family}, has no {', '.join(missing)}",
@@ -346,7 +354,10 @@ def _digest(config: dict[str, Any], source: str) -> str:
 
 
 def rope_block(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """RoPE's own parameters in a ``config.json``, empty where it has none; raises ModelError for what is no such block."""
+    """RoPE's own parameters in a ``config.json``, or those of its class; empty where neither has any.
+
+    Raises ModelError for what is no such block.
+    """
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
         if rope is None:
@@ -360,7 +371,7 @@ def rope_block(config: dict[str, Any], source: str) -> dict[str, Any]:
             if rope.get(_BEFORE_SCALING) is not None:
                 _checked(rope[_BEFORE_SCALING], _BEFORE_SCALING, source)
             return rope
-    return {}
+    return dict(value_of(config, "rope_parameters") or {})
 
 
 def _own_rope_scaling(config: dict[str, Any], source: str) -> bool:

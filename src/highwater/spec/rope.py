@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from highwater.spec.codec import Noun
-from highwater.spec.families import ROPE_BY_LAYER
+from highwater.spec.families import CLASS_DEFAULTS, ROPE_BY_LAYER, value_of
 from highwater.spec.model import Model, read_config, rope_block
 from highwater.spec.settings import Rope
 
 WITHOUT_YARN_IN_FILES = ("phi3",)
 """Families whose config class takes no YaRN: it trains, and what is saved of it cannot be loaded."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
+_OLD_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""What families call them beside ``rope_parameters``."""
+_ROPE_THETA = 10_000.0
+"""The base of a family that has none of its own."""
+_BEFORE_SCALING = "original_max_position_embeddings"
 
 
 def yarn_parameters(factor: float | str, *, native_length_tokens: int) -> dict[str, str | float]:
@@ -78,15 +83,23 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
     if model.own_rope_scaling:
         if rope == "auto" and grows(own):
             return None
-        native = int(own.get("original_max_position_embeddings") or native)
+        beside = _BEFORE_SCALING in CLASS_DEFAULTS[model.shape.model_type]  # a field of the class, which then overrides the block's
+        native = int((value_of(config, _BEFORE_SCALING) if beside else own.get(_BEFORE_SCALING)) or native)
     if length_tokens <= native:
         return None
     factor = length_tokens / native
     return Yarn(
         factor=factor,
-        rope_parameters={**kept_parameters({**config, **own}), **yarn_parameters(factor, native_length_tokens=native)},
+        rope_parameters={**kept_parameters({**_beside(config), **own}), **yarn_parameters(factor, native_length_tokens=native)},
         max_position_embeddings=length_tokens,
     )
+
+
+def _beside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a config has beside its block, or else its class: what the block leaves out."""
+    names = _OLD_NAMES.get(config["model_type"], {})
+    found = {name: value_of(config, names.get(name, name)) for name in _KEPT}
+    return {"rope_theta": _ROPE_THETA} | {name: value for name, value in found.items() if value is not None}
 
 
 def _own(model: Model) -> dict[str, Any]:
