@@ -11,6 +11,7 @@ from places import write_model
 from highwater.errors import ModelError
 from highwater.prediction.formula import FAMILIES
 from highwater.spec.families import CLASS_DEFAULTS, DROPOUT_BY_DEFAULT, EXPERTS, NEEDED, ROPE_BY_LAYER, has_sliding_layers
+from highwater.spec.footprint import matrices
 from highwater.spec.model import MIN_FIELDS, load_model, rope_block, shape_of, window_tokens
 from highwater.spec.rope import unscalable, yarn
 from highwater.spec.trained_families import TRAINED
@@ -265,6 +266,17 @@ def test_a_config_with_nothing_but_sizes_has_the_parameters_of_transformers_own_
     if family in FAMILIES:
         assert model.shape.experts == getattr(config, "num_local_experts", 1)
         assert model.shape.experts_per_token == getattr(config, "num_experts_per_tok", 1)
+    counted = sum(count * rows * size for count, rows, size in matrices(model.shape))
+    assert counted == pytest.approx(sum(p.numel() for p in theirs.parameters() if p.ndim > 1), rel=uncounted)
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("transformers")
+    least = {field: GIVEN[field] for field in NEEDED.get(family, ())} | {"attention_dropout": 0.0}
+    (tmp_path / "config.json").write_text(json.dumps(written_by_its_class(family, least)))
+    shape = load_model(str(tmp_path)).shape
+    assert sum(count * rows * size for count, rows, size in matrices(shape)) == pytest.approx(shape.parameters, rel=1e-2)
 
 
 @pytest.mark.parametrize(

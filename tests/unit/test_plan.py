@@ -19,6 +19,7 @@ from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
 from highwater.spec.settings import Settings
+from highwater.spec.trained_families import TRAINED
 from highwater.spec.trial import Device
 from highwater.units import GIB
 
@@ -358,6 +359,27 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
     assert 1.99 <= host_state_bytes(shape, grpo, gpus=gpus) / shape.parameters < 4, "the reference, in bfloat16"
     assert host_state_bytes(shape, Settings(), gpus=gpus) == 0
     assert 20 <= host_state_bytes(shape, Settings(strategy="fsdp", offload=True), gpus=gpus) / shape.parameters < 28
+
+
+@pytest.mark.parametrize("family", sorted(TRAINED))
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_matrices_of_a_family_that_trains_are_all_its_parameters_but_norms(tmp_path: Path, family: str, tied: bool) -> None:
+    """With its class's own experts, shared ones and layers without any; a gate only where its MLP has one."""
+    needed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "attention_dropout": 0.0}
+    shape = load_model(str(write_model(tmp_path, model_type=family, tie_word_embeddings=tied, **needed))).shape
+    assert sum(count * rows * size for count, rows, size in matrices(shape)) == pytest.approx(shape.parameters, rel=1e-2)
+
+
+def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_their_own_blocks(tmp_path: Path) -> None:
+    def staged(dense_layers: int) -> int:
+        sizes = {"num_hidden_layers": 12, "first_k_dense_replace": dense_layers, "intermediate_size": 8192}
+        shape = load_model(str(write_model(tmp_path, model_type="glm4_moe", **sizes))).shape
+        return staged_gradient_bytes(shape, Settings(offload=True), gpus=2)
+
+    found = [staged(dense) for dense in (0, 1, 3, 4, 9)]
+    assert found == sorted(found), "three layers of experts are among them all the time"
+    assert found[2:] == [found[2]] * 3, "of those without, three at the most"
+    assert staged(12) < found[0]
 
 
 @pytest.mark.parametrize("name", catalog_names())

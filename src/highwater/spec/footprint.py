@@ -92,12 +92,15 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -
     """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine, besides that of the states.
 
     A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the head; a critic's gradients
-    pass through the same blocks. Source: parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
+    pass through the same blocks. Where some layers have experts and others none, each kind has its own.
+    Source: parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
     if not settings.offload or settings.strategy != "fsdp2":
         return 0
-    layers = min(STAGED_LAYERS, shape.layers)
-    return _pinned_matrices_bytes(msgspec.structs.replace(shape, layers=layers), gpus=gpus, bytes_per_element=4)
+    dense = min(STAGED_LAYERS, shape.dense_layers)
+    layers = dense + min(STAGED_LAYERS, shape.layers - shape.dense_layers)
+    few = msgspec.structs.replace(shape, layers=layers, dense_layers=dense)
+    return _pinned_matrices_bytes(few, gpus=gpus, bytes_per_element=4)
 
 
 def _pinned_matrices_bytes(
@@ -110,17 +113,25 @@ def _pinned_matrices_bytes(
 
 def matrices(shape: ModelShape) -> tuple[tuple[int, int, int], ...]:
     """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2 cuts, and the size of a row."""
-    hidden, width, layers = shape.hidden_size, shape.intermediate_size, shape.layers
+    hidden, layers, mixed = shape.hidden_size, shape.layers, shape.layers - shape.dense_layers
     query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    mlp = ((2 * layers, width, hidden), (layers, hidden, width))
+    into = shape.mlp_matrices - 1  # the last one leads out of the MLP
+
+    def mlps(count: int, width: int) -> tuple[tuple[int, int, int], ...]:
+        return ((into * count, width, hidden), (count, hidden, width)) if count and width else ()
+
     if shape.experts > 1:  # fused: a row is an expert
-        mlp = (
-            (layers, shape.experts, 2 * width * hidden),
-            (layers, shape.experts, hidden * width),
-            (layers, shape.experts, hidden),
+        width = shape.intermediate_size
+        routed = (
+            (mixed, shape.experts, into * width * hidden),
+            (mixed, shape.experts, hidden * width),
+            (mixed, shape.experts, hidden),
         )
+    else:
+        routed = mlps(mixed, shape.intermediate_size)
+    in_mlps = (*routed, *mlps(mixed, shape.shared_expert_size), *mlps(shape.dense_layers, shape.dense_intermediate_size))
     embeddings = (1 if shape.tied_embeddings else 2, shape.vocab_size, hidden)
-    return ((layers, query, hidden), (2 * layers, key, hidden), (layers, hidden, query), *mlp, embeddings)
+    return ((layers, query, hidden), (2 * layers, key, hidden), (layers, hidden, query), *in_mlps, embeddings)
 
 
 def _pinned_bytes(requested: int) -> int:
