@@ -223,6 +223,7 @@ def test_experts_peak_where_the_formula_says(specs: dict[str, TrialSpec], logs: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog]
 ) -> None:
