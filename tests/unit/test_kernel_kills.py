@@ -8,7 +8,7 @@ from highwater.launch.kernel_kills import kernel_kills
 
 V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-UNUSUAL = b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /caf\xe9 rw - ext4 /dev/b rw\n52 31 0:42 / /- rw - ext4 - rw\n\n"
+UNUSUAL = b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /d\xe9 rw - ext4 /dev/b rw\n52 31 0:42 / /- rw - ext4 - rw\n\n"
 """Mounted from nothing; on a path that is not UTF-8; on a hyphen; and no line at all."""
 OTHER = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n1 2 0:1 / / rw - ext4 /dev/vda rw\n"
 
