@@ -167,7 +167,8 @@ def test_a_file_that_is_refused_without_a_field_is_refused_as_its_class_writes_i
 @pytest.mark.parametrize("family", sorted(TRAINED))
 def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(family: str) -> None:
     neutral = {"is_encoder_decoder", "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"}
-    neutral |= {"logits_scaling", "lm_head_bias", "decoder_sparse_step", "mlp_only_layers"}  # refused but at their defaults
+    neutral |= {"logits_scaling", "lm_head_bias", "decoder_sparse_step", "mlp_only_layers", "attention_multiplier"}
+    # Refused but at their defaults, or at 0.
     config = Recorded({"model_type": family, **given_of(family)})
     shape_of(config, source="config.json")
     rope_block(config, "config.json")

@@ -4,6 +4,7 @@ Shapes:  T packed tokens  N trained tokens  E hidden size  V vocabulary
 """
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -33,7 +34,6 @@ from highwater.parallel.fsdp import shard
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.sequence import parts_of
-from highwater.spec.families import has_sliding_layers
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 from highwater.spec.trial import Weights
 from highwater.spec.weight_files import SCORE, unties
@@ -202,8 +202,8 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
         config.tie_word_embeddings = False  # as transformers does with files that hold both, and different values
     if getattr(config, "head_dim", 0) is None:  # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
         config.head_dim = config.hidden_size // config.num_attention_heads
-    if getattr(config, "sliding_window", None) and not has_sliding_layers(config.to_dict()):
-        config.sliding_window = None  # a Llama's config may have one, of which its class knows nothing
+    if hasattr(config, "sliding_window") and "sliding_window" not in inspect.signature(type(config).__init__).parameters:
+        delattr(config, "sliding_window")  # a Llama's config may have one, of which its class knows nothing
     scale_rope(config, length_tokens=length_tokens, rope=rope)
     config.use_cache = False
     return config
