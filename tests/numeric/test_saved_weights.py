@@ -146,7 +146,7 @@ def test_what_follows_from_the_config_may_be_in_old_files(tmp_path: Path) -> Non
 
 
 def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path) -> None:
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(tmp_path)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(tmp_path)
     change(tmp_path, **{"embed_tokens.weight": torch.randn(64, 32)})
     with pytest.raises(ModelError, match=r"embed_tokens\.weight"):
         filled(tmp_path)
