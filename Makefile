@@ -1,15 +1,17 @@
-# Everything a newcomer types: `make demo`, `make test`. Each makes .venv first and installs what it needs.
+# Everything a newcomer types: `make demo`, `make check`, `make test`. Each makes .venv first and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+# Of the cases that run once for each recorded study, family, catalog entry or page: none, sample, all. CI asks for all.
+CORPUS ?= sample
 
 VENV4 := .venv-transformers4
 EMIT := .venv-emit-
 TRAINERS := accelerate areal torchtitan trinity trl verl
 
-.PHONY: demo documents docs test test-all test-pages test-emit lint types contracts install clean-venv
+.PHONY: check demo documents docs test test-all test-pages test-emit lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -62,11 +64,16 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
 
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+
+check: lint types contracts
+	$(PYTEST) --corpus none --hypothesis-profile quick tests/unit
+
 test: lint types contracts
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) --corpus $(CORPUS)
 
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not pages and not emit'
+	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep -m 'not gpu and not pages and not emit'
 
 $(VENV)/.ready-pages: $(READY)
 	$(BIN)/pip install --quiet -e '.[pages]'

@@ -1,7 +1,8 @@
-"""Writes the documents that follow from code and records: the H200 guide, the README's picture, the reference of the command line.
+"""Writes the documents that follow from code and records: the H200 guide, the pictures, the
+reference of the command line.
 
-``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site DIRECTORY`` writes what only the
-documentation site has: the guide as a page.
+``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site
+DIRECTORY`` writes what only the documentation site has: the guide as a page.
 """
 
 import argparse
@@ -9,13 +10,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from charts import pictures
 from picture import picture
 
 from highwater import guide, write_guide
-from highwater.cli.parser import Parser, commands
+from highwater.cli.grammar import commands
+from highwater.cli.parser import Parser
 from highwater.cli.search_context_length_capacity import grammar
-from highwater.report.guide import Guide
-from highwater.report.guide_markdown import guide_markdown
+from highwater.pages.guide.guide import Guide
+from highwater.pages.guide.guide_markdown import guide_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = "docs/results/find/*.jsonl"
@@ -23,11 +26,13 @@ PREDICTED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Q
 GPUS = tuple(f"{count}xH200-141GB" for count in (1, 2, 4, 8))
 COMMAND = f"highwater guide {STUDIES} --predict {' '.join(PREDICTED)} --gpus {' '.join(GPUS)}"
 OF_THE_H200 = f"""\
-This is the guide of the H200, from this project's own studies; [docs/results/find](results/find/README.md) says how they were made.
+This is the guide of the H200, from this project's own studies; \
+[docs/results/find](results/find/README.md) says how they were made.
 
-- **measured** on whole cards (139.80 GiB): 0.6B, 1.7B and 4B on one GPU, 8B on two and on four; what is marked ≥ is the longest \
-that was tried there. Most studies were allowed **79.15 GiB** of each card, GRPO on four GPUs among them, which is what an \
-A100-80GB has: their capacities are the least that a whole H200 holds, and stand in tables of their own.
+- **measured** on whole cards (139.80 GiB): 0.6B, 1.7B and 4B on one GPU, 8B on two and on four; \
+what is marked ≥ is the longest that was tried there. Most studies were allowed **79.15 GiB** \
+of each card, GRPO on four GPUs among them, which is what an A100-80GB has: their capacities are \
+the least that a whole H200 holds, and stand in tables of their own.
 - **predicted**, in tables of their own, too: whole cards, 1 to 8 of them, models up to 32B.
 
 `{COMMAND}` makes it."""
@@ -41,6 +46,7 @@ def documents() -> dict[str, str]:
         "capacities.svg": picture(),
         "reference/cli.md": "\n".join(_command_line()),
         "decisions/README.md": "\n".join(_decisions()),
+        **pictures(),
     }
 
 
@@ -52,7 +58,10 @@ def _guide() -> Guide:
 def _decisions() -> Iterator[str]:
     yield "# Decisions"
     yield ""
-    yield "Half a page each: context, choice, price. They are not rewritten: a later one says what it changes."
+    yield (
+        "Half a page each: context, choice, price. They are not rewritten: a later one says "
+        "what it changes."
+    )
     yield ""
     for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
@@ -62,7 +71,10 @@ def _decisions() -> Iterator[str]:
 def _command_line() -> Iterator[str]:
     yield "# The command line"
     yield ""
-    yield "Every command and flag, from the grammar that reads them. The answer goes to stdout, talk to stderr; `--json` prints one"
+    yield (
+        "Every command and flag, from the grammar that reads them. The answer goes to stdout, "
+        "talk to stderr; `--json` prints one"
+    )
     yield "document with a version. [Exit codes](exit-codes.md) say how it ended."
     for name, each in commands().items():
         yield from _command(f"highwater {name}", each)
@@ -72,13 +84,30 @@ def _command_line() -> Iterator[str]:
 def _command(name: str, parser: Parser) -> Iterator[str]:
     """A heading, what it does, and a table of its flags for each group."""
     text = (parser.description or "").partition(": ")[2] or parser.description or ""
-    yield from ("", f"## {name}", "", f"{text[:1].upper() + text[1:].rstrip('.')}.", "", f"For example `{parser.example}`.")
+    yield from (
+        "",
+        f"## {name}",
+        "",
+        f"{text[:1].upper() + text[1:].rstrip('.')}.",
+        "",
+        f"For example `{parser.example}`.",
+    )
     formatter = argparse.HelpFormatter(prog=name)
     for group in parser._action_groups:
-        actions = [each for each in group._group_actions if each.dest != "help" and each.help != argparse.SUPPRESS]
+        actions = [
+            each
+            for each in group._group_actions
+            if each.dest != "help" and each.help != argparse.SUPPRESS
+        ]
         if not actions:
             continue
-        what = "arguments" if not actions[0].option_strings else "flags" if group.title == "options" else group.title
+        what = (
+            "arguments"
+            if not actions[0].option_strings
+            else "flags"
+            if group.title == "options"
+            else group.title
+        )
         yield from ("", f"| {what} | |", "|---|---|")
         for action in actions:
             explained = formatter._expand_help(action) if action.help else ""
@@ -94,7 +123,9 @@ def _spelled(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings)
     if action.nargs == 0:
         return names
-    value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
+    value = action.metavar or (
+        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+    )
     several = " ..." if action.nargs in ("+", "*") else ""
     return f"{names} `{value}{several}`".strip()
 

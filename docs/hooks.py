@@ -1,4 +1,4 @@
-"""What the site adds to its pages: every decision in the navigation, folded tables, and the H200 guide as a page."""
+"""What the site adds to its pages: folded tables, and the H200 guide as a page."""
 
 import subprocess
 import sys
@@ -11,22 +11,19 @@ from mkdocs.structure.files import File
 HERE = Path(__file__).parent
 
 
-def on_config(config: Any) -> Any:
-    """Every decision, so that a new one needs no line in mkdocs.yml."""
-    (decisions,) = (entry["Decisions"] for entry in config.nav if "Decisions" in entry)
-    decisions += sorted(f"decisions/{path.name}" for path in (HERE / "decisions").glob("[0-9]*.md"))
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     """What is not kept in the repository."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, HERE / "generate.py", "--site", folder], check=True)
         for path in Path(folder).iterdir():
-            files.append(File.generated(config, path.name, content=path.read_text(encoding="utf-8")))
+            files.append(
+                File.generated(config, path.name, content=path.read_text(encoding="utf-8"))
+            )
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Tables within a folded part are Markdown here too, as they are where the repository is read."""
+    """Tables within a folded part are Markdown here too, as they are where the repository is
+    read.
+    """
     return markdown.replace("<details>", '<details markdown="1">')

@@ -1,4 +1,6 @@
-"""The picture of the README: how long a sequence each rung trains on H200s, measured, beside what a trace predicted."""
+"""The picture of the README: how long a sequence each rung trains on H200s, measured, beside what a
+trace predicted.
+"""
 
 import json
 from collections.abc import Iterator
@@ -9,8 +11,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from highwater import open_study
-from highwater.prediction.capacity import Prediction
-from highwater.report.guide import cell_label
+from highwater.memory.capacity import Prediction
+from highwater.pages.guide.guide import cell_label
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
 from highwater.spec.ladder import simplicity
@@ -19,11 +21,13 @@ from highwater.units import format_bytes, format_tokens
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "find"
+TIMED = HERE / "results" / "speed"
 DEVICE = "H200-141GB with 79.15 GiB"
 PANELS = (("Qwen3-0.6B", 1), ("Qwen3-1.7B", 1), ("Qwen3-4B", 1), ("Qwen3-8B", 2))
 """Model and number of GPUs, row by row, two in each."""
 HUGGING_FACE = {"Qwen3-0.6B": "step-0.6b.json", "Qwen3-1.7B": "step-1.7b.json"}
-"""Its longest length is the longest that was timed in a process of its own: it fills the whole card."""
+"""Its longest length is the longest that was timed in a process of its own: it fills the whole
+card."""
 
 PANEL_WIDTH, LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 438, 176, 178, 24
 LONGEST_TOKENS = 5 * 131_072
@@ -53,9 +57,15 @@ class Panel(NamedTuple):
 
 
 def picture() -> str:
-    """The whole SVG. Everything drawn is read from the recorded trials, their predictions and the benchmark's files."""
+    """The whole SVG. Everything drawn is read from the recorded trials, their predictions and the
+    benchmark's files.
+    """
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"width": _width, "tokens": format_tokens}
     panels = tuple(_panels())
@@ -64,15 +74,24 @@ def picture() -> str:
         label_width=LABEL_WIDTH,
         row_height=ROW_HEIGHT,
         height=max(panel.y + len(panel.bars) * ROW_HEIGHT for panel in panels),
-        ticks=[(_width(tokens), f"{tokens // 1024}k" if tokens else "0") for tokens in range(0, LONGEST_TOKENS + 1, 131_072)],
-        longest_in_full=format_tokens(max(bar.full_tokens for panel in panels for bar in panel.bars)),
+        ticks=[
+            (_width(tokens), f"{tokens // 1024}k" if tokens else "0")
+            for tokens in range(0, LONGEST_TOKENS + 1, 131_072)
+        ],
+        longest_in_full=format_tokens(
+            max(bar.full_tokens for panel in panels for bar in panel.bars)
+        ),
         whole_card=format_bytes(_benchmark("Qwen3-0.6B")["environment"]["gpu_total_bytes"]),
         description=". ".join(_in_words(panel) for panel in panels),
     )
 
 
 def _panels() -> Iterator[Panel]:
-    capacities = [each for path in sorted(FOUND.glob("*.jsonl")) for each in study_capacities(open_study(path))]
+    capacities = [
+        each
+        for path in sorted(FOUND.glob("*.jsonl"))
+        for each in study_capacities(open_study(path))
+    ]
     predicted = dict(_predicted())
     y = 96
     for row in (PANELS[:2], PANELS[2:]):
@@ -81,11 +100,14 @@ def _panels() -> Iterator[Panel]:
             own = [
                 each
                 for each in capacities
-                if (each.model_name, each.cell.layout.gpus, each.device_name) == (model, gpus, DEVICE)
+                if (each.model_name, each.cell.layout.gpus, each.device_name)
+                == (model, gpus, DEVICE)
                 and each.cell.settings.objective == "sft"
             ]
             bars = (*_hugging_face(model), *_bars(own, predicted))
-            made.append(Panel(model, counted_ranks(gpus, "cuda"), bars, 20 + column * PANEL_WIDTH, y))
+            made.append(
+                Panel(model, counted_ranks(gpus, "cuda"), bars, 20 + column * PANEL_WIDTH, y)
+            )
         yield from made
         y += max(len(panel.bars) for panel in made) * ROW_HEIGHT + 50
 
@@ -107,7 +129,7 @@ def _hugging_face(model: str) -> Iterator[Bar]:
 
 
 def _benchmark(model: str) -> dict[str, Any]:
-    return json.loads((FOUND / HUGGING_FACE[model]).read_text())
+    return json.loads((TIMED / HUGGING_FACE[model]).read_text())
 
 
 def _predicted() -> Iterator[tuple[tuple[str, str], int]]:
@@ -127,4 +149,6 @@ def _width(tokens: int) -> float:
 
 
 def _in_words(panel: Panel) -> str:
-    return f"{panel.heading}, {panel.note}: " + ", ".join(f"{bar.label} {format_tokens(bar.most_tokens)}" for bar in panel.bars)
+    return f"{panel.heading}, {panel.note}: " + ", ".join(
+        f"{bar.label} {format_tokens(bar.most_tokens)}" for bar in panel.bars
+    )

@@ -1,8 +1,10 @@
-"""The demo: how long a context does a tiny model train with in 1 GiB? On the CPU, by real training steps, in about a minute.
+"""The demo: how long a context does a tiny model train with in 1 GiB? On the CPU, by real training
+steps, in about a minute.
 
-The operating system holds each process of a trial to 1 GiB: what does not fit really runs out of memory. The model is tried on
-one process, then sharded over two. Everything is written into a new folder, demo/1, demo/2, and so on; nothing is ever deleted.
-At the end the answers are checked against the study's record: each must be a pair of real trials, one step apart.
+The operating system holds each process of a trial to 1 GiB: what does not fit really runs out of
+memory. The model is tried on one process, then sharded over two. Everything is written into a new
+folder, demo/1, demo/2, and so on; nothing is ever deleted. At the end the answers are checked
+against the study's record: each must be a pair of real trials, one step apart.
 """
 
 import os
@@ -18,8 +20,12 @@ from highwater.spec.trial import Outcome
 
 STEP = 256
 """Tokens between two lengths that are tried."""
-TINY = f"examples/tiny --device cpu --gpus 1 2 --memory 1GiB --loss full --start-length {STEP} --resolution {STEP} --timeout 2m"
-"""A vocabulary of 151,936 makes its logits large: half a GiB for a thousand tokens, the whole loss at once."""
+TINY = (
+    f"examples/tiny --device cpu --gpus 1 2 --memory 1GiB --loss full --start-length {STEP} "
+    f"--resolution {STEP} --timeout 2m"
+)
+"""A vocabulary of 151,936 makes its logits large: half a GiB for a thousand tokens, the whole loss
+at once."""
 
 
 def main() -> int:
@@ -39,7 +45,10 @@ def main() -> int:
     for doubt in doubts:
         print(f"not proven: {doubt}")
     if not doubts:
-        print(f"checked: every answer is a pair of real trials in {study}: one fit, {STEP} tokens more ran out of memory")
+        print(
+            f"checked: every answer is a pair of real trials in {study}: one fit, {STEP} tokens "
+            f"more ran out of memory"
+        )
     return 1 if doubts else 0
 
 
@@ -75,10 +84,14 @@ def doubts_about(study: Study) -> list[str]:
         if not longest:
             doubts.append(f"{cell.label_on(study.question.device)} has no answer")
             continue
-        pair = [outcomes.get((cell.layout, cell.settings, length)) for length in (longest, longest + STEP)]
+        pair = [
+            outcomes.get((cell.layout, cell.settings, length))
+            for length in (longest, longest + STEP)
+        ]
         if pair != [Outcome.FIT, Outcome.OUT_OF_MEMORY]:
             doubts.append(
-                f"{cell.label_on(study.question.device)}: {longest} tokens ended in {pair[0]}, {longest + STEP} in {pair[1]}"
+                f"{cell.label_on(study.question.device)}: {longest} tokens ended in {pair[0]}, "
+                f"{longest + STEP} in {pair[1]}"
             )
     return doubts
 

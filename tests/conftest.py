@@ -1,19 +1,85 @@
-"""Settings of all tests: no property is held to a time, which on a shared machine says nothing about it.
+"""Settings of all tests: no property is held to a time, which on a shared machine says nothing
+about it.
 
-What a fuzzer or a sweep counted (``record_property("counted", text)``) is printed at the end, however many processes ran it.
+Tests that run once for each recorded study, family, catalog entry or page are marked ``corpus``.
+``--corpus`` says how many of their cases run: ``none``, the ``sample`` of the day, a part of
+``PARTS`` that goes once round in as many days, or ``all``. ``HIGHWATER_DAY`` names another day.
+
+What a fuzzer or a sweep counted (``record_property("counted", text)``) is printed at the end,
+however many processes ran it.
 """
+
+import os
+from collections import defaultdict
+from datetime import date
 
 import pytest
 from hypothesis import settings
 
+PARTS = 8
+"""Days until every case of the corpus was in the sample."""
+
 settings.register_profile("highwater", deadline=None)
-settings.load_profile("highwater")
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.register_profile("deep", deadline=None, max_examples=500)
+settings.load_profile("highwater")  # `--hypothesis-profile` names another
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--corpus",
+        choices=("none", "sample", "all"),
+        default="all",
+        help="cases that run once for each recorded study, family, catalog entry or page",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every process of a run has the same day, also past midnight."""
+    os.environ.setdefault("HIGHWATER_DAY", str(date.today().toordinal()))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    day = os.environ["HIGHWATER_DAY"]
+    return f"corpus: {config.getoption('corpus')}, of HIGHWATER_DAY={day}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not asked for of the corpus."""
+    asked = config.getoption("corpus")
+    if asked == "all":
+        return
+    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("corpus") is not None:
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    every = [item for cases in by_test.values() for item in cases]
+    kept = [item for cases in by_test.values() for item in sample(cases)]
+    left_out = set(every) if asked == "none" else set(every) - set(kept)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The day's part of a test's cases; one of them, where there are fewer than parts."""
+    day, parts = int(os.environ["HIGHWATER_DAY"]), min(PARTS, len(cases))
+    return cases[day % parts :: parts]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was counted."""
-    reports = (report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport))
-    counted = [f"{report.nodeid}: {text}" for report in reports for name, text in report.user_properties if name == "counted"]
+    reports = (
+        report
+        for found in terminalreporter.stats.values()
+        for report in found
+        if isinstance(report, pytest.TestReport)
+    )
+    counted = [
+        f"{report.nodeid}: {text}"
+        for report in reports
+        for name, text in report.user_properties
+        if name == "counted"
+    ]
     if counted:
         terminalreporter.section("counted")
     for line in dict.fromkeys(counted):

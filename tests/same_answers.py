@@ -1,4 +1,5 @@
-"""Two hundred questions, answered by the highwater that this Python imports: the same before a change as after it.
+"""Two hundred questions, answered by the highwater that this Python imports: the same before a
+change as after it.
 
 ``python tests/same_answers.py ANSWERS.json`` writes every document; ``--against OTHER.json`` prints
 the questions that are answered otherwise, and ends with 1 where there are any. Run it from the
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import highwater
 from highwater.cli.app import main
 
 MODELS = ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-8B", "Qwen3-32B")
@@ -48,7 +50,18 @@ def questions() -> Iterator[tuple[str, ...]]:
     for model in ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B"):
         yield ("predict", model, "--gpus", "4xA100-80GB", "--trainer", "trinity", "--json")
         yield ("guide", "--predict", model, "--gpus", "1xH100-80GB", "8xH100-80GB", "--json")
-        yield ("recommend", model, "--gpus", "8xH100-80GB", "--length", "1M", "--rope", "yarn", "--list", "--json")
+        yield (
+            "recommend",
+            model,
+            "--gpus",
+            "8xH100-80GB",
+            "--length",
+            "1M",
+            "--rope",
+            "yarn",
+            "--list",
+            "--json",
+        )
     for study in STUDIES:
         yield ("show", study)
         yield ("report", study, "--json")
@@ -78,7 +91,11 @@ def run() -> int:
     parser.add_argument("answers", type=Path)
     parser.add_argument("--against", type=Path)
     named = parser.parse_args()
-    found = {" ".join(words): answer(words) for words in questions()}
+    here = str(Path(highwater.__file__).parent)
+    found = {
+        " ".join(words): {name: str(said).replace(here, "") for name, said in answer(words).items()}
+        for words in questions()
+    }
     named.answers.write_text(json.dumps(found, indent=1) + "\n")
     codes = [each["code"] for each in found.values()]
     counts = {code: codes.count(code) for code in sorted(set(codes))}

@@ -1,4 +1,6 @@
-"""highwater: the longest context you can train a model with, on these GPUs, and with which settings."""
+"""highwater: the longest context you can train a model with, on these GPUs, and with which
+settings.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -11,22 +13,22 @@ if TYPE_CHECKING:
     from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
     from highwater.errors import HighwaterError as HighwaterError
-    from highwater.guiding import guide as guide
-    from highwater.guiding import write_guide as write_guide
-    from highwater.recommendation import recommend as recommend
-    from highwater.reporting import study_report as study_report
-    from highwater.reporting import write_report as write_report
+    from highwater.pages.guide.build import guide as guide
+    from highwater.pages.guide.build import write_guide as write_guide
+    from highwater.pages.study.build import study_report as study_report
+    from highwater.pages.study.build import write_report as write_report
+    from highwater.recommendation.recommend import recommend as recommend
 
 _PUBLIC = {
     "find": "highwater.api",
     "predict": "highwater.api",
     "run_trial": "highwater.api",
     "open_study": "highwater.api",
-    "guide": "highwater.guiding",
-    "write_guide": "highwater.guiding",
-    "recommend": "highwater.recommendation",
-    "study_report": "highwater.reporting",
-    "write_report": "highwater.reporting",
+    "guide": "highwater.pages.guide.build",
+    "write_guide": "highwater.pages.guide.build",
+    "recommend": "highwater.recommendation.recommend",
+    "study_report": "highwater.pages.study.build",
+    "write_report": "highwater.pages.study.build",
     "HighwaterError": "highwater.errors",
 }
 __all__ = [

@@ -6,8 +6,8 @@ HighwaterError                 exit code 2: the user can fix it
 ├── StudyError                 a study that cannot be opened, resumed or written
 └── MachineError               exit code 3: this machine cannot do it
 
-An error that is none of these is a bug of ours, exit code 70. What the machine refuses, an ``OSError`` that nobody put into words,
-is a MachineError at the door.
+An error that is none of these is a bug of ours, exit code 70. What the machine refuses, an
+``OSError`` that nobody put into words, is a MachineError at the door.
 """
 
 from typing import ClassVar

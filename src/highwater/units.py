@@ -1,4 +1,4 @@
-"""Parse and print bytes, tokens and seconds. Nothing else in the project rounds.
+"""Bytes, tokens and seconds, parsed and printed. Nothing else in the project rounds.
 
 Bytes are binary (1 GiB = 1024³ bytes); "GB" is refused, never guessed. ``128k`` tokens are 131,072.
 """
@@ -17,11 +17,14 @@ _DECIMAL_UNITS = {"kb", "mb", "gb", "tb", "k", "m", "g", "t"}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
-"""The most that a size may be, an EiB: what is longer is a slip, and no number that a file can hold."""
+"""Bytes that a size may have at the most, an EiB: what is longer is a slip.
+
+It may be no number that a file can hold, either.
+"""
 MOST_TOKENS = 1 << 30
-"""The most that a length may be: 1,073,741,824."""
+"""Tokens that a length may have at the most: 1,073,741,824."""
 MOST_SECONDS = 366 * 86_400.0
-"""The most that a time may be: a year."""
+"""Seconds that a time may have at the most: a year."""
 _LINE = 40
 _NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*")
 
@@ -35,19 +38,27 @@ def parse_bytes(text: str) -> int:
     if unit in _DECIMAL_UNITS:
         binary = f"{_plain(number)}{unit[0].upper()}iB"
         raise UsageError(
-            f"memory size {text!r} has a decimal or unclear unit", hint=f"write it in binary units, for example `{binary}`"
+            f"memory size {text!r} has a decimal or unclear unit",
+            hint=f"write it in binary units, for example `{binary}`",
         )
     if unit not in _BYTE_UNITS:
-        raise UsageError(f"memory size {text!r} has an unknown unit", hint="use KiB, MiB, GiB or TiB, for example `80GiB`")
+        raise UsageError(
+            f"memory size {text!r} has an unknown unit",
+            hint="use KiB, MiB, GiB or TiB, for example `80GiB`",
+        )
     if number * _BYTE_UNITS[unit] > MOST_BYTES:
-        raise UsageError(f"memory size {_short(text)} is more than any machine has", hint="give its own, for example `80GiB`")
+        raise UsageError(
+            f"memory size {_short(text)} is more than any machine has",
+            hint="give its own, for example `80GiB`",
+        )
     return int(number * _BYTE_UNITS[unit])
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a GPU's, a host's, or a part of one: as ``parse_bytes``, but less than a MiB only where it has a unit, or is 0.
+    """Bytes of a GPU's, a host's, or a part of a memory.
 
-    Raises UsageError for what is a number without its unit, ``"79.15"``: nobody means 79 bytes.
+    As ``parse_bytes``, but less than a MiB only where it has a unit, or is 0. Raises UsageError for
+    what is a number without its unit, ``"79.15"``: nobody means 79 bytes.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")
@@ -61,12 +72,20 @@ def parse_tokens(text: str) -> int:
     """Tokens of ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576); at least 1."""
     number, unit = _split(text, what="a length in tokens", example="32k")
     if unit not in _TOKEN_UNITS:
-        raise UsageError(f"length {text!r} has an unknown unit", hint="give tokens, for example `32768` or `32k`")
+        raise UsageError(
+            f"length {text!r} has an unknown unit", hint="give tokens, for example `32768` or `32k`"
+        )
     tokens = number * _TOKEN_UNITS[unit]
     if tokens > MOST_TOKENS:
-        raise UsageError(f"length {_short(text)} is past the longest that is tried, {MOST_TOKENS:,}", hint="use `1m` or less")
+        raise UsageError(
+            f"length {_short(text)} is past the longest that is tried, {MOST_TOKENS:,}",
+            hint="use `1m` or less",
+        )
     if tokens != int(tokens) or tokens < 1:
-        raise UsageError(f"length {text!r} is not a whole number of tokens, 1 or more", hint="for example `32768` or `32k`")
+        raise UsageError(
+            f"length {text!r} is not a whole number of tokens, 1 or more",
+            hint="for example `32768` or `32k`",
+        )
     return int(tokens)
 
 
@@ -76,13 +95,18 @@ def parse_seconds(text: str) -> float:
     if re.fullmatch(r"\d+(\.\d+)?", compact):
         seconds = float(compact)
     elif re.fullmatch(r"(\d+(\.\d+)?[hms])+", compact):
-        seconds = sum(float(n) * _SECOND_UNITS[u] for n, u in re.findall(r"(\d+(?:\.\d+)?)([hms])", compact))
+        seconds = sum(
+            float(n) * _SECOND_UNITS[u] for n, u in re.findall(r"(\d+(?:\.\d+)?)([hms])", compact)
+        )
     else:
         raise UsageError(f"{text!r} is not a time", hint="for example `40m`, `90s` or `1h30m`")
     if seconds <= 0:
         raise UsageError(f"the time {text!r} is not above zero", hint="for example `40m`")
     if seconds > MOST_SECONDS:
-        raise UsageError(f"the time {_short(text)} is more than a year", hint="for example `40m`, at most `8784h`")
+        raise UsageError(
+            f"the time {_short(text)} is more than a year",
+            hint="for example `40m`, at most `8784h`",
+        )
     return seconds
 
 
@@ -124,12 +148,14 @@ def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
         raise UsageError(f"{_short(text)} is not {what}", hint=f"for example `{example}`")
     number = float(match[1].replace("_", "").replace(",", ""))
     if number == math.inf:
-        raise UsageError(f"{_short(text)} is more than any machine has", hint=f"for example `{example}`")
+        raise UsageError(
+            f"{_short(text)} is more than any machine has", hint=f"for example `{example}`"
+        )
     return number, match[2].lower()
 
 
 def _short(text: str) -> str:
-    """As it was typed; of what is longer than a line its beginning."""
+    """The text as it was typed; of what is longer than a line its beginning."""
     return repr(text if len(text) <= _LINE else f"{text[:_LINE]}…")
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,67 @@ ROOT = Path(__file__).parents[2]
 
 def test_pytest_enters_every_folder_that_has_tests(pytestconfig: pytest.Config) -> None:
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
-    assert {"arch", "cli", "dist", "emit", "faults", "gpu", "numeric", "pages", "references", "unit"} <= folders
-    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
+    assert {
+        "arch",
+        "cli",
+        "dist",
+        "emit",
+        "faults",
+        "gpu",
+        "numeric",
+        "pages",
+        "references",
+        "unit",
+    } <= folders
+    assert not [
+        name
+        for name in folders
+        if any(fnmatch(name, pattern) for pattern in pytestconfig.getini("norecursedirs"))
+    ]
+
+
+def recipe(target: str) -> str:
+    """What the Makefile runs for a target, less the names of its programs."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(f"{target}:"))
+    return "\n".join(takewhile(lambda line: line.startswith("\t"), lines[start + 1 :]))
+
+
+def test_the_corpus_is_left_out_sampled_and_whole_where_it_is_said_to_be(
+    pytestconfig: pytest.Config,
+) -> None:
+    assert "--corpus none" in recipe("check")
+    assert "--corpus $(CORPUS)" in recipe("test")
+    assert "\nCORPUS ?= sample\n" in (ROOT / "Makefile").read_text()
+    assert "make test CORPUS=all" in (ROOT / ".ci" / "run").read_text()
+    assert "--corpus" not in recipe("test-all")
+    assert pytestconfig.getoption("corpus") in ("sample", "all"), "by default all of it"
+
+
+def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sample(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (settings,) = (
+        plugin
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
+    )
+    for count in (1, 5, settings.PARTS, 49):
+        days = []
+        for day in range(settings.PARTS):
+            monkeypatch.setenv("HIGHWATER_DAY", str(day))
+            days.append(settings.sample(range(count)))
+        assert {case for cases in days for case in cases} == {*range(count)}
+        assert min(map(len, days)) >= 1
+        assert max(map(len, days)) <= count / settings.PARTS + 1
 
 
 def test_pages_are_never_passed_over_in_silence(tmp_path: Path) -> None:
     here = {"PATH": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = ("-m", "pytest", "-n", "0", "-q", "-m", "pages", "-k", "what_is_dark", "tests/pages")
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=here, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=here, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "`apt-get install chromium`" in done.stdout or "`make test-pages`" in done.stdout
     assert "skipped" not in done.stdout

@@ -1,8 +1,10 @@
-"""The control plane starts at once: it imports neither torch nor transformers, whatever is asked of it."""
+"""The control plane starts at once: it imports neither torch nor transformers, whatever is asked of
+it.
+"""
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import highwater
 
 HEAVY = ("torch", "transformers", "safetensors", "numpy")
 START_UP_S = 1.0
-"""A command that only talks answers within this, on a slow machine too; here it takes a tenth."""
+"""Of a processor: a command that only talks takes less on a slow machine too; here a third."""
 _RUN = f"""
 import sys
 from highwater.cli.app import main
@@ -28,7 +30,9 @@ DRY = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 
 def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter."""
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.Completed
         "highwater.api",
         "highwater.cli.commands",
         "highwater.cli.search_context_length_capacity",
-        "highwater.launch.local",
+        "highwater.run.local",
     ],
 )
 def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
@@ -60,7 +64,9 @@ def test_importing_the_control_plane_imports_nothing_heavy(module: str) -> None:
         RECOMMEND,
     ],
 )
-def test_a_command_that_trains_nothing_imports_nothing_heavy(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_command_that_trains_nothing_imports_nothing_heavy(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     done = run(_RUN, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -78,20 +84,38 @@ def test_a_report_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--help",), ("find", "Qwen3-0.6B", *DRY), ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"), RECOMMEND]
+    "words",
+    [
+        ("--help",),
+        ("find", "Qwen3-0.6B", *DRY),
+        ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"),
+        RECOMMEND,
+    ],
 )
-def test_a_command_that_trains_nothing_answers_at_once(words: tuple[str, ...], tmp_path: Path) -> None:
-    took_s: list[float] = []
-    for _ in range(3):
-        began = time.monotonic()
+def test_a_command_that_trains_nothing_answers_at_once(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    def took_s() -> float:
+        began = os.times()
         run(_RUN, *words, cwd=tmp_path)
-        took_s.append(time.monotonic() - began)
-    assert min(took_s) < START_UP_S
+        ended = os.times()
+        return ended.children_user + ended.children_system - began[2] - began[3]
+
+    assert any(took_s() < START_UP_S for _ in range(3))
 
 
 def test_the_public_names_are_these() -> None:
     assert highwater.__all__ == [
-        *("HighwaterError", "__version__", "find", "guide", "open_study", "predict", "recommend", "run_trial"),
+        *(
+            "HighwaterError",
+            "__version__",
+            "find",
+            "guide",
+            "open_study",
+            "predict",
+            "recommend",
+            "run_trial",
+        ),
         *("study_report", "write_guide", "write_report"),
     ]
     assert all(getattr(highwater, name) is not None for name in highwater.__all__)

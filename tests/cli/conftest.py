@@ -1,10 +1,15 @@
-"""The installed commands, run as a user runs them: real processes in an empty directory."""
+"""The installed commands, run as a user runs them: real processes in an empty directory. Those of
+ours are forked from a process that has imported them.
+"""
 
 import json
 import os
+import select
+import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +18,130 @@ BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
 
+FORKED = ("highwater", "search_context_length_capacity")
+"""Programs that ``fork_server.py`` runs."""
+TIMEOUT_S = 240
+"""Of one command."""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Runs a command in an empty directory; every GPU is hidden, so that all machines answer alike."""
+class ForkServer:
+    """A process that has imported the program, and forks a fresh one for each command."""
 
-    def run(program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        hidden = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PATH": f"{BIN}:{os.environ['PATH']}"}
-        return subprocess.run(
-            [BIN / program, *words],
-            cwd=tmp_path,
-            env={**os.environ, **hidden, **environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
+    def __init__(self, folder: Path) -> None:
+        """``folder``: where the streams of its commands are written."""
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(
+        self, words: tuple[str, ...], *, cwd: Path, environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """What ``subprocess.run`` gives of the command."""
+        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
+        streams = (os.devnull, str(stdout), str(stderr))
+        self.start(words, cwd=cwd, environment=environment, streams=streams)
+        if not self.is_over(TIMEOUT_S):
+            self.end()
+            raise subprocess.TimeoutExpired(words, TIMEOUT_S)
+        return subprocess.CompletedProcess(
+            words, self.status(), stdout.read_text(), stderr.read_text()
         )
 
+    def start(
+        self,
+        words: tuple[str, ...],
+        *,
+        cwd: Path,
+        environment: dict[str, str],
+        streams: tuple[str, str, str],
+    ) -> None:
+        """Start a command; ``streams``: paths of what it reads, and of what it prints to."""
+        command = {
+            "program": words[0],
+            "words": words[1:],
+            "cwd": str(cwd),
+            "environment": environment,
+            "streams": streams,
+        }
+        server = self._started()
+        assert server.stdin is not None
+        server.stdin.write(f"{json.dumps(command)}\n")
+        server.stdin.flush()
+
+    def is_over(self, within_s: float) -> bool:
+        """Whether the command ends in time."""
+        assert self._process is not None
+        return bool(select.select([self._process.stdout], [], [], within_s)[0])
+
+    def status(self) -> int:
+        """Wait for the command's end; its exit status."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        """End the process, and the command that it may be running."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._process is None:
+            script = Path(__file__).with_name("fork_server.py")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        return self._process
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One for all tests of this process."""
+    server = ForkServer(tmp_path_factory.mktemp("streams"))
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def run(tmp_path: Path, fork_server: ForkServer) -> Run:
+    """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
+    alike.
+
+    What the environment tells the interpreter itself needs one of its own.
+    """
+
+    def run(program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        hidden = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "200",
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+        everything = {**os.environ, **hidden, **environment}
+        if program in FORKED and not any(name.startswith("PYTHON") for name in environment):
+            return fork_server.run((program, *words), cwd=tmp_path, environment=everything)
+        return installed(program, *words, cwd=tmp_path, environment=everything)
+
     return run
+
+
+def installed(
+    program: str, *words: str, cwd: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs what is installed, from the interpreter's start."""
+    return subprocess.run(
+        [BIN / program, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 @pytest.fixture
@@ -71,3 +181,16 @@ def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str
     assert hint.startswith("hint: ")
     assert all(line.startswith("note: ") for line in lines[:-3])
     return error.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def offered(hint: str) -> list[list[str]]:
+    """What a hint offers to type, each as words."""
+    return [shlex.split(words) for words in hint.split("`")[1::2]]
+
+
+def following(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The words of the next command, which the last line of stderr offers, after the program's."""
+    command, _, _ = done.stderr.splitlines()[-1].removeprefix("next: ").partition("  (")
+    program, *words = shlex.split(command)
+    assert program == "highwater"
+    return words

@@ -1,4 +1,5 @@
-"""Commands with hostile values, run one after another in this process: prints what of them ended as no command may.
+"""Commands with hostile values, run one after another in this process: prints what of them ended as
+no command may.
 
 ``python hostile.py SEED COUNT``: so many cases, drawn by the seed; COUNT 0: all of them.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from highwater.cli.app import main
-from highwater.cli.parser import commands
+from highwater.cli.grammar import commands
 
 CPU_SECONDS = 20
 """Of one command; what takes longer hangs."""
@@ -34,15 +35,88 @@ BASES = {
 """Commands that answer without a GPU, and start nothing."""
 LONG = "x" * 300
 NUMBERS = (
-    *("0", "-1", "-0", "1e3", "nan", "inf", "-inf", "", "  ", "--", "-", "None", "1.5", "1e-400", ".5", "5.", "0x10", "1_000"),
-    *("9" * 310, "-" + "9" * 310, "9" * 4301, f"{'9' * 400}.{'9' * 400}", "1e999", str(2**64), str(2**63 - 1), "9" * 310 + "h"),
-    *("٣", "²", "½", "１２", "💥", "\u202e", "\udcff", "a\0b", "1" * 310 + "GiB", "9" * 310 + "k", "1h" * 200),
+    *(
+        "0",
+        "-1",
+        "-0",
+        "1e3",
+        "nan",
+        "inf",
+        "-inf",
+        "",
+        "  ",
+        "--",
+        "-",
+        "None",
+        "1.5",
+        "1e-400",
+        ".5",
+        "5.",
+        "0x10",
+        "1_000",
+    ),
+    *(
+        "9" * 310,
+        "-" + "9" * 310,
+        "9" * 4301,
+        f"{'9' * 400}.{'9' * 400}",
+        "1e999",
+        str(2**64),
+        str(2**63 - 1),
+        "9" * 310 + "h",
+    ),
+    *(
+        "٣",
+        "²",
+        "½",
+        "１２",
+        "💥",
+        "\u202e",
+        "\udcff",
+        "a\0b",
+        "1" * 310 + "GiB",
+        "9" * 310 + "k",
+        "1h" * 200,
+    ),
     *("9" * 310 + "xA100-80GB", "0xA100-80GB", "99999999xA100-80GB", "-4xA100-80GB"),
 )
 PLACES = (
-    *("/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/proc/1/root/x", "/nosuch/x", ".", "..", "/", "~", "~nosuchuser"),
-    *("~nosuchuser/x.html", LONG, f"{LONG}/x", "a/" * 3000, f"{LONG}.html", "locked", "locked/x", "locked/x.html", "locked/x/y.md"),
-    *("locked.txt", "locked.txt/x", "tiny", "tiny/config.json", "nested", "endless", "loop", "loop/x", "/dev/null/x.html", ".html"),
+    *(
+        "/dev/null",
+        "/dev/full",
+        "/dev/zero",
+        "/proc/self/mem",
+        "/proc/1/root/x",
+        "/nosuch/x",
+        ".",
+        "..",
+        "/",
+        "~",
+        "~nosuchuser",
+    ),
+    *(
+        "~nosuchuser/x.html",
+        LONG,
+        f"{LONG}/x",
+        "a/" * 3000,
+        f"{LONG}.html",
+        "locked",
+        "locked/x",
+        "locked/x.html",
+        "locked/x/y.md",
+    ),
+    *(
+        "locked.txt",
+        "locked.txt/x",
+        "tiny",
+        "tiny/config.json",
+        "nested",
+        "endless",
+        "loop",
+        "loop/x",
+        "/dev/null/x.html",
+        ".html",
+    ),
     *(
         "/proc/x.html",
         "nested.json",
@@ -54,7 +128,17 @@ PLACES = (
         "tagged.yaml",
         "set.yaml",
     ),
-    *("binary.yaml", "infinite.yaml", "long.yaml", "longer.yaml", "half.yaml", "zero.yaml", "long.csv", "field.csv", "zero.csv"),
+    *(
+        "binary.yaml",
+        "infinite.yaml",
+        "long.yaml",
+        "longer.yaml",
+        "half.yaml",
+        "zero.yaml",
+        "long.csv",
+        "field.csv",
+        "zero.csv",
+    ),
 )
 TINY = {
     "model_type": "qwen3",
@@ -154,6 +238,8 @@ if __name__ == "__main__":
     every = list(cases())
     chosen = random.Random(seed).sample(every, most) if most else every
     ended = [(words, *fault_of(words)) for words in chosen]
-    faults = [([word[:60] for word in words], fault) for words, _, fault in ended if fault is not None]
+    faults = [
+        ([word[:60] for word in words], fault) for words, _, fault in ended if fault is not None
+    ]
     codes = Counter(str(code) for _, code, _ in ended)
     sys.stdout.write(json.dumps({"cases": len(chosen), "codes": codes, "faults": faults}) + "\n")

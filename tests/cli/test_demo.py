@@ -21,37 +21,69 @@ TIME_LIMIT_S = 280
 
 
 @pytest.mark.timeout(TIME_LIMIT_S)
-def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(tmp_path: Path) -> None:
+def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(
+    tmp_path: Path,
+) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "demo" / "1").mkdir(parents=True)
-    done = subprocess.run([sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    capacities = re.findall(r"^model_name = tiny, trainer_gpu_num = ([12]), sp_num = 1, max_model_len = (\d+)$", done.stdout, re.M)
+    capacities = re.findall(
+        r"^model_name = tiny, trainer_gpu_num = ([12]), sp_num = 1, max_model_len = (\d+)$",
+        done.stdout,
+        re.M,
+    )
     assert [gpus for gpus, _ in capacities] == ["1", "2"]
     assert all(1000 <= int(tokens) <= 3000 for _, tokens in capacities)
-    assert "checked: every answer is a pair of real trials in demo/2/study.jsonl" in done.stdout
+    assert re.search(r"^checked: .* demo/2/study\.jsonl: one fit, ", done.stdout, re.MULTILINE)
     assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
     found = study_report(tmp_path / "demo" / "2" / "study.jsonl")
-    assert [where.versions["torch"] == found.versions["torch"][0] for where in found.study.environments] == [True]
+    assert [
+        where.versions["torch"] == found.versions["torch"][0] for where in found.study.environments
+    ] == [True]
     assert all("memory" in failed.log.lines[-1] for failed in found.failures), "the logs' own words"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "examples"]
     assert list((tmp_path / "demo" / "1").iterdir()) == []
 
 
-def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(highwater: Run, tmp_path: Path) -> None:
-    words = ("--device", "cpu", "--memory", "1GiB", "--dry-run", "--start-length", "256", "--resolution", "256")
-    assert highwater("find", str(EXAMPLES / "tiny"), *words, "--loss", "full", "--study", "s.jsonl").returncode == 0
+def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(
+    highwater: Run, tmp_path: Path
+) -> None:
+    words = (
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        "--dry-run",
+        "--start-length",
+        "256",
+        "--resolution",
+        "256",
+    )
+    assert (
+        highwater(
+            "find", str(EXAMPLES / "tiny"), *words, "--loss", "full", "--study", "s.jsonl"
+        ).returncode
+        == 0
+    )
     simulated = open_study(tmp_path / "s.jsonl")
     assert "ended in None" in demo_doubts(simulated)[0]
     real = [
-        msgspec.structs.replace(t, result=msgspec.structs.replace(t.result, simulated=False)) for t in simulated.trials if t.result
+        msgspec.structs.replace(t, result=msgspec.structs.replace(t.result, simulated=False))
+        for t in simulated.trials
+        if t.result
     ]
     assert demo_doubts(msgspec.structs.replace(simulated, trials=tuple(real))) == []
     for missing in range(len(real)):
         pair = {simulated.answers[0].capacity_tokens, simulated.answers[0].does_not_fit_tokens}
-        fewer = msgspec.structs.replace(simulated, trials=tuple(real[:missing] + real[missing + 1 :]))
+        fewer = msgspec.structs.replace(
+            simulated, trials=tuple(real[:missing] + real[missing + 1 :])
+        )
         assert bool(demo_doubts(fewer)) == (real[missing].spec.length_tokens in pair)
-    assert demo_doubts(msgspec.structs.replace(simulated, answers=())) == ["vanilla, 1 process has no answer"]
+    (doubt,) = demo_doubts(msgspec.structs.replace(simulated, answers=()))
+    assert doubt.startswith("vanilla, 1 process ")
 
 
 def demo_doubts(study: Study) -> list[str]:

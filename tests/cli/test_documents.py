@@ -1,4 +1,6 @@
-"""Every command and program in README.md, CONTRIBUTING.md and docs/ is run, or, where it needs a GPU, asked as a dry run."""
+"""Every command and program in README.md, CONTRIBUTING.md and docs/ is run, or, where it needs a
+GPU, asked as a dry run.
+"""
 
 import re
 import shlex
@@ -9,10 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from highwater.cli.parser import commands, parse
+from highwater.cli.grammar import commands, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = {path.relative_to(ROOT): path.read_text() for path in (*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md")))}
+DOCUMENTS = {
+    path.relative_to(ROOT): path.read_text()
+    for path in (*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md")))
+}
 COMMANDS = {  # by command: a document that has it
     line.removeprefix("$ ").partition("  #")[0].strip(): document
     for document, text in DOCUMENTS.items()
@@ -21,13 +26,18 @@ COMMANDS = {  # by command: a document that has it
     if line.startswith("$ ")
 }
 PROGRAMS = {
-    program: document for document, text in DOCUMENTS.items() for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program: document
+    for document, text in DOCUMENTS.items()
+    for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 }
 INLINE = {
     command: document
     for document, text in DOCUMENTS.items()
-    if document.parts[:2] != ("docs", "results") and document != Path("CHANGELOG.md")  # of their time
-    for command in re.findall(r"`(highwater [^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    if document.parts[:2] != ("docs", "results")
+    and document != Path("CHANGELOG.md")  # of their time
+    for command in re.findall(
+        r"`(highwater [^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
 }
 COMMANDS_NEEDING_MORE = ("try", "emit")
 """Named in a sentence, with nothing after it."""
@@ -49,20 +59,32 @@ def test_the_first_screen_is_a_sentence_a_picture_and_two_commands() -> None:
     alternative, path = re.fullmatch(r"!\[(.+)\]\((.+)\)", picture).groups()
     assert len(alternative) > 60
     assert (ROOT / path).is_file()
-    assert len(re.findall(r"^\$ highwater ", commands, re.MULTILINE)) == len(commands.splitlines()) - 2 == 2
+    assert (
+        len(re.findall(r"^\$ highwater ", commands, re.MULTILINE))
+        == len(commands.splitlines()) - 2
+        == 2
+    )
     assert "(docs/guide-h200.md)" in links
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(("command", "document"), COMMANDS.items(), ids=COMMANDS)
 def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(words) <= set(targets), f"{document} names a target that the Makefile does not have"
+        assert set(words) <= set(targets), (
+            f"{document} names a target that the Makefile does not have"
+        )
         return
     if program == "pip":
         done = subprocess.run(
-            [sys.executable, "-m", *("pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"), *words[1:]],
+            [
+                sys.executable,
+                "-m",
+                *("pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"),
+                *words[1:],
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -70,20 +92,29 @@ def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) ->
         )
         assert "does not provide the extra" not in done.stderr
         return
-    words = [str(ROOT / word) if word.startswith(("examples/", "docs/", "tests/")) else word for word in words]
+    words = [
+        str(ROOT / word) if word.startswith(("examples/", "docs/", "tests/")) else word
+        for word in words
+    ]
     if words[0] in TRIES and not {"--dry-run", "--print-config"} & set(words):
         words += ["--device", "cuda"] if "cpu" not in words else []
-        words += ["--print-config" if "--proof" in words else "--dry-run"]  # a dry run proves nothing by memory alone
+        words += [
+            "--print-config" if "--proof" in words else "--dry-run"
+        ]  # a dry run proves nothing by memory alone
     done = run(program, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    if words[0] in ("find", "predict") and not {"--length", "--proof", "--print-config"} & set(words):
+    if words[0] in ("find", "predict") and not {"--length", "--proof", "--print-config"} & set(
+        words
+    ):
         assert "high-water mark" in done.stdout
 
 
 @pytest.mark.parametrize(("command", "document"), INLINE.items(), ids=INLINE)
 def test_a_command_within_a_sentence_is_one_of_the_grammar(command: str, document: Path) -> None:
-    """What cannot be run here (it needs a GPU, a minute, or says MODEL) has at least commands and flags that exist."""
+    """What cannot be run here (it needs a GPU, a minute, or says MODEL) has at least commands and
+    flags that exist.
+    """
     words = shlex.split(command.partition(" >")[0].replace("...", ""))[1:]
     if len(words) == 1 and words[0] in COMMANDS_NEEDING_MORE:
         assert words[0] in commands()
@@ -91,14 +122,19 @@ def test_a_command_within_a_sentence_is_one_of_the_grammar(command: str, documen
         assert parse([word.strip("[]") for word in words]).command == words[0], document
 
 
-@pytest.mark.parametrize("name", re.findall(r"^\| `(highwater \w+|\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize(
+    "name", re.findall(r"^\| `(highwater \w+|\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+)
 def test_a_command_in_the_table_exists(name: str, run: Run) -> None:
     assert run(*name.split(), "--help").returncode == 0
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))
 def test_a_program_in_a_document_runs(program: str, document: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{document}: {done.stderr}"
     assert done.stdout
 
@@ -106,9 +142,17 @@ def test_a_program_in_a_document_runs(program: str, document: Path, tmp_path: Pa
 def links(text: str) -> set[str]:
     """What a document links to in the repository."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
-    return {target.partition("#")[0] for target in re.findall(r"\]\(([^()\s]+)\)", prose) if not re.match(r"[a-z]+:|#", target)}
+    return {
+        target.partition("#")[0]
+        for target in re.findall(r"\]\(([^()\s]+)\)", prose)
+        if not re.match(r"[a-z]+:|#", target)
+    }
 
 
-@pytest.mark.parametrize("document", [path for path, text in DOCUMENTS.items() if links(text)], ids=str)
+@pytest.mark.parametrize(
+    "document", [path for path, text in DOCUMENTS.items() if links(text)], ids=str
+)
 def test_a_link_leads_to_a_file_of_the_repository(document: Path) -> None:
-    assert [link for link in links(DOCUMENTS[document]) if not (ROOT / document.parent / link).exists()] == []
+    assert [
+        link for link in links(DOCUMENTS[document]) if not (ROOT / document.parent / link).exists()
+    ] == []

@@ -1,4 +1,6 @@
-"""``highwater find``: the answer on stdout, talk on stderr, and every answer with the next command."""
+"""``highwater find``: the answer on stdout, talk on stderr, and every answer with the next
+command.
+"""
 
 import json
 import os
@@ -8,13 +10,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SIMULATED, Run, refusal
+import yaml
+from conftest import BIN, SIMULATED, Run, following, offered, refusal
 
 from highwater.spec.codec import from_json
 from highwater.spec.study import Study
 
 
-def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater: Run, tmp_path: Path) -> None:
+def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(
+    highwater: Run, tmp_path: Path
+) -> None:
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
     assert done.returncode == 0
     title, _, header, *rows = done.stdout.splitlines()
@@ -24,7 +29,8 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater: Run, 
         [rung, gpus, "1"] for gpus in "12" for rung in ("vanilla", "Env", "Env + chunked")
     ]
     assert "out of memory" in rows[0]
-    assert "next: highwater find Qwen3-0.6B --device cuda --memory 80GiB --gpus 1 2\n" in done.stderr
+    dry = [word for word in SIMULATED if word != "--dry-run"]
+    assert following(done) == ["find", "Qwen3-0.6B", *dry, "--gpus", "1", "2"]
     assert "vanilla, 1 GPU: trying " in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -40,7 +46,9 @@ def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater: Run) 
 
 
 def test_nothing_that_fits_is_an_answer_of_no(highwater: Run) -> None:
-    done = highwater("find", "Qwen3-32B", "--device", "cuda", "--memory", "20GiB", "--dry-run", "--gpus", "1")
+    done = highwater(
+        "find", "Qwen3-32B", "--device", "cuda", "--memory", "20GiB", "--dry-run", "--gpus", "1"
+    )
     assert done.returncode == 1
     assert "none" in done.stdout
 
@@ -54,9 +62,8 @@ def test_the_model_may_come_last(highwater: Run) -> None:
 def test_the_next_command_of_every_answer_works(highwater: Run) -> None:
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "my study.jsonl")
     for _ in range(3):
-        line = done.stderr.splitlines()[-1]
-        assert line.startswith("next: highwater show ")
-        done = highwater(*shlex.split(line.removeprefix("next: "))[1:])
+        assert following(done)[0] == "show"
+        done = highwater(*following(done))
         assert done.returncode == 0
         assert "Qwen3-0.6B" in done.stdout
 
@@ -66,27 +73,46 @@ def test_the_same_command_resumes_and_runs_nothing_twice(highwater: Run, tmp_pat
     first, again = highwater(*words), highwater(*words)
     assert first.stdout == again.stdout
     assert "trying" not in again.stderr
-    trials = [line for line in again.stderr.splitlines() if " tokens fit" in line or " tokens ran out" in line]
+    trials = [
+        line
+        for line in again.stderr.splitlines()
+        if " tokens fit" in line or " tokens ran out" in line
+    ]
     assert trials
     assert all(": recorded: " in line for line in trials)
     assert "recorded" not in first.stderr
-    assert "note: resuming s.jsonl: finished trials are not run again" in again.stderr
+    assert "note: resuming s.jsonl: " in again.stderr
     assert (tmp_path / "s.jsonl").read_text().count('"kind":"opened"') == 2
 
 
 def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater: Run) -> None:
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
-    problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", "--confirm", "1"), 2)
-    assert problem == "s.jsonl asks another question: confirm is 0 there and 1 here"
-    flag, path = hint.split("`")[1].split()
-    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", flag, path).returncode == 0
+    problem, hint = refusal(
+        highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", "--confirm", "1"), 2
+    )
+    assert problem.startswith("s.jsonl ")
+    assert problem.endswith(": confirm is 0 there and 1 here")
+    mended = ("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", *offered(hint)[0])
+    assert highwater(*mended).returncode == 0
 
 
 def test_another_question_to_the_cpu_is_told_in_processes(highwater: Run) -> None:
-    words = ("find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full", "--dry-run", "--study", "s.jsonl")
+    words = (
+        "find",
+        "tiny",
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        "--loss",
+        "full",
+        "--dry-run",
+        "--study",
+        "s.jsonl",
+    )
     highwater(*words)
     problem, _ = refusal(highwater(*words, "--gpus", "2"), 2)
-    assert problem == "s.jsonl asks another question: cells is vanilla, 1 process there and vanilla, 2 processes here"
+    assert re.search("1 process there .* 2 processes here$", problem)
 
 
 EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
@@ -95,19 +121,35 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What a shell makes of a line that was pasted into it."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.run(["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def flag_in(hint: str, start: str) -> str:
-    """The flag in a hint from ``start`` to the last backtick: names in it may hold backticks too."""
+    """The flag in a hint from ``start`` to the last backtick: names in it may hold backticks
+    too.
+    """
     return hint[hint.index(start) :].rpartition("`")[0]
 
 
-def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater: Run, tmp_path: Path) -> None:
+def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(
+    highwater: Run, tmp_path: Path
+) -> None:
     study, search = f"{EVIL}/s.jsonl", shlex.join(["highwater", "find", "Qwen3-0.6B", *SIMULATED])
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study)
-    _, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study, "--confirm", "1"), 2)
-    another = flag_in(hint.removesuffix(", or leave `--study` out: each question gets a file of its own"), "--study")
+    _, hint = refusal(
+        highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study, "--confirm", "1"), 2
+    )
+    another = flag_in(
+        hint.removesuffix(", or leave `--study` out: each question gets a file of its own"),
+        "--study",
+    )
     assert typed(tmp_path, f"{search} --confirm 1 {another}").returncode == 0
     (tmp_path / EVIL / "s.jsonl").write_text("my notes\n")
     _, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", study), 2)
@@ -115,23 +157,51 @@ def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater: Run, t
     _, hint = refusal(highwater("find", "--config", f"{EVIL}/none.yaml"), 2)
     assert typed(tmp_path, flag_in(hint, "highwater find")).returncode == 0
     assert (tmp_path / EVIL / "none.yaml").exists()
-    assert sorted(path.name for path in (tmp_path / EVIL).iterdir()) == ["none.yaml", "s-2.jsonl", "s-3.jsonl", "s.jsonl"]
+    assert sorted(path.name for path in (tmp_path / EVIL).iterdir()) == [
+        "none.yaml",
+        "s-2.jsonl",
+        "s-3.jsonl",
+        "s.jsonl",
+    ]
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(highwater: Run, tiny: Path, tmp_path: Path) -> None:
+def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(
+    highwater: Run, tiny: Path, tmp_path: Path
+) -> None:
     model = tiny.rename(tmp_path / EVIL)
-    done = highwater("find", str(model), "--device", "cuda", "--memory", "8 GiB", "--dry-run", "--study", f"{EVIL}/s.jsonl")
+    done = highwater(
+        "find",
+        str(model),
+        "--device",
+        "cuda",
+        "--memory",
+        "8 GiB",
+        "--dry-run",
+        "--study",
+        f"{EVIL}/s.jsonl",
+    )
     assert typed(tmp_path, done.stderr.splitlines()[-1].removeprefix("next: ")).returncode == 0
-    done = highwater("try", str(model), "--length", "4k", "--device", "cuda", "--memory", "8 GiB", "--dry-run")
-    assert typed(tmp_path, f"{done.stderr.splitlines()[-1].removeprefix('next: ')} --dry-run").returncode == 0
+    done = highwater(
+        "try", str(model), "--length", "4k", "--device", "cuda", "--memory", "8 GiB", "--dry-run"
+    )
+    assert (
+        typed(
+            tmp_path, f"{done.stderr.splitlines()[-1].removeprefix('next: ')} --dry-run"
+        ).returncode
+        == 0
+    )
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(highwater: Run, tiny: Path) -> None:
+def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(
+    highwater: Run, tiny: Path
+) -> None:
     name = "evil\x9b31m\u202e\u200b\U000e0001\x7f 模型"
     model = tiny.rename(tiny.with_name(name))
-    done = highwater("find", str(model), *SIMULATED, "--max-length", "8192", "--json", PYTHONUTF8="1")
+    done = highwater(
+        "find", str(model), *SIMULATED, "--max-length", "8192", "--json", PYTHONUTF8="1"
+    )
     assert done.returncode == 0
     assert json.loads(done.stdout)["question"]["model"]["name"] == name
     assert not set(done.stdout) & set("\x9b\u202e\u200b\U000e0001\x7f")
@@ -139,16 +209,23 @@ def test_the_json_answer_cannot_drive_a_terminal_and_means_the_same(highwater: R
     assert "模型" in done.stdout
 
 
-def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(highwater: Run, tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(
+    highwater: Run, tmp_path: Path
+) -> None:
     (tmp_path / "study.yaml").write_text(
         "model: Qwen3-0.6B\ndevice: cuda\nmemory: 80GiB\ndry_run: true\ngpus: [1, 2]\nloss: full\n"
     )
     by_file = highwater("find", "--config", "study.yaml", "--gpus", "1", "--print-config")
-    by_flags = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "--loss", "full", "--print-config")
+    by_flags = highwater(
+        "find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "--loss", "full", "--print-config"
+    )
     assert (by_file.returncode, by_file.stderr) == (0, "")
     assert by_file.stdout == by_flags.stdout
     (tmp_path / "printed.yaml").write_text(by_file.stdout)
-    answers = [highwater("find", "--config", name, "--gpus", "1").stdout for name in ("study.yaml", "printed.yaml")]
+    answers = [
+        highwater("find", "--config", name, "--gpus", "1").stdout
+        for name in ("study.yaml", "printed.yaml")
+    ]
     assert answers[0] == answers[1]
     assert "vanilla, 1 GPU" in answers[0]
     assert "2 GPUs" not in answers[0]
@@ -157,34 +234,43 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(hig
 
 def test_a_model_on_the_command_line_overrides_the_files(highwater: Run, tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text("memory: 80GiB\ndevice: cuda\ndry_run: true\n")
-    assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith("Qwen3-1.7B ")
+    assert highwater("find", "Qwen3-1.7B", "--config", "study.yaml").stdout.startswith(
+        "Qwen3-1.7B "
+    )
 
 
 def test_a_dry_run_traces_nothing_and_the_hint_works(highwater: Run) -> None:
     words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
-    problem, hint = refusal(highwater(*words, "--prediction", "trace"), 2)
-    assert (problem, hint) == ("a dry run traces nothing", "leave `--dry-run` or `--prediction trace` out")
+    hint = refusal(highwater(*words, "--prediction", "trace"), 2)[1]
+    assert offered(hint) == [["--dry-run"], ["--prediction", "trace"]]
     assert highwater(*words).returncode == 0
     on_a_gpu = [word for word in words if word != "--dry-run"]
-    assert refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0] == "the driver shows no GPU here"
+    assert "no GPU" in refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0]
 
 
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("memoryy: 80GiB", "study.yaml: unknown setting 'memoryy'", "did you mean `memory`?"),
-        ("loss: ful", "study.yaml: loss 'ful' is not one of", "`loss: full`"),
-        ("confirm: often", "study.yaml: confirm 'often' is not a whole number", "`confirm: 2`"),
-        ("- a list", "study.yaml is not a list of settings", "--print-config > study.yaml"),
-        ("a: [", "study.yaml is not YAML", "--print-config > study.yaml"),
-        ("!!python/object/apply:os.system ['touch pwned']", "study.yaml is not YAML", "--print-config > study.yaml"),
+        ("memoryy: 80GiB", "'memoryy'", "`memory`"),
+        ("loss: ful", "loss 'ful'", "`loss: full`"),
+        ("confirm: often", "confirm 'often'", "`confirm: 2`"),
+        ("- a list", "is not a list", "--print-config > study.yaml"),
+        ("a: [", "is not YAML", "--print-config > study.yaml"),
+        (
+            "!!python/object/apply:os.system ['touch pwned']",
+            "is not YAML",
+            "--print-config > study.yaml",
+        ),
     ],
 )
-def test_mistakes_in_a_file_are_told_with_the_file(highwater: Run, tmp_path: Path, text: str, said: str, hint: str) -> None:
+def test_mistakes_in_a_file_are_told_with_the_file(
+    highwater: Run, tmp_path: Path, text: str, said: str, hint: str
+) -> None:
     (tmp_path / "study.yaml").write_text(text)
-    told = refusal(highwater("find", "Qwen3-0.6B", "--config", "study.yaml"), 2)
-    assert told[0].startswith(said)
-    assert hint in told[1]
+    problem, told = refusal(highwater("find", "Qwen3-0.6B", "--config", "study.yaml"), 2)
+    assert problem.startswith("study.yaml")
+    assert said in problem
+    assert hint in told
     assert not (tmp_path / "pwned").exists()
 
 
@@ -193,21 +279,28 @@ def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_i
 ) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("model: Qwen3-0.6B\nsequences_per_micro_batch: 4\n")
-    printed = highwater("find", "--config", "study.yaml", "--token-budget", "64k", "--print-config").stdout
+    printed = highwater(
+        "find", "--config", "study.yaml", "--token-budget", "64k", "--print-config"
+    ).stdout
     assert "token_budget: 64k\n" in printed
     assert "sequences_per_micro_batch" not in printed
     path.write_text(printed)
     assert highwater("find", "--config", "study.yaml", "--print-config").stdout == printed
-    again = highwater("find", "--config", "study.yaml", "--sequences-per-micro-batch", "4", "--print-config").stdout
-    assert "sequences_per_micro_batch: 4\n" in again
+    again = highwater(
+        "find", "--config", "study.yaml", "--sequences-per-micro-batch", "4", "--print-config"
+    ).stdout
+    assert yaml.safe_load(again)["sequences_per_micro_batch"] == 4
     assert "token_budget" not in again
 
 
-def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(
+    highwater: Run, tmp_path: Path
+) -> None:
     problem, hint = refusal(highwater("find", "--config", "none.yaml"), 2)
-    assert problem == "none.yaml cannot be read: No such file or directory"
-    command, path = hint.split("`")[1].split(" > ")
-    (tmp_path / path).write_text(highwater(*command.split()[1:]).stdout)
+    assert problem.startswith("none.yaml ")
+    (_, *command, to, path) = offered(hint)[0]
+    assert to == ">"
+    (tmp_path / path).write_text(highwater(*command).stdout)
     assert highwater("find", "--config", path, *SIMULATED).returncode == 0
 
 

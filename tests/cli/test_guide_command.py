@@ -1,15 +1,17 @@
 """``highwater guide`` as a user runs it."""
 
 import csv
+import errno
 import json
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, refusal
+from conftest import SIMULATED, Run, following, offered, refusal
 
-from highwater.report.guide import cell_label
+from highwater.pages.guide.guide import cell_label
 from highwater.spec.codec import from_json
 from highwater.spec.study import Cell
 
@@ -27,40 +29,52 @@ def test_the_rows_of_a_guide_are_the_published_ones(highwater: Run) -> None:
         published = list(csv.DictReader(file))
     rows = json.loads(done.stdout)
     assert [{column: str(row[column]) for column in published[0]} for row in rows] == published
-    assert {(row["source"], type(row["gpus"]), type(row["max_model_len"])) for row in rows} == {("published", int, int)}
+    assert {(row["source"], type(row["gpus"]), type(row["max_model_len"])) for row in rows} == {
+        ("published", int, int)
+    }
 
 
-def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater: Run, tmp_path: Path) -> None:
+def test_a_guide_is_printed_or_written_and_the_next_command_works(
+    highwater: Run, tmp_path: Path
+) -> None:
     printed = highwater("guide", TABLE)
-    assert printed.stdout.startswith("# The longest context that trains, and the simplest settings for it\n")
-    following = shlex.split(printed.stderr.splitlines()[-1].removeprefix("next: highwater "))
-    assert following == ["guide", TABLE, "-o", "guide.md"]
-    written = highwater(*following)
+    assert printed.stdout.startswith(
+        "# The longest context that trains, and the simplest settings for it\n"
+    )
+    assert following(printed) == ["guide", TABLE, "-o", "guide.md"]
+    written = highwater(*following(printed))
     assert written.returncode == 0
     assert (tmp_path / "guide.md").read_text() == printed.stdout
-    assert written.stdout.startswith(
-        "A100-80GB, 1 GPU, Trinity-RFT, grpo with entropy, 2 sequences per micro-batch: longest context"
-    )
+    assert written.stdout.startswith("A100-80GB, 1 GPU, ")
     assert written.stderr.startswith("the guide: guide.md\n")
-    rows = highwater(*shlex.split(written.stderr.splitlines()[-1].removeprefix("next: highwater ")))
+    rows = highwater(*following(written))
     assert len(json.loads(rows.stdout)) == 265
 
 
 def test_a_guide_is_a_page_where_its_name_says_so(highwater: Run, tmp_path: Path) -> None:
     assert highwater("guide", TABLE, "-o", "guide.html").returncode == 0
     assert (tmp_path / "guide.html").read_text().startswith("<!doctype html>")
-    assert refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1] == "name a new file: `-o guide-2.html`"
+    hint = refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1]
+    assert offered(hint) == [["-o", "guide-2.html"]]
 
 
-def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_what_it_leaves_out(highwater: Run) -> None:
+def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_what_it_leaves_out(
+    highwater: Run,
+) -> None:
     words = ("guide", "--predict", "Qwen3-8B", *H200S)
     one, two = highwater(*words), highwater(*words, "--sequences-per-micro-batch", "2")
-    said = "The default budget, `ceil(2 * max_model_len / SP)`, takes more memory: `highwater recommend` answers for it."
+    said = (
+        "The default budget, `ceil(2 * max_model_len / SP)`, takes more memory: `highwater "
+        "recommend` answers for it."
+    )
     assert (said in one.stdout, said in two.stdout) == (True, False)
-    assert "## H200-141GB: predicted (highwater, sft, 2 sequences per micro-batch;" in two.stdout
+    (heading,) = re.findall(r"^## H200-141GB: predicted .*", two.stdout, re.MULTILINE)
+    assert "2 sequences" in heading
     rows = json.loads(highwater(*words, "--sequences-per-micro-batch", "2", "--json").stdout)
     for row in rows[0:9:4]:
-        asked = highwater("recommend", "Qwen3-8B", *H200S, "--length", str(row["max_model_len"]), "--json")
+        asked = highwater(
+            "recommend", "Qwen3-8B", *H200S, "--length", str(row["max_model_len"]), "--json"
+        )
         chosen = json.loads(asked.stdout)["chosen"]
         assert not chosen["is_lowered"]
         assert row["settings"] == cell_label(from_json(json.dumps(chosen["cell"]), Cell))
@@ -68,9 +82,12 @@ def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_wha
 
 def test_a_number_of_sequences_that_cannot_be_is_refused(highwater: Run) -> None:
     words = ("guide", "--predict", "Qwen3-8B", *A100S, "--sequences-per-micro-batch")
-    assert refusal(highwater(*words, "0"), 2)[1] == "use `--sequences-per-micro-batch 1`"
+    assert offered(refusal(highwater(*words, "0"), 2)[1]) == [[words[-1], "1"]]
     assert "invalid int value: 'x'" in refusal(highwater(*words, "x"), 2)[0]
-    assert "no model to predict" in refusal(highwater("guide", TABLE, "--sequences-per-micro-batch", "2"), 2)[0]
+    assert (
+        "no model to predict"
+        in refusal(highwater("guide", TABLE, "--sequences-per-micro-batch", "2"), 2)[0]
+    )
 
 
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater: Run) -> None:
@@ -78,20 +95,24 @@ def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater:
     done = highwater("guide", *words, "--json")
     rows = json.loads(done.stdout)
     assert {(row["gpu"], row["gpus"], row["model"]) for row in rows} == {
-        (gpu, gpus, model) for gpu, gpus in (("A100-80GB", 2), ("H200-141GB", 1)) for model in ("Qwen3-0.6B", "Qwen3-8B")
+        (gpu, gpus, model)
+        for gpu, gpus in (("A100-80GB", 2), ("H200-141GB", 1))
+        for model in ("Qwen3-0.6B", "Qwen3-8B")
     }
     assert {row["source"] for row in rows} == {"predicted"}
     both = highwater("guide", *words, TABLE, "--json")
-    assert json.loads(both.stdout) == [row for row in json.loads(both.stdout) if row["source"] == "published"] + rows, (
-        "a file after the GPUs is a source"
-    )
+    assert (
+        json.loads(both.stdout)
+        == [row for row in json.loads(both.stdout) if row["source"] == "published"] + rows
+    ), "a file after the GPUs is a source"
     ahead = highwater("guide", *A100S, "--predict", "Qwen3-8B", TABLE, "--json")
     assert {row["source"] for row in json.loads(ahead.stdout)} == {"published", "predicted"}
 
 
 def test_the_trainer_that_is_predicted_can_be_named(highwater: Run) -> None:
     done = highwater("guide", "--predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--json")
-    assert "note: highwater predict Qwen3-8B --gpus 2xA100-80GB --trainer trinity: 4 of 6 cells by replay" in done.stderr
+    note = re.escape(shlex.join(("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")))
+    assert re.search(rf"^note: highwater {note}: 4 of 6 cells", done.stderr, re.MULTILINE)
     rows = json.loads(done.stdout)
     assert {row["settings"] for row in rows} <= {
         "vanilla",
@@ -109,7 +130,9 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater: Run, tmp_path: Path) 
     words = ("--gpus", "2xA100-80GB")
     (tmp_path / "p.json").write_text(highwater("predict", "Qwen3-8B", *words, "--json").stdout)
     from_file = json.loads(highwater("guide", "p.json", "--json").stdout)
-    assert from_file == json.loads(highwater("guide", "--predict", "Qwen3-8B", *words, "--json").stdout)
+    assert from_file == json.loads(
+        highwater("guide", "--predict", "Qwen3-8B", *words, "--json").stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,24 +147,34 @@ def test_a_prediction_that_assumes_more_is_refused_with_one_that_does_not(
     highwater: Run, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "c.json").write_text((FOUND.parent / "predict" / "constants-h200.json").read_text())
-    (tmp_path / "prediction.json").write_text(highwater("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", *flags, "--json").stdout)
+    (tmp_path / "prediction.json").write_text(
+        highwater("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", *flags, "--json").stdout
+    )
     problem, hint = refusal(highwater("guide", "prediction.json"), 2)
-    assert problem == f"prediction.json was predicted with {said}, and a guide says nothing of that"
-    assert hint.startswith(f"predict without `{flags[0]}`: ")
-    predicted, path = hint.split("`")[3].removeprefix("highwater ").split(" > ")
-    assert path == "prediction-2.json", "what a user has is not written over"
-    (tmp_path / path).write_text(highwater(*predicted.split()).stdout)
+    assert problem.startswith("prediction.json ")
+    assert said in problem
+    without, (_, *predicted, to, path) = offered(hint)
+    assert without == [flags[0]]
+    assert (to, path) == (">", "prediction-2.json"), "what a user has is not written over"
+    (tmp_path / path).write_text(highwater(*predicted).stdout)
     assert highwater("guide", path).returncode == 0
 
 
-def test_a_study_is_measured_and_one_that_was_simulated_says_so(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_is_measured_and_one_that_was_simulated_says_so(
+    highwater: Run, tmp_path: Path
+) -> None:
     measured = highwater("guide", str(FOUND / "qwen3-0.6b-79gib-full.jsonl"), "--json")
-    assert {(row["gpu"], row["source"]) for row in json.loads(measured.stdout)} == {("H200-141GB with 79.15 GiB", "measured")}
+    ((gpu, source),) = {(row["gpu"], row["source"]) for row in json.loads(measured.stdout)}
+    assert gpu.startswith("H200-141GB ")
+    assert gpu.endswith(" 79.15 GiB")
+    assert source == "measured"
     highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "64k", "--study", "s.jsonl")
     simulated = highwater("guide", "s.jsonl")
     assert "measured" not in simulated.stdout
-    assert "simulated from a memory law, nothing was trained" in simulated.stdout
-    assert re.search(r"^\| 71,680 +\| \?", simulated.stdout, re.MULTILINE), "longer lengths were not tried"
+    assert "simulated from" in simulated.stdout
+    assert re.search(r"^\| 71,680 +\| \?", simulated.stdout, re.MULTILINE), (
+        "longer lengths were not tried"
+    )
 
 
 def test_what_a_study_says_of_itself_is_said_again(highwater: Run, tmp_path: Path) -> None:
@@ -155,73 +188,87 @@ def test_what_a_study_says_of_itself_is_said_again(highwater: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("tokens", "code", "label"), [("0", 1, "-"), ("", 4, "?"), ("4096", 0, "vanilla")], ids=["nothing fits", "unknown", "fits"]
+    ("tokens", "code", "label"),
+    [("0", 1, "-"), ("", 4, "?"), ("4096", 0, "vanilla")],
+    ids=["nothing fits", "unknown", "fits"],
 )
-def test_the_exit_code_says_whether_anything_fits(highwater: Run, tmp_path: Path, tokens: str, code: int, label: str) -> None:
-    (tmp_path / "t.csv").write_text(f"gpu,settings,gpus,sp,model,max_model_len,yarn\nH20-96GB,vanilla,1,1,Qwen3-8B,{tokens},0\n")
+def test_the_exit_code_says_whether_anything_fits(
+    highwater: Run, tmp_path: Path, tokens: str, code: int, label: str
+) -> None:
+    (tmp_path / "t.csv").write_text(
+        f"gpu,settings,gpus,sp,model,max_model_len,yarn\nH20-96GB,vanilla,1,1,Qwen3-8B,{tokens},0\n"
+    )
     done = highwater("guide", "t.csv", "--json")
     assert done.returncode == code
-    assert json.loads(done.stdout)[0] == {
+    row = json.loads(done.stdout)[0]
+    assert row.pop("training").startswith("Trinity-RFT, grpo")
+    assert row == {
         "gpu": "H20-96GB",
         "gpus": 1,
         "max_model_len": 4096,
         "model": "Qwen3-8B",
         "settings": label,
         "source": "published",
-        "training": "Trinity-RFT, grpo with entropy, 2 sequences per micro-batch",
     }
 
 
 def test_a_file_that_is_there_is_not_overwritten(highwater: Run, tmp_path: Path) -> None:
     (tmp_path / "guide.md").write_text("mine")
     problem, hint = refusal(highwater("guide", TABLE, "-o", "guide.md"), 2)
-    assert (problem, hint) == ("guide.md is there already", "name a new file: `-o guide-2.md`")
+    assert problem.startswith("guide.md ")
+    assert offered(hint) == [["-o", "guide-2.md"]]
     assert (tmp_path / "guide.md").read_text() == "mine"
-    assert highwater("guide", TABLE, *hint.split("`")[1].split()).returncode == 0
+    assert highwater("guide", TABLE, *offered(hint)[0]).returncode == 0
     problem, hint = refusal(highwater("guide", TABLE, "-o", "no/where.md"), 2)
-    assert problem.startswith("no/where.md cannot be written")
-    assert hint == "name a new file: `-o guide-3.md`"
+    assert problem.startswith("no/where.md ")
+    assert offered(hint) == [["-o", "guide-3.md"]]
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ((), "a guide of nothing: no study, no table and no model is named"),
-        (A100S, "GPUs are named, and no model to predict"),
-    ],
+    ("words", "said"), [((), "no study, no table"), (A100S, "no model to predict")]
 )
-def test_a_guide_of_nothing_is_refused_with_one_that_works(highwater: Run, words: tuple[str, ...], problem: str) -> None:
-    said, hint = refusal(highwater("guide", *words), 2)
-    assert said == problem
-    assert highwater(*hint.split("`")[1].split()[1:], "--json").returncode == 0
+def test_a_guide_of_nothing_is_refused_with_one_that_works(
+    highwater: Run, words: tuple[str, ...], said: str
+) -> None:
+    problem, hint = refusal(highwater("guide", *words), 2)
+    assert said in problem
+    assert highwater(*offered(hint)[0][1:], "--json").returncode == 0
 
 
 def test_what_cannot_be_read_is_refused(highwater: Run, tmp_path: Path) -> None:
-    assert refusal(highwater("guide", "none.jsonl"), 2)[0] == "none.jsonl cannot be read: No such file or directory"
-    assert refusal(highwater("guide", "none.csv"), 2)[0] == "the table none.csv cannot be read: No such file or directory"
-    problem, hint = refusal(highwater("guide", "none.json"), 2)
-    assert problem == "the prediction none.json cannot be read: No such file or directory"
-    predicted, path = hint.split("`")[1].removeprefix("highwater ").split(" > ")
-    (tmp_path / path).write_text(highwater(*predicted.split()).stdout)
+    for name, kind in (("none.jsonl", ""), ("none.csv", "the table "), ("none.json", "")):
+        problem, hint = refusal(highwater("guide", name), 2)
+        assert f"{kind}{name} cannot be read" in problem
+        assert problem.endswith(f": {os.strerror(errno.ENOENT)}")
+    _, *predicted, _, path = offered(hint)[0]
+    (tmp_path / path).write_text(highwater(*predicted).stdout)
     assert highwater("guide", path).returncode == 0
     (tmp_path / "p.json").write_text("{}")
     problem, hint = refusal(highwater("guide", "p.json"), 2)
-    assert problem.startswith("p.json is not a prediction of this version: ")
-    assert "--json > prediction-2.json` writes one" in hint, "neither p.json nor prediction.json is written over"
-    assert refusal(highwater("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-70GB"), 2)[0].startswith("the catalog has no GPU")
-    assert refusal(highwater("guide", "--predict", "Qwen3-8B"), 2)[0] == "no GPU is here, and none is named"
+    assert problem.startswith("p.json is not a ")
+    assert offered(hint)[0][-2:] == [">", "prediction-2.json"], (
+        "neither p.json nor prediction.json is written over"
+    )
+    words = ("guide", "--predict", "Qwen3-8B")
+    assert "'A100-70GB'" in refusal(highwater(*words, "--gpus", "4xA100-70GB"), 2)[0]
+    assert refusal(highwater(*words), 2)[0].startswith("no GPU is here")
 
 
-def test_a_file_that_is_no_source_is_refused_with_what_is_read(highwater: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_no_source_is_refused_with_what_is_read(
+    highwater: Run, tmp_path: Path
+) -> None:
     (tmp_path / "README.md").write_text("# mine\n")
     problem, hint = refusal(highwater("guide", "README.md"), 2)
-    assert problem == "README.md is not a study"
+    assert problem.startswith("README.md ")
     assert ".csv" in hint
-    assert ".json of `highwater predict --json`" in hint
-    assert highwater(*hint.split("`")[-2].split()[1:]).returncode == 0
+    *_, predicted, made = offered(hint)
+    assert predicted == ["highwater", "predict", "--json"]
+    assert highwater(*made[1:]).returncode == 0
 
 
-def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(highwater: Run, tmp_path: Path) -> None:
+def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(
+    highwater: Run, tmp_path: Path
+) -> None:
     good = "H20-96GB,vanilla,1,1,Qwen3-8B,4096\n"
     for column, line in (
         ("gpus 'one'", "H20-96GB,vanilla,one,1,Qwen3-8B,1"),
@@ -230,36 +277,62 @@ def test_a_number_of_a_table_that_is_none_is_named_with_its_line_and_column(high
     ):
         (tmp_path / "t.csv").write_text(f"gpu,settings,gpus,sp,model,max_model_len\n{good}{line}\n")
         problem = refusal(highwater("guide", "t.csv"), 2)[0]
-        assert problem == f"t.csv is not a capacity table: line 3: {column} is no whole number"
+        assert problem.startswith("t.csv ")
+        assert f" line 3: {column} " in problem
 
 
 @pytest.mark.parametrize("words", [("--gpus", "4"), ("--gpus", "2xFoo"), ()])
-def test_gpus_of_no_catalog_are_named_by_their_memory(highwater: Run, words: tuple[str, ...]) -> None:
+def test_gpus_of_no_catalog_are_named_by_their_memory(
+    highwater: Run, words: tuple[str, ...]
+) -> None:
     hint = refusal(highwater("guide", "--predict", "Qwen3-8B", *words), 2)[1]
-    mended = hint.split("`")[-2].split()
+    mended = offered(hint)[-1]
     assert mended[::2] == ["--gpus", "--gpu-memory"]
     rows = json.loads(highwater("guide", "--predict", "Qwen3-8B", *mended, "--json").stdout)
     assert {(row["gpu"], row["gpus"]) for row in rows} == {("a GPU of 80.00 GiB", int(mended[1]))}
 
 
 def test_the_memory_of_gpus_is_that_of_all_that_are_named(highwater: Run) -> None:
-    words = ("guide", "--predict", "Qwen3-0.6B", "--gpus", "1xA100-80GB", "2xH20-96GB", "--gpu-memory", "60GiB", "--json")
+    words = (
+        "guide",
+        "--predict",
+        "Qwen3-0.6B",
+        "--gpus",
+        "1xA100-80GB",
+        "2xH20-96GB",
+        "--gpu-memory",
+        "60GiB",
+        "--json",
+    )
     rows = json.loads(highwater(*words).stdout)
     assert {row["gpu"] for row in rows} == {"A100-80GB with 60.00 GiB", "H20-96GB with 60.00 GiB"}
 
 
-def test_a_guide_that_is_neither_a_page_nor_markdown_is_refused(highwater: Run, tmp_path: Path) -> None:
+def test_a_guide_that_is_neither_a_page_nor_markdown_is_refused(
+    highwater: Run, tmp_path: Path
+) -> None:
     for name in ("x.txt", "x.pdf", "x"):
         problem, hint = refusal(highwater("guide", TABLE, "-o", name), 2)
-        assert problem.startswith(f"{name}: a guide is not written as ")
+        assert problem.startswith(f"{name}: ")
         assert not (tmp_path / name).exists()
-    assert highwater("guide", TABLE, *hint.split("`")[1].split()).returncode == 0
+    assert highwater("guide", TABLE, *offered(hint)[0]).returncode == 0
     assert (tmp_path / "x.html").exists()
 
 
 def test_a_search_on_the_cpu_is_refused(highwater: Run) -> None:
     small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
-    highwater("find", "tiny", "--device", "cpu", "--memory", "1GiB", *small, "--dry-run", "--study", "s.jsonl")
+    highwater(
+        "find",
+        "tiny",
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        *small,
+        "--dry-run",
+        "--study",
+        "s.jsonl",
+    )
     problem, hint = refusal(highwater("guide", "s.jsonl"), 2)
-    assert problem == "s.jsonl is a search on the CPU, and a guide is about GPUs"
-    assert highwater(*hint.split("`")[1].split()[1:], "--json").returncode == 0
+    assert problem.startswith("s.jsonl ")
+    assert highwater(*offered(hint)[0][1:], "--json").returncode == 0

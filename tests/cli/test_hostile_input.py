@@ -1,4 +1,6 @@
-"""What is typed, and what stands in files that are named, never crashes a command: it is refused by name, with a hint."""
+"""What is typed, and what stands in files that are named, never crashes a command: it is refused by
+name, with a hint.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ HOSTILE = Path(__file__).with_name("hostile.py")
 SAMPLE = 120
 LEAST_CASES = 5000
 """Of the whole: flags and arguments of nine commands, times some eighty values."""
-UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+UNPRIVILEGED = (
+    ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+)
 """Root passes every lock; without these two of its rights it is a user like others."""
 
 
@@ -23,7 +27,14 @@ def fuzzed(directory: Path, seed: int, count: int) -> dict[str, object]:
     """What ``hostile.py`` found."""
     words = [*UNPRIVILEGED, sys.executable, str(HOSTILE), str(seed), str(count)]
     environment = {**os.environ, "PYTHONPATH": str(HOSTILE.parent)}
-    done = subprocess.run(words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        words,
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     (directory / "locked").chmod(0o700)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -37,9 +48,13 @@ def test_hostile_values_of_todays_sample_crash_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_hostile_value_of_any_flag_crashes_a_command(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_no_hostile_value_of_any_flag_crashes_a_command(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     found = fuzzed(tmp_path, 0, 0)
-    record_property("counted", f"{found['cases']:,} hostile commands, by exit code: {found['codes']}")
+    record_property(
+        "counted", f"{found['cases']:,} hostile commands, by exit code: {found['codes']}"
+    )
     assert found["faults"] == []
     assert int(str(found["cases"])) > LEAST_CASES
 
@@ -51,18 +66,34 @@ def test_no_hostile_value_of_any_flag_crashes_a_command(tmp_path: Path, record_p
         (("show", "locked/study.jsonl"), "locked/study.jsonl cannot be read: Permission denied"),
         (("show", "--log-dir", "locked/logs"), "Permission denied"),
         (("find", "Qwen3-0.6B", *SIMULATED, "--study", "locked/study.jsonl"), "Permission denied"),
-        (("find", "--config", "locked/study.yaml"), "locked/study.yaml cannot be read: Permission denied"),
-        (("compare-search", "locked/table.csv"), "the table locked/table.csv cannot be read: Permission denied"),
-        (("guide", "--predict", "Qwen3-0.6B", "--gpus", "A100-80GB", "-o", "locked/guide.md"), "Permission denied"),
-        (("find", "tiny", "--device", "cpu", "--memory", "2GiB", "--log-dir", "locked/logs"), "Permission denied"),
+        (
+            ("find", "--config", "locked/study.yaml"),
+            "locked/study.yaml cannot be read: Permission denied",
+        ),
+        (
+            ("compare-search", "locked/table.csv"),
+            "the table locked/table.csv cannot be read: Permission denied",
+        ),
+        (
+            ("guide", "--predict", "Qwen3-0.6B", "--gpus", "A100-80GB", "-o", "locked/guide.md"),
+            "Permission denied",
+        ),
+        (
+            ("find", "tiny", "--device", "cpu", "--memory", "2GiB", "--log-dir", "locked/logs"),
+            "Permission denied",
+        ),
     ],
 )
-def test_a_folder_without_rights_is_refused_by_name(tmp_path: Path, tiny: Path, words: tuple[str, ...], said: str) -> None:
+def test_a_folder_without_rights_is_refused_by_name(
+    tmp_path: Path, tiny: Path, words: tuple[str, ...], said: str
+) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o000)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [*UNPRIVILEGED, str(BIN / "highwater"), *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     locked.chmod(0o700)
     problem, _ = refusal(done, 2)
     assert said in problem

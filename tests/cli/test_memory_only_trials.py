@@ -1,4 +1,6 @@
-"""``try --attention-depth`` and ``find --proof memory`` as a user types them: real trials on the CPU, and refusals."""
+"""``try --attention-depth`` and ``find --proof memory`` as a user types them: real trials on the
+CPU, and refusals.
+"""
 
 import json
 from pathlib import Path
@@ -9,33 +11,81 @@ from conftest import Run, refusal
 CPU = ("--device", "cpu", "--memory", "1GiB")
 
 
-def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(highwater: Run, tiny: Path) -> None:
+def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(
+    highwater: Run, tiny: Path
+) -> None:
     words = ("try", str(tiny), "--length", "2048", *CPU, "--attention-depth", "1")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr
     assert "measured, memory-only" in done.stdout
     assert "memory-only fit: memory holds it, nothing was trained" in done.stdout
     assert not any(name in done.stdout for name in ("tokens/s", "MFU", "step time", "loss"))
-    assert done.stderr.splitlines()[-1] == f"next: highwater find {tiny} {' '.join(CPU)} --proof memory"
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"next: highwater find {tiny} {' '.join(CPU)} --proof memory"
+    )
     result = json.loads(highwater(*words, "--json").stdout)["result"]
-    assert (result["outcome"], result["tokens_per_s"], result["mfu"]) == ("MEMORY_ONLY_FIT", None, None)
-    assert [(rank["losses"], rank["gradient_norms"], rank["step_times_s"]) for rank in result["ranks"]] == [([], [], [])]
+    assert (result["outcome"], result["tokens_per_s"], result["mfu"]) == (
+        "MEMORY_ONLY_FIT",
+        None,
+        None,
+    )
+    assert [
+        (rank["losses"], rank["gradient_norms"], rank["step_times_s"]) for rank in result["ranks"]
+    ] == [([], [], [])]
 
 
-def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwater: Run, tiny: Path) -> None:
-    grid = ("--start-length", "512", "--resolution", "512", "--max-length", "1024", "--loss", "full")
+def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(
+    highwater: Run, tiny: Path
+) -> None:
+    grid = (
+        "--start-length",
+        "512",
+        "--resolution",
+        "512",
+        "--max-length",
+        "1024",
+        "--loss",
+        "full",
+    )
     done = highwater("find", str(tiny), *CPU, *grid, "--proof", "memory", "--json")
     assert done.returncode == 0, done.stderr
     (answer,) = json.loads(done.stdout)["answers"]
-    assert (answer["capacity_tokens"], answer["memory_only"], answer["limit"]) == (1024, None, "ceiling")
+    assert (answer["capacity_tokens"], answer["memory_only"], answer["limit"]) == (
+        1024,
+        None,
+        "ceiling",
+    )
     shown = highwater("show").stdout
     assert "trained in full" in shown
     assert "memory-only" in shown
 
 
-def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater: Run, tiny: Path, tmp_path: Path) -> None:
-    grid = ("--start-length", "512", "--resolution", "512", "--max-length", "1024", "--loss", "full")
-    words = ("find", str(tiny), *CPU, *grid, "--proof", "memory", "--study", "s.jsonl", "--json", "--timeout")
+def test_a_study_goes_on_with_more_time_and_less_changes_nothing(
+    highwater: Run, tiny: Path, tmp_path: Path
+) -> None:
+    grid = (
+        "--start-length",
+        "512",
+        "--resolution",
+        "512",
+        "--max-length",
+        "1024",
+        "--loss",
+        "full",
+    )
+    words = (
+        "find",
+        str(tiny),
+        *CPU,
+        *grid,
+        "--proof",
+        "memory",
+        "--study",
+        "s.jsonl",
+        "--json",
+        "--timeout",
+    )
     first = highwater(*words, "2m")
     assert first.returncode == 0, first.stderr
     for time in ("1m", "4m"):
@@ -57,7 +107,10 @@ def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater: Run,
     assert more.stderr.count("trying") == 1
     assert "trying 1,024 tokens" in more.stderr
     document = json.loads(more.stdout)
-    assert (document["answers"][0]["capacity_tokens"], document["question"]["timeout_s"]) == (1024, 600)
+    assert (document["answers"][0]["capacity_tokens"], document["question"]["timeout_s"]) == (
+        1024,
+        600,
+    )
     assert {trial["timeout_s"] for trial in document["trials"]} == {120, 600}
 
 
@@ -65,13 +118,18 @@ def test_a_study_goes_on_with_more_time_and_less_changes_nothing(highwater: Run,
     ("words", "said"),
     [
         (("try", "tiny", "--length", "4k", *CPU, "--attention-depth", "2"), "tiny has 2 layers"),
-        (("try", "tiny", "--length", "4k", *CPU, "--attention-depth", "none"), "is not a whole number"),
+        (
+            ("try", "tiny", "--length", "4k", *CPU, "--attention-depth", "none"),
+            "is not a whole number",
+        ),
         (("try", "tiny", "--length", "4093", *CPU, "--attention-depth", "1"), "cannot be cut"),
         (("find", "tiny", *CPU, "--proof", "memory", "--dry-run"), "exclude each other"),
         (("find", "tiny", *CPU, "--proof", "memry"), "proof 'memry' is not one of full, memory"),
         (("find", "tiny", *CPU, "--attention-depth", "1"), "unknown flag --attention-depth"),
     ],
 )
-def test_what_cannot_be_proven_in_that_way_is_refused(highwater: Run, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_proven_in_that_way_is_refused(
+    highwater: Run, words: tuple[str, ...], said: str
+) -> None:
     problem, _ = refusal(highwater(*words), 2)
     assert said in problem

@@ -1,6 +1,9 @@
-"""``--data`` on real trials: what trains nothing or not what it says is refused by name; what is exact is trained."""
+"""``--data`` on real trials: what trains nothing or not what it says is refused by name; what is
+exact is trained.
+"""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,8 @@ def untrained(*, length_tokens, **_):
 
 def trained_on_one_rank(*, data_rank, length_tokens, **_):
     label = 2 if data_rank else -100
-    yield [{"input_ids": [1] * (length_tokens - 1) + [2], "labels": [-100] * (length_tokens - 1) + [label]}]
+    ids, labels = [1] * (length_tokens - 1) + [2], [-100] * (length_tokens - 1) + [label]
+    yield [{"input_ids": ids, "labels": labels}]
 
 def trained_once(*, length_tokens, **_):
     yield [[1] * length_tokens]
@@ -39,6 +43,20 @@ def rewarded(*, length_tokens, **_):
     half = list(range(1, length_tokens // 2 + 1))
     yield [{"input_ids": half, "reward": 1e30}, {"input_ids": half, "reward": -1e30}]
 
+def preferred(*, length_tokens, sequences, **_):
+    half = length_tokens // 2
+    for start in (1, 300):
+        prompt = list(range(start, start + half))
+        answers = [[number] * (length_tokens - half) for number in range(7, 7 + sequences)]
+        yield [{"input_ids": prompt + a, "labels": [-100] * half + a} for a in answers]
+
+def nothing_preferred(*, length_tokens, sequences, **_):
+    while True:
+        yield [{"input_ids": [1] * length_tokens, "labels": [-100] * length_tokens}] * sequences
+
+def alone(*, length_tokens, **_):
+    yield [[2] * length_tokens, [2] * (length_tokens // 2), [2] * (length_tokens // 2)]
+
 def whole(*, length_tokens, **_):
     yield [[2] * length_tokens]
 """
@@ -53,13 +71,25 @@ def batches(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())])
+@pytest.mark.parametrize(
+    ("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())]
+)
 def test_a_step_that_trains_no_token_on_any_rank_is_refused(
     highwater: Run, tiny: Path, batches: dict[str, str], source: str, flags: tuple[str, ...]
 ) -> None:
-    done = highwater("try", str(tiny), "--length", "64", *CPU, *flags, "--data", f"own_batches:{source}", **batches)
+    done = highwater(
+        "try",
+        str(tiny),
+        "--length",
+        "64",
+        *CPU,
+        *flags,
+        "--data",
+        f"own_batches:{source}",
+        **batches,
+    )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "a step of this data trains no token, on any rank" in done.stderr
+    assert "trains no token" in done.stderr
 
 
 @pytest.mark.timeout(240)
@@ -73,42 +103,116 @@ def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
 
 
 @pytest.mark.timeout(240)
-def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
+def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(
+    highwater: Run, tiny: Path, batches: dict[str, str]
+) -> None:
     config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "sliding_window": 32}))
-    done = highwater("try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:short", "--json", **batches)
+    (tiny / "config.json").write_text(
+        json.dumps({**config, "model_type": "mistral", "sliding_window": 32})
+    )
+    done = highwater(
+        "try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:short", "--json", **batches
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
-    refused = highwater("try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:whole", **batches)
+    refused = highwater(
+        "try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:whole", **batches
+    )
     assert refused.returncode == 2
-    assert "a document of 64 tokens, past the sliding window of 32 in which tiny attends" in refused.stderr
+    for figure in ("64 tokens", "sliding window of 32"):
+        assert figure in refused.stderr
     assert "past the sliding window" in highwater("try", str(tiny), "--length", "64", *CPU).stderr
 
 
 @pytest.mark.timeout(240)
 def test_a_window_that_a_familys_class_knows_nothing_of_is_none(highwater: Run, tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
-    (tiny / "config.json").write_text(json.dumps({**config, "model_type": "llama", "sliding_window": 32}))
+    (tiny / "config.json").write_text(
+        json.dumps({**config, "model_type": "llama", "sliding_window": 32})
+    )
     done = highwater("try", str(tiny), "--length", "64", *CPU, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
 
 
 @pytest.mark.timeout(240)
-def test_a_critic_whose_gradient_is_no_number_is_no_fit(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
+def test_a_critic_whose_gradient_is_no_number_is_no_fit(
+    highwater: Run, tiny: Path, batches: dict[str, str]
+) -> None:
     words = ("--objective", "ppo", "--critic", "--data", "own_batches:rewarded", "--json")
     done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
     result = json.loads(done.stdout)["result"]
     assert result["outcome"] == "CRASHED", result
-    assert "the critic's gradient norm of step 1 is inf" in result["reason"]
+    assert "critic" in result["reason"]
+    assert "step 1 is inf" in result["reason"]
 
 
 @pytest.mark.timeout(240)
-def test_ranks_that_share_a_sequence_are_given_one(highwater: Run, tiny: Path, batches: dict[str, str]) -> None:
-    words = ("try", str(tiny), "--length", "64", *CPU, "--gpus", "2", "--ulysses", "2", "--json", "--data")
+def test_ranks_that_share_a_sequence_are_given_one(
+    highwater: Run, tiny: Path, batches: dict[str, str]
+) -> None:
+    words = (
+        "try",
+        str(tiny),
+        "--length",
+        "64",
+        *CPU,
+        "--gpus",
+        "2",
+        "--ulysses",
+        "2",
+        "--json",
+        "--data",
+    )
     refused = highwater(*words, "own_batches:unseeded", **batches)
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert "own_batches:unseeded yielded different documents to the 2 ranks of data rank 0" in refused.stderr
+    assert "own_batches:unseeded" in refused.stderr
+    assert "2 ranks" in refused.stderr
     done = highwater(*words, "own_batches:seeded", **batches)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
+
+
+PAIRS = ("--objective", "dpo", "--sequences-per-micro-batch", "2", "--learning-rate", "1e-2")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "flags", [(), ("--gpus", "2", "--ulysses", "2", "--loss", "chunked"), ("--strategy", "fsdp")]
+)
+def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
+    highwater: Run, tiny: Path, batches: dict[str, str], flags: tuple[str, ...]
+) -> None:
+    words = (*PAIRS, *flags, "--steps", "3", "--data", "own_batches:preferred", "--json")
+    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
+    result = json.loads(done.stdout)["result"]
+    assert result["outcome"] == "FIT", result
+    first, *_, last = result["ranks"][0]["losses"]
+    assert first == pytest.approx(math.log(2), rel=1e-6)
+    assert last < 0.9 * first
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("alone", "yielded 3 documents in a micro-batch, and dpo trains on pairs"),
+        ("nothing_preferred", "a step of this data trains no token, on any rank"),
+    ],
+)
+def test_documents_that_are_no_pairs_and_pairs_without_completions_are_refused(
+    highwater: Run, tiny: Path, batches: dict[str, str], source: str, said: str
+) -> None:
+    words = (*PAIRS, "--data", f"own_batches:{source}")
+    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_search_of_pairs_trains_a_policy_beside_its_reference(highwater: Run, tiny: Path) -> None:
+    one_length = ("--start-length", "64", "--resolution", "64", "--max-length", "64")
+    done = highwater("find", str(tiny), *PAIRS, *CPU, "--loss", "chunked", *one_length, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (answer,) = json.loads(done.stdout)["answers"]
+    assert answer["capacity_tokens"] == 64

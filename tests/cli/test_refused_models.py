@@ -1,11 +1,13 @@
-"""Models that cannot be asked about, and lengths that theirs do not reach: one clear error from every command."""
+"""Models that cannot be asked about, and lengths that theirs do not reach: one clear error from
+every command.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SIMULATED, Run, refusal
+from conftest import SIMULATED, Run, offered, refusal
 
 GPUS = ("--gpus", "1xH100-80GB")
 
@@ -28,12 +30,15 @@ def rewrite(tiny: Path, **changes: Any) -> None:
         ("recommend", *GPUS, "--length", "8k"),
     ],
 )
-def test_a_length_past_a_sliding_window_is_refused_and_the_hint_works(highwater: Run, tiny: Path, words: tuple[str, ...]) -> None:
+def test_a_length_past_a_sliding_window_is_refused_and_the_hint_works(
+    highwater: Run, tiny: Path, words: tuple[str, ...]
+) -> None:
     rewrite(tiny, model_type="mistral", sliding_window=4096)
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
-    assert problem.startswith("8,192 tokens are past the sliding window of 4,096 in which tiny attends")
-    flag, value = hint.split("`")[1].split()
+    assert problem.startswith("8,192 tokens ")
+    assert "sliding window of 4,096" in problem
+    flag, value = offered(hint)[0]
     mended = [value if word == "8k" else word for word in rest if word != "--exact"]
     assert flag in mended
     assert highwater(command, str(tiny), *mended).returncode == 0
@@ -43,8 +48,8 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
     rewrite(tiny, model_type="mistral", sliding_window=4096)
     for done in (highwater("find", str(tiny), *SIMULATED), highwater("predict", str(tiny), *GPUS)):
         assert done.returncode == 0
-        assert "note: lengths end at 4,096: tiny attends in a sliding window of as many tokens" in done.stderr
-        assert "high-water mark: 4,096 tokens" in done.stdout
+        assert "note: lengths end at 4,096" in done.stderr
+        assert "high-water mark: 4,096 " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -52,12 +57,15 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
     [
         (
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-            "of the family gemma3, which reads more than text",
+            "of the family gemma3, ",
         ),
-        ({"model_type": "llava", "text_config": {"model_type": "mistral"}}, "of the family llava, which reads more than text"),
-        ({"vocab_size": None}, "of the family qwen3, has no vocab_size"),
-        ({"model_type": "t5"}, "of the family t5, which nobody has compared"),
-        ({"model_type": "deepseek_v3"}, "of the family deepseek_v3, which cannot be trained exactly: its attention is latent"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "mistral"}},
+            "of the family llava, ",
+        ),
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"model_type": "t5"}, "of the family t5, "),
+        ({"model_type": "deepseek_v3"}, "its attention is latent"),
         ({"model_type": "gpt_oss"}, "its attention has sinks"),
         ({"model_type": "mpt"}, "it attends by code of its own"),
         ({"model_type": ["llama"]}, "has the model_type ['llama']"),
@@ -65,10 +73,18 @@ def test_an_answer_that_ends_at_a_sliding_window_says_so(highwater: Run, tiny: P
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"text_config": None}, "has the text_config None"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 0}, "has n_shared_experts = 0"),
+        (
+            {"model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 0},
+            "has n_shared_experts = 0",
+        ),
         ({"model_type": "granite", "attention_multiplier": 0.0}, "has attention_multiplier = 0"),
         (
-            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 25},
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 25,
+            },
             "are 25 numbers wide",
         ),
     ],
@@ -109,8 +125,8 @@ def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
     rewrite(tiny, quantization_config={"quant_method": "fp8"})
     command, *rest = words
     problem, hint = refusal(highwater(command, str(tiny), *rest), 2)
-    assert "is of a quantised checkpoint (fp8)" in problem
-    assert "a copy of config.json alone, without quantization_config" in hint
+    assert "(fp8)" in problem
+    assert "quantization_config" in hint
     config = json.loads((tiny / "config.json").read_text())
     del config["quantization_config"]
     (tiny / "config.json").write_text(json.dumps(config))

@@ -3,69 +3,82 @@
 import csv
 import io
 import json
-import shlex
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, refusal
+from conftest import SIMULATED, Run, following, offered, refusal
 
 ROOT = Path(__file__).parents[2]
 REAL = str(ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
 STUDY = ("--max-length", "64k", "--study", "s.jsonl")
 
 
-def after(stderr: str) -> list[str]:
-    """The next command that was printed, less ``highwater``."""
-    return shlex.split(stderr.splitlines()[-1].removeprefix("next: highwater "))
-
-
-def test_a_report_is_printed_or_written_and_the_next_command_works(highwater: Run, tmp_path: Path) -> None:
+def test_a_report_is_printed_or_written_and_the_next_command_works(
+    highwater: Run, tmp_path: Path
+) -> None:
     printed = highwater("report", REAL)
     assert printed.returncode == 0
     assert printed.stdout.startswith("# Qwen3-0.6B on NVIDIA H200, 79.15 GiB per GPU\n")
-    assert after(printed.stderr) == ["report", REAL, "-o", "report.html"]
-    written = highwater(*after(printed.stderr))
+    assert following(printed) == ["report", REAL, "-o", "report.html"]
+    written = highwater(*following(printed))
     assert written.returncode == 0
     assert written.stderr.startswith("the report: report.html\n")
     assert written.stdout == highwater("show", REAL).stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert highwater(*after(written.stderr)).returncode == 0
+    assert highwater(*following(written)).returncode == 0
 
 
 @pytest.mark.parametrize("form", ["html", "md", "csv", "json"])
-def test_every_form_is_a_file_that_is_never_written_over(highwater: Run, tmp_path: Path, form: str) -> None:
+def test_every_form_is_a_file_that_is_never_written_over(
+    highwater: Run, tmp_path: Path, form: str
+) -> None:
     assert highwater("report", REAL, "-o", f"report.{form}").returncode == 0
     before = (tmp_path / f"report.{form}").read_bytes()
     problem, hint = refusal(highwater("report", REAL, "-o", f"report.{form}"), 2)
-    assert problem == f"report.{form} is there already"
-    assert hint == f"name a new file: `-o report-2.{form}`"
+    assert problem.startswith(f"report.{form} ")
+    assert offered(hint) == [["-o", f"report-2.{form}"]]
     assert (tmp_path / f"report.{form}").read_bytes() == before
-    assert highwater("report", REAL, *hint.split("`")[1].split()).returncode == 0
+    assert highwater("report", REAL, *offered(hint)[0]).returncode == 0
 
 
 def test_json_is_one_document_beside_a_file_too(highwater: Run, tmp_path: Path) -> None:
     document = json.loads(highwater("report", REAL, "--json").stdout)
-    assert (document["schema_version"], document["label"], len(document["trials"])) == (1, "measured", 6)
+    assert (document["schema_version"], document["label"], len(document["trials"])) == (
+        1,
+        "measured",
+        6,
+    )
     assert json.loads(highwater("report", REAL, "--json", "-o", "r.csv").stdout) == document
     rows = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
-    assert [int(row["peak_reserved_bytes"]) for row in rows] == [trial["peak_reserved_bytes"] for trial in document["trials"]]
+    assert [int(row["peak_reserved_bytes"]) for row in rows] == [
+        trial["peak_reserved_bytes"] for trial in document["trials"]
+    ]
 
 
 def test_another_ending_is_refused_before_anything_is_read(highwater: Run, tmp_path: Path) -> None:
     problem, hint = refusal(highwater("report", "no-such-study.jsonl", "-o", "report.pdf"), 2)
-    assert problem == "report.pdf ends in none of .html, .md, .csv, .json"
-    assert highwater("report", REAL, *hint.split("`")[1].split()).returncode == 0
+    assert problem.startswith("report.pdf ")
+    assert problem.endswith(" .html, .md, .csv, .json")
+    assert highwater("report", REAL, *offered(hint)[0]).returncode == 0
     assert not (tmp_path / "report.pdf").exists()
 
 
 def test_without_a_study_the_newest_is_reported(highwater: Run) -> None:
     problem, _ = refusal(highwater("report"), 2)
-    assert problem == "there is no study under logs"
-    highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "64k", "--study", "logs/Qwen3-0.6B/study-1.jsonl")
+    assert problem.endswith(" under logs")
+    highwater(
+        "find",
+        "Qwen3-0.6B",
+        *SIMULATED,
+        "--max-length",
+        "64k",
+        "--study",
+        "logs/Qwen3-0.6B/study-1.jsonl",
+    )
     done = highwater("report")
     assert done.returncode == 0
     assert "logs/Qwen3-0.6B/study-1.jsonl" in done.stdout
-    assert "simulated, nothing was trained" in done.stdout
+    assert json.loads(highwater("report", "--json").stdout)["label"] == "simulated"
 
 
 def test_a_search_that_was_cut_short_is_reported_as_it_is(highwater: Run, tmp_path: Path) -> None:
@@ -75,23 +88,36 @@ def test_a_search_that_was_cut_short_is_reported_as_it_is(highwater: Run, tmp_pa
     (tmp_path / "s.jsonl").write_text("".join(lines[: first_end + 1]) + '{"kind":"trial_st')
     done = highwater("report", "s.jsonl")
     assert done.returncode == 0
-    assert "note: the last line is not complete" in done.stderr
+    assert done.stderr.startswith("note: the last line ")
     assert "**Unfinished**" in done.stdout
-    assert done.stderr.splitlines()[-1].startswith("next: highwater find Qwen3-0.6B")
-    assert highwater(*shlex.split(done.stderr.splitlines()[-1].partition("  (")[0])[2:]).returncode == 0
+    assert following(done)[:2] == ["find", "Qwen3-0.6B"]
+    assert highwater(*following(done)).returncode == 0
     assert "Finished." in highwater("report", "s.jsonl").stdout
 
 
 def test_a_search_on_the_cpu_is_reported_without_what_is_about_gpus(highwater: Run) -> None:
     small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
-    highwater("find", "tiny", "--device", "cpu", "--memory", "1GiB", *small, "--dry-run", "--study", "s.jsonl")
+    highwater(
+        "find",
+        "tiny",
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        *small,
+        "--dry-run",
+        "--study",
+        "s.jsonl",
+    )
     done = highwater("report", "s.jsonl")
     assert done.returncode == 0
-    assert "trials ran on the CPU, and the formula is about GPUs" in done.stdout
+    assert "trials ran on the CPU" in done.stdout
     assert "data segment" in done.stdout
 
 
-def test_a_model_path_with_a_script_is_text_in_every_form(highwater: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_model_path_with_a_script_is_text_in_every_form(
+    highwater: Run, tiny: Path, tmp_path: Path
+) -> None:
     hostile = tiny.rename(tmp_path / "<script>alert(1)<_script>|`x`")
     found = highwater("find", str(hostile), *SIMULATED, *STUDY)
     assert found.returncode == 0, found.stderr
@@ -99,9 +125,12 @@ def test_a_model_path_with_a_script_is_text_in_every_form(highwater: Run, tiny: 
         assert highwater("report", "s.jsonl", "-o", f"r.{form}").returncode == 0
     assert "<script>" not in (tmp_path / "r.html").read_text()
     heading = (tmp_path / "r.md").read_text().splitlines()[0]
-    assert heading.startswith("# &lt;script&gt;alert(1)&lt;\\_script&gt;\\|\\`x\\` on ")
+    assert heading.startswith("# &lt;script&gt;alert(1)")
     assert hostile.name in (tmp_path / "r.csv").read_text()
-    assert json.loads((tmp_path / "r.json").read_text())["study"]["question"]["model"]["name"] == hostile.name
+    assert (
+        json.loads((tmp_path / "r.json").read_text())["study"]["question"]["model"]["name"]
+        == hostile.name
+    )
 
 
 def test_what_cannot_be_read_is_refused_as_show_refuses_it(highwater: Run, tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""Machines on which a trial cannot run: every command still answers, and a search is refused before its first trial.
+"""Machines on which a trial cannot run: every command still answers, and a search is refused before
+its first trial.
 
-The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package's metadata found before the installed one.
+The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package's metadata found
+before the installed one.
 """
 
 import json
 import os
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, refusal
+from conftest import SIMULATED, Run, following, offered, refusal
 
 from highwater.errors import EXIT_MACHINE
 from highwater.store.journal import read_study
@@ -37,30 +38,39 @@ CPU = ("find", "Qwen3-0.6B", "--device", "cpu", "--memory", "2GiB")
 
 @pytest.fixture
 def libraries(tmp_path: Path) -> dict[str, str]:
-    """The environment in which modules written to ``tmp_path`` stand for installed ones; the one GPU is visible."""
+    """The environment in which modules written to ``tmp_path`` stand for installed ones; the one
+    GPU is visible.
+    """
     return {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
 
 
-def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater: Run, tmp_path: Path, libraries: dict[str, str]) -> None:
+def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(
+    highwater: Run, tmp_path: Path, libraries: dict[str, str]
+) -> None:
     (tmp_path / "pynvml.py").write_text(LOST)
     document = json.loads(highwater("doctor", "--json", **libraries).stdout)
-    assert "GPU 0 cannot be read: GPU is lost" in [finding["problem"] for finding in document["findings"]]
+    (lost,) = (
+        finding["problem"] for finding in document["findings"] if "GPU 0" in finding["problem"]
+    )
+    assert lost.endswith("GPU is lost")
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, **libraries).returncode == 0
     assert highwater(*CPU, "--dry-run", **libraries).returncode in (0, 1)
     for words in ((), ("--gpus", "1"), ("--device", "cuda")):
         problem, hint = refusal(highwater("find", "Qwen3-0.6B", *words, **libraries), 3)
-        assert problem == "GPU 0 cannot be read: GPU is lost"
-    assert highwater(*hint.split("`")[1].split()[1:], "--dry-run", **libraries).returncode == 0
+        assert problem == lost
+    assert highwater(*offered(hint)[0][1:], "--dry-run", **libraries).returncode == 0
 
 
 def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
     highwater: Run, tmp_path: Path, libraries: dict[str, str]
 ) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
-    (tmp_path / "torch.py").write_text("class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n")
+    (tmp_path / "torch.py").write_text(
+        "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n"
+    )
     for words in (("find", "Qwen3-0.6B"), ("try", "Qwen3-0.6B", "--length", "8k")):
         problem, _ = refusal(highwater(*words, **libraries), 3)
-        assert problem.endswith("is built without CUDA: it cannot use the GPU")
+        assert "without CUDA" in problem
         assert highwater(*words, "--dry-run", **libraries).returncode == 0
     assert list(tmp_path.glob("logs/**/*.log")) == []
     doctor = highwater("doctor", **libraries)
@@ -71,9 +81,9 @@ def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_s
 @pytest.mark.parametrize(
     ("package", "version", "said"),
     [
-        ("torch", "2.10.0", "torch 2.10.0 is too old: 2.11 is the first that works"),
-        ("torch", "2.14.0", "torch 2.14.0 is too new: it has to be older than 2.14"),
-        ("transformers", "4.57.1", "transformers 4.57.1 is too old: 5.17 is the first that works"),
+        ("torch", "2.10.0", "too old: 2.11 "),
+        ("torch", "2.14.0", "too new: "),
+        ("transformers", "4.57.1", "too old: 5.17 "),
     ],
 )
 def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_doctor_agrees(
@@ -83,15 +93,21 @@ def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_d
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     problem, hint = refusal(highwater(*CPU, **libraries), 3)
-    assert (problem, hint) == (said, "`pip install '.[train]'` in the checkout of highwater")
+    assert problem.startswith(f"{package} {version} is {said}")
+    assert offered(hint) == [["pip", "install", ".[train]"]]
     doctor = highwater("doctor", **libraries)
     assert doctor.returncode == 3
-    assert said in doctor.stdout
+    assert problem in doctor.stdout
 
 
-def test_a_source_tree_without_metadata_can_be_searched_with(highwater: Run, tmp_path: Path, libraries: dict[str, str]) -> None:
+def test_a_source_tree_without_metadata_can_be_searched_with(
+    highwater: Run, tmp_path: Path, libraries: dict[str, str]
+) -> None:
     hidden = "import importlib.metadata as m\nfind = m.version\ndef version(name):\n"
-    hidden += "    if name == 'highwater': raise m.PackageNotFoundError(name)\n    return find(name)\nm.version = version\n"
+    hidden += (
+        "    if name == 'highwater': raise m.PackageNotFoundError(name)\n    return "
+        "find(name)\nm.version = version\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(hidden)
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
     assert done.returncode == 0, done.stderr
@@ -103,7 +119,9 @@ def typed_again(study: Path) -> tuple[str, ...]:
     return (*words, "--study", study.name)
 
 
-@pytest.mark.parametrize("name", ["edge-4b-1-full", "qwen3-4b-card-full", "grpo-0.6b-1", "long-8b-2"])
+@pytest.mark.parametrize(
+    "name", ["edge-4b-1-full", "qwen3-4b-card-full", "grpo-0.6b-1", "long-8b-2"]
+)
 @pytest.mark.parametrize("device", [(), ("--device", "cuda")])
 def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(
     highwater: Run, tmp_path: Path, name: str, device: tuple[str, ...]
@@ -112,40 +130,58 @@ def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(
     before = copy.read_bytes()
     done = highwater(*typed_again(copy), *device)
     assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
-    note, following = done.stderr.splitlines()
-    assert note == f"note: no GPU is visible, and none is needed: {copy.name} has every answer; nothing is run"
-    assert highwater(*shlex.split(following.removeprefix("next: "))[1:]).returncode == 0
+    note, _ = done.stderr.splitlines()
+    assert note.startswith("note: ")
+    assert copy.name in note
+    assert highwater(*following(done)).returncode == 0
     assert copy.read_bytes() == before
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(
+    highwater: Run, tmp_path: Path
+) -> None:
     lines = (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines(keepends=True)
     last = max(at for at, line in enumerate(lines) if '"kind":"cell_answered"' in line)
     begun = tmp_path / "my study.jsonl"
     begun.write_text("".join(lines[:last]))
     problem, hint = refusal(highwater(*typed_again(begun)), EXIT_MACHINE)
-    assert problem == "no GPU is visible, and the search in my study.jsonl is not finished: 1 of 2 cells without a final answer"
-    assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
+    assert problem.startswith("no GPU is visible")
+    assert begun.name in problem
+    assert " 1 of 2 cells " in problem
+    assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(
+    highwater: Run, tmp_path: Path
+) -> None:
     copy = Path(shutil.copy(FOUND / "long-8b-2.jsonl", tmp_path))
     limit_s = read_study(copy).question.timeout_s or 0.0
-    problem, hint = refusal(highwater(*typed_again(copy), "--timeout", f"{2 * limit_s:g}s"), EXIT_MACHINE)
-    assert "the search in long-8b-2.jsonl is not finished: 1 of 1 cells without a final answer in " in problem
-    assert highwater(*shlex.split(hint.split("`")[1])[1:]).returncode == 0
+    problem, hint = refusal(
+        highwater(*typed_again(copy), "--timeout", f"{2 * limit_s:g}s"), EXIT_MACHINE
+    )
+    assert copy.name in problem
+    assert " 1 of 1 cells " in problem
+    assert highwater(*offered(hint)[0][1:]).returncode == 0
     done = highwater(*typed_again(copy), "--timeout", f"{limit_s / 2:g}s")
     assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
 
 
-def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(
+    highwater: Run, tmp_path: Path
+) -> None:
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
-    problem, _ = refusal(highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE)
-    assert problem == "the driver shows no GPU here"
+    problem, _ = refusal(
+        highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE
+    )
+    assert "no GPU" in problem
 
 
-def test_a_study_that_is_no_file_is_not_waited_for_where_there_is_no_gpu(highwater: Run, tmp_path: Path) -> None:
+def test_a_study_that_is_no_file_is_not_waited_for_where_there_is_no_gpu(
+    highwater: Run, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "study.jsonl")
-    problem, _ = refusal(highwater("find", "Qwen3-0.6B", "--study", "study.jsonl", "--device", "cuda"), EXIT_MACHINE)
-    assert problem == "the driver shows no GPU here"
+    problem, _ = refusal(
+        highwater("find", "Qwen3-0.6B", "--study", "study.jsonl", "--device", "cuda"), EXIT_MACHINE
+    )
+    assert "no GPU" in problem

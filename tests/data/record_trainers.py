@@ -1,8 +1,10 @@
-"""Record the names and types of other trainers' settings from their packages: ``python record_trainers.py FOLDER``.
+"""Record the names and types of other trainers' settings from their packages: ``python
+record_trainers.py FOLDER``.
 
-FOLDER holds what ``pip download --no-deps`` brought of each package in ``PACKAGES``. Nothing of theirs is imported: verl's defaults
-are YAML, accelerate's are the arguments of its launcher, the others' are the annotations of their dataclasses. What is recorded
-names the file's sha256, so that it can be told from which it is.
+FOLDER holds what ``pip download --no-deps`` brought of each package in ``PACKAGES``. Nothing of
+theirs is imported: verl's defaults are YAML, accelerate's are the arguments of its launcher, the
+others' are the annotations of their dataclasses. What is recorded names the file's sha256, so that
+it can be told from which it is.
 """
 
 import ast
@@ -64,7 +66,9 @@ def annotated(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> dict[str,
 
 
 def nested_fields(name: str, classes: dict[str, ast.ClassDef], prefix: str = "") -> dict[str, str]:
-    """The fields of a class by their dotted names, through those whose type is another; of a tuple its first."""
+    """The fields of a class by their dotted names, through those whose type is another; of a tuple
+    its first.
+    """
     found: dict[str, str] = {}
     for field, annotation in annotated(classes[name], classes).items():
         one = annotation.removeprefix("tuple[").removesuffix(", ...]")
@@ -78,7 +82,11 @@ def nested_fields(name: str, classes: dict[str, ast.ClassDef], prefix: str = "")
 
 def verl(wheel: ZipFile) -> dict[str, str]:
     tree = yaml.safe_load(wheel.read("verl/trainer/config/_generated_ppo_trainer.yaml"))
-    return {name: kind for name, kind in flat(tree).items() if name.startswith(ROOTS) and "profiler" not in name}
+    return {
+        name: kind
+        for name, kind in flat(tree).items()
+        if name.startswith(ROOTS) and "profiler" not in name
+    }
 
 
 def trinity(wheel: ZipFile) -> dict[str, str]:
@@ -89,35 +97,65 @@ def trinity(wheel: ZipFile) -> dict[str, str]:
 
 def areal(wheel: ZipFile) -> dict[str, str]:
     fields = nested_fields("GRPOConfig", classes_of(wheel.read("areal/api/cli_args.py").decode()))
-    left_out = ("teacher.", "critic.", "ref.", "vllm.", "perf_tracer.", "memory_profiler.", "actor.megatron.", "actor.archon.")
-    return {name: kind for name, kind in fields.items() if not name.startswith((*left_out, "eval_gconfig.", "rollout.agent."))}
+    left_out = (
+        "teacher.",
+        "critic.",
+        "ref.",
+        "vllm.",
+        "perf_tracer.",
+        "memory_profiler.",
+        "actor.megatron.",
+        "actor.archon.",
+    )
+    return {
+        name: kind
+        for name, kind in fields.items()
+        if not name.startswith((*left_out, "eval_gconfig.", "rollout.agent."))
+    }
 
 
 def accelerate(wheel: ZipFile) -> dict[str, str]:
     """Fields of the file, and in its sections the arguments of the launcher that they stand for."""
     cluster = classes_of(wheel.read("accelerate/commands/config/config_args.py").decode())
     found = annotated(cluster["ClusterConfig"], cluster)
-    sections = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "zero": "deepspeed_config"}
+    sections = {
+        "fsdp_": "fsdp_config",
+        "parallelism_config_": "parallelism_config",
+        "zero": "deepspeed_config",
+    }
     sections |= {"offload_": "deepspeed_config"}
     for node in ast.walk(ast.parse(wheel.read("accelerate/commands/launch.py"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add_argument"
+        ):
             name = ast.unparse(node.args[0]).strip("'-")
             words = {word.arg: ast.unparse(word.value) for word in node.keywords}
             is_truth = words.get("default") in ("'true'", "'false'") or name.startswith("zero3_")
             kind = "bool" if is_truth or "action" in words else words.get("type", "str")
             kind = "int" if words.get("choices") == "['1', '2']" else kind
-            found |= {f"{section}.{name}": kind for start, section in sections.items() if name.startswith(start)}
+            found |= {
+                f"{section}.{name}": kind
+                for start, section in sections.items()
+                if name.startswith(start)
+            }
     return found
 
 
 def trl(wheel: ZipFile, transformers: ZipFile) -> dict[str, str]:
     """By subcommand: what its parser has, of the trainer's configuration and the model's."""
     source = transformers.read("transformers/training_args.py").decode()
-    files = ("base", "sft", "grpo", "reward", "model")
+    files = ("base", "sft", "grpo", "reward", "dpo", "model")
     source += "".join(wheel.read(f"trl/trainer/{name}_config.py").decode() for name in files)
     classes = classes_of(source.replace("from __future__ import annotations", ""))
     model = annotated(classes["ModelConfig"], classes)
-    commands = {"sft": "SFTConfig", "grpo": "GRPOConfig", "reward": "RewardConfig"}
+    commands = {
+        "sft": "SFTConfig",
+        "grpo": "GRPOConfig",
+        "reward": "RewardConfig",
+        "dpo": "DPOConfig",
+    }
     return {
         f"{command}.{name}": kind
         for command, config in commands.items()
@@ -127,29 +165,56 @@ def trl(wheel: ZipFile, transformers: ZipFile) -> dict[str, str]:
 
 
 def torchtitan(wheel: ZipFile) -> dict[str, str]:
-    """Fields of the dataclasses; ``module:name`` for what may be imported; ``flavor:module:name`` for its own models."""
+    """Fields of the dataclasses; ``module:name`` for what may be imported; ``flavor:module:name``
+    for its own models.
+    """
     found: dict[str, str] = {}
-    sections = {"training": ("config/configs", "TrainingConfig"), "parallelism": ("config/configs", "ParallelismConfig")}
-    sections |= {"rope": ("models/common/rope", "RoPE.Config"), "trainer": ("trainer", "Trainer.Config")}
+    sections = {
+        "training": ("config/configs", "TrainingConfig"),
+        "parallelism": ("config/configs", "ParallelismConfig"),
+    }
+    sections |= {
+        "rope": ("models/common/rope", "RoPE.Config"),
+        "trainer": ("trainer", "Trainer.Config"),
+    }
     for section, (path, name) in sections.items():
         classes = classes_of(wheel.read(f"torchtitan/{path}.py").decode())
-        found |= {f"{section}.{field}": kind for field, kind in annotated(classes[name], classes).items()}
+        found |= {
+            f"{section}.{field}": kind for field, kind in annotated(classes[name], classes).items()
+        }
     backend = "torchtitan.experiments.transformers_modeling_backend"
-    modules = ("components.loss", "components.optimizer", "config", "distributed.activation_checkpoint", "trainer")
+    modules = (
+        "components.loss",
+        "components.optimizer",
+        "config",
+        "distributed.activation_checkpoint",
+        "trainer",
+    )
     modules += ("models.common.config_utils", "models.qwen3", "models.llama3")
     for module in (*(f"torchtitan.{name}" for name in modules), backend, f"{backend}.configs"):
-        found |= {f"{module}:{name}": "name" for name in _importable(wheel, module.replace(".", "/"))}
+        found |= {
+            f"{module}:{name}": "name" for name in _importable(wheel, module.replace(".", "/"))
+        }
     for family in ("qwen3", "llama3"):
         tree = ast.parse(wheel.read(f"torchtitan/models/{family}/__init__.py"))
-        assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-        found |= {f"flavor:{family}:{ast.literal_eval(key)}": "flavor" for key in assigned[f"{family}_configs"].keys}
+        assigned = {
+            ast.unparse(node.targets[0]): node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+        }
+        found |= {
+            f"flavor:{family}:{ast.literal_eval(key)}": "flavor"
+            for key in assigned[f"{family}_configs"].keys
+        }
     return found
 
 
 def _importable(wheel: ZipFile, path: str) -> Iterator[str]:
     """Names that a module defines or imports."""
     names = wheel.namelist()
-    for node in ast.parse(wheel.read(f"{path}.py" if f"{path}.py" in names else f"{path}/__init__.py")).body:
+    for node in ast.parse(
+        wheel.read(f"{path}.py" if f"{path}.py" in names else f"{path}/__init__.py")
+    ).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
         elif isinstance(node, ast.ImportFrom):
@@ -177,7 +242,9 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for package, (version, fields) in PACKAGES.items():
         path = wheel_of(folder, package, version)
-        others = [ZipFile(wheel_of(folder, "transformers", TRANSFORMERS))] if package == "trl" else []
+        others = (
+            [ZipFile(wheel_of(folder, "transformers", TRANSFORMERS))] if package == "trl" else []
+        )
         document = {
             "package": package,
             "version": version,

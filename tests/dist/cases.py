@@ -1,6 +1,8 @@
-"""One process of a group: every case of sharded training against the unsharded reference. Started by torchrun.
+"""One process of a group: every case of sharded training against the unsharded reference. Started
+by ``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N cases.py WEIGHTS RESULT PART``: writes, as rank 0, one JSON object {case name: deviations}.
+``torchrun --nproc-per-node N cases.py WEIGHTS RESULT PART``: writes, as rank 0, one JSON object
+{case name: deviations}.
 """
 
 import json
@@ -18,15 +20,19 @@ from reference import Documents, reference_gradients, reference_training
 from torch import Tensor, nn
 
 from highwater.attention.dense import register
-from highwater.engine import random_weights
-from highwater.engine.data import Batch, Document, pack, shard
-from highwater.engine.model import Fill, LanguageModel, build, build_on_meta, name_in_files, read_config
-from highwater.engine.step import Trainer, make_optimizer, train_step
+from highwater.models import random_weights
+from highwater.models.build import build, build_on_meta, read_config
+from highwater.models.decoder import LanguageModel
+from highwater.models.fill import Fill
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
 from highwater.parallel.fsdp1 import shard_flat
+from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.train.data import Batch, Document, pack, shard
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
 
 MICRO_BATCHES = 2
 VOCABULARY = 97
@@ -64,7 +70,8 @@ class Case:
 
     @property
     def is_told_by_its_result(self) -> bool:
-        """Not, where rounding alone may change it: AdamW's first steps are the gradient's sign, a router's choice is one of two.
+        """Not, where rounding alone may change it: AdamW's first steps are the gradient's sign, a
+        router's choice is one of two.
 
         And not where tiles are asked for that experts do not have: that is refused.
         """
@@ -91,7 +98,9 @@ VALUES = {
 def cases_for(processes: int, part: str) -> list[Case]:
     """The cases of a part that this many processes can run."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
-    possible = [case for case in every if processes % case.ulysses == 0 and case.is_told_by_its_result]
+    possible = [
+        case for case in every if processes % case.ulysses == 0 and case.is_told_by_its_result
+    ]
     if part == COVER:
         return _pairwise(possible)
     if part == FILLED:
@@ -101,8 +110,13 @@ def cases_for(processes: int, part: str) -> list[Case]:
 
 
 def _pairwise(cases: list[Case]) -> list[Case]:
-    """Few of the cases, in which every pair of two fields' values is found that is found in all: greedily, most new ones first."""
-    pairs = {case: set(combinations(((f.name, getattr(case, f.name)) for f in fields(case)), 2)) for case in cases}
+    """Few of the cases, in which every pair of two fields' values is found that is found in all:
+    greedily, most new ones first.
+    """
+    pairs = {
+        case: set(combinations(((f.name, getattr(case, f.name)) for f in fields(case)), 2))
+        for case in cases
+    }
     missing, chosen = set().union(*pairs.values()), []
     while missing:
         best = max(cases, key=lambda case: len(pairs[case] & missing))
@@ -115,7 +129,11 @@ class RecordGradients(torch.optim.SGD):
     """An optimizer that keeps what it was given."""
 
     def step(self, closure: None = None) -> None:
-        self.gradients = [None if p.grad is None else p.grad.clone() for group in self.param_groups for p in group["params"]]
+        self.gradients = [
+            None if p.grad is None else p.grad.clone()
+            for group in self.param_groups
+            for p in group["params"]
+        ]
 
 
 def main() -> None:
@@ -125,7 +143,11 @@ def main() -> None:
     process_mesh.join(device)
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    groups = {u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh) for u in (1, 2, 4) if world % u == 0}
+    groups = {
+        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
+        for u in (1, 2, 4)
+        if world % u == 0
+    }
     results = {}
     for case in cases_for(world, part):
         try:
@@ -142,11 +164,18 @@ def main() -> None:
     process_mesh.leave()
 
 
-def run(case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient (or change)."""
+def run(
+    case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int
+) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient
+    (or change).
+    """
     master = getattr(torch, case.master)
     data_ranks = mesh.size() // case.ulysses
-    whole = [pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)]) for m in range(MICRO_BATCHES)]
+    whole = [
+        pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)])
+        for m in range(MICRO_BATCHES)
+    ]
     own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
@@ -166,7 +195,10 @@ def run(case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessG
     reference_loss, reference_norm, expected = _expected(directory, master, case.batch, data_ranks)
     missing = set(expected) ^ set(found)
     assert not missing, f"parameters without a partner: {missing}"
-    deviations = {n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm()) for n in expected}
+    deviations = {
+        n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm())
+        for n in expected
+    }
     worst = max(deviations, key=deviations.__getitem__)
     return {
         "loss": abs(float(loss) / float(reference_loss) - 1),
@@ -181,27 +213,37 @@ def _one_step(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, norm and every gradient of the first step."""
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
-    assert {g.dtype for g in optimizer.gradients if g is not None} <= {master}, "gradients are kept in the master's dtype"
+    loss, (norm, *_) = train_step(
+        Training(policy=model, optimizer=optimizer, mesh=mesh), micro_batches
+    )
+    assert {g.dtype for g in optimizer.gradients if g is not None} <= {master}, (
+        "gradients are kept in the master's dtype"
+    )
     return loss, norm, _whole(model, optimizer.gradients)
 
 
 def _three_steps(
     model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh, _: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss and norm of the last of three steps, and what they changed, the states allocated before the first as in a trial."""
+    """Loss and norm of the last of three steps, and what they changed, the states allocated before
+    the first as in a trial.
+    """
     before = _whole(model, [p.detach().clone() for p in model.parameters()])
     optimizer = make_optimizer(model, Hyperparameters())
     unchanged = _whole(model, [p.detach() for p in model.parameters()])
     assert all(torch.equal(before[name], unchanged[name]) for name in before)
     for _step in range(3):
-        loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), micro_batches)
+        loss, (norm, *_) = train_step(
+            Training(policy=model, optimizer=optimizer, mesh=mesh), micro_batches
+        )
     after = _whole(model, [p.detach() for p in model.parameters()])
     return loss, norm, {name: after[name] - before[name] for name in after}
 
 
 @cache
-def _expected(directory: Path, dtype: torch.dtype, kind: str, data_ranks: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _expected(
+    directory: Path, dtype: torch.dtype, kind: str, data_ranks: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     everything = [documents(kind, r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
     if kind == "three-steps":
         return reference_training(directory, dtype, everything, steps=3)
@@ -209,11 +251,15 @@ def _expected(directory: Path, dtype: torch.dtype, kind: str, data_ranks: int) -
 
 
 def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
-    """FSDP1's random model against the unsharded one; and the most bytes that a rank held, in units of its shards and one unit."""
+    """FSDP1's random model against the unsharded one; and the most bytes that a rank held, in units
+    of its shards and one unit.
+    """
 
     def on_meta() -> LanguageModel:
         config = read_config(str(directory), length_tokens=64, rope="auto")
-        return build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+        return build_on_meta(
+            config, attention=register("flash"), loss="full", master_dtype=torch.float32
+        )
 
     plain, model = on_meta(), on_meta()
     Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
@@ -222,10 +268,16 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
 
     def materialise(unit: nn.Module) -> None:
         fill.one_unit(unit)
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta}
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in model.parameters()
+            if not p.is_meta
+        }
         held.append(sum(storages.values()))
 
-    wrapped = shard_flat(model, model.layers, mesh=mesh, compute_dtype=torch.float32, materialise=materialise)
+    wrapped = shard_flat(
+        model, model.layers, mesh=mesh, compute_dtype=torch.float32, materialise=materialise
+    )
     whole = _whole(wrapped, [p.detach() for p in wrapped.parameters()])
     expected = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
     assert set(whole) == set(expected)
@@ -240,14 +292,22 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
 
 
 def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
-    """By strategy and offload, the worst deviation of random weights from those of a model that nothing shards."""
+    """By strategy and offload, the worst deviation of random weights from those of a model that
+    nothing shards.
+    """
     random_weights.CHUNK_NUMBERS = 1000  # several to a parameter, whose rows they cut anywhere
     deviations = {}
-    for name, strategy, offload, loss in product(("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None)):
+    for name, strategy, offload, loss in product(
+        ("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None)
+    ):
         config = read_config(str(weights / name), length_tokens=64, rope="auto")
-        plain = build_on_meta(config, attention=register("flash"), loss=loss, master_dtype=torch.float32)
+        plain = build_on_meta(
+            config, attention=register("flash"), loss=loss, master_dtype=torch.float32
+        )
         Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
-        expected = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
+        expected = {
+            name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()
+        }
         with TemporaryDirectory() as empty:
             model = build(
                 config,
@@ -263,14 +323,24 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
             )
         whole = _whole(model, [p.detach() for p in model.parameters()])
         assert set(whole) == set(expected)
-        deviations[f"{name} {strategy} {offload} {loss}"] = max(float((whole[n] - expected[n]).abs().max()) for n in expected)
+        deviations[f"{name} {strategy} {offload} {loss}"] = max(
+            float((whole[n] - expected[n]).abs().max()) for n in expected
+        )
     return deviations
 
 
-def made_elsewhere(directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int) -> dict[str, float]:
+def made_elsewhere(
+    directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int
+) -> dict[str, float]:
     """By strategy and offload, the worst deviation of saved weights that are trained on."""
     ulysses = min(2, mesh.size())
-    how = {"precision": "float64", "loss": "chunked", "recompute": "layer", "batch": "packed", "mlp_tiles": None}
+    how = {
+        "precision": "float64",
+        "loss": "chunked",
+        "recompute": "layer",
+        "batch": "packed",
+        "mlp_tiles": None,
+    }
     worst = {}
     for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):
         case = Case(model="diffllama", strategy=strategy, offload=offload, ulysses=ulysses, **how)
@@ -280,7 +350,9 @@ def made_elsewhere(directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGr
 
 
 def documents(kind: str, rank: int, micro_batch: int) -> Documents:
-    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts are not trained on."""
+    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts
+    are not trained on.
+    """
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     packed = []
     for length in (7, 7, 1, 13 + rank, 5):
@@ -297,13 +369,18 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
 
 
 def _whole(model: nn.Module, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-    """One tensor for each parameter, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    """One tensor for each parameter, put together from all ranks, flat: either sharding cuts what
+    lies one after the other.
+    """
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     own = [None if t is None else local_shard(t).flatten() for t in tensors]
     ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
     parts = zip(*ranks, strict=True)
-    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
+    return {
+        name: torch.cat([p for p in of_ranks if p is not None])
+        for name, of_ranks in zip(names, parts, strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""One process of a group that saves, or goes on from what another group saved. Started by torchrun with a mode and a folder.
+"""One process of a group that saves, or goes on from what another group saved. Started by
+``rank_server.py`` or torchrun with a mode and a folder.
 
-``save``     trains a step, saves the shards, trains another; writes the end of it as ``went-on-<case>-<processes>``.
-``resume N`` loads the shards that N processes saved into a fresh model, trains the other step; writes ``resumed-<case>-<N>-<M>``.
-``hf``       trains a step past the native length and saves Hugging Face weights; writes the logits of the model in memory.
+``save``     trains a step, saves the shards, trains another; writes the end of it as
+``went-on-<case>-<processes>``. ``resume N`` loads the shards that N processes saved into a fresh
+model, trains the other step; writes ``resumed-<case>-<N>-<M>``. ``hf``       trains a step past the
+native length and saves Hugging Face weights; writes the logits of the model in memory.
 
-Loading is by torch alone: the shards are torch.distributed.checkpoint's, and read without this project.
+Loading is by torch alone: the shards are torch.distributed.checkpoint's, and read without this
+project.
 """
 
 import sys
@@ -29,15 +32,18 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from highwater.attention.dense import register
-from highwater.engine import pretrained
-from highwater.engine.checkpoint import save_pretrained, save_sharded
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.model import Decoder, build, name_in_files, read_config
-from highwater.engine.step import Trainer, make_optimizer, train_step
+from highwater.models import pretrained
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.train.checkpoint import save_pretrained, save_sharded
+from highwater.train.data import Batch, Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
 
 REWARD = "reward"
 """A ScalarModel on the weights of ``tied``."""
@@ -80,7 +86,10 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
     tied = case.startswith("tied")
     if tied:
         del weights["causal_lm.lm_head.weight"]
-    state: dict[str, Any] = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     dcp.load(state, checkpoint_id=folder / f"sharded-{case}-{saved_by}", no_dist=mesh.size() == 1)
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not tied))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -96,7 +105,10 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     for _ in range(2):  # the second overwrites the first
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     # Before a forward pass without a backward pass, which leaves what it gathered.
-    weights = {name_in_files(name): whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {
+        name_in_files(name): whole(parameter.detach())
+        for name, parameter in model.named_parameters()
+    }
     told = engine_told(model)
     if dist.get_rank() == 0:
         logits = logits_of(weights, source, gives_scalars=model.gives_scalars)
@@ -104,7 +116,9 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
 
 
 def engine_told(model: Decoder) -> Tensor:
-    """Of a language model the log-probability of every token but the first, of a reward model the number of the last one."""
+    """Of a language model the log-probability of every token but the first, of a reward model the
+    number of the last one.
+    """
     ids, positions = torch.tensor(TOKENS), torch.arange(LENGTH)
     with torch.no_grad():
         if model.gives_scalars:
@@ -113,7 +127,9 @@ def engine_told(model: Decoder) -> Tensor:
 
 
 def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) -> Tensor:
-    """What plain transformers makes of the weights, flat: logits of every token, or the number of the last one."""
+    """What plain transformers makes of the weights, flat: logits of every token, or the number of
+    the last one.
+    """
     config = read_config(str(source), length_tokens=LENGTH, rope="auto")
     if gives_scalars:
         config.num_labels = 1
@@ -125,7 +141,15 @@ def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) 
         return plain(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
 
 
-def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtype, *, length: int, recompute: Any) -> Decoder:
+def built(
+    case: str,
+    directories: Path,
+    mesh: dist.DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    length: int,
+    recompute: Any,
+) -> Decoder:
     name, _, strategy = case.partition("-")
     directory = str(directories / name)
     return build(
@@ -136,7 +160,9 @@ def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtyp
         strategy=strategy,
         loss=None if name == REWARD else "full",
         recompute=recompute,
-        mlp_tiles=None if name == "moe" else 1,  # by default recomputation changes the order of the MLP's sums
+        mlp_tiles=None
+        if name == "moe"
+        else 1,  # by default recomputation changes the order of the MLP's sums
         compute_dtype=dtype,
         master_dtype=dtype,
         seed=1,
@@ -145,14 +171,19 @@ def built(case: str, directories: Path, mesh: dist.DeviceMesh, dtype: torch.dtyp
 
 def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh) -> None:
     """A step on this rank's part of the same micro-batches, whatever the number of ranks."""
-    every = [pack([Document(*pair) for pair in documents("packed", 0, number)[:4]]) for number in range(MICRO_BATCHES)]
+    every = [
+        pack([Document(*pair) for pair in documents("packed", 0, number)[:4]])
+        for number in range(MICRO_BATCHES)
+    ]
     own: list[Batch] = every[mesh.get_local_rank() :: mesh.size()]
     objective = "rw" if model.gives_scalars else "sft"
-    train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
+    train_step(Training(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
 
 
 def write_state(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every parameter and moment, whole, and the step that all its ranks are at; read without torch's state dicts."""
+    """Every parameter and moment, whole, and the step that all its ranks are at; read without
+    torch's state dicts.
+    """
     state = {}
     for name, parameter in model.named_parameters():
         state[name_in_files(name)] = whole(parameter.detach())
@@ -164,7 +195,9 @@ def write_state(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) ->
 
 
 def whole(own: Tensor | None) -> Tensor:
-    """Put together from all ranks, flat: either sharding cuts what lies one after the other; FSDP1 leaves some ranks nothing."""
+    """Put together from all ranks, flat: either sharding cuts what lies one after the other; FSDP1
+    leaves some ranks nothing.
+    """
     parts: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, None if own is None else local_shard(own).flatten())
     return torch.cat([part for part in parts if part is not None])

@@ -1,4 +1,6 @@
-"""Combinatorial cover: few cases in which every two (or three) values of different factors meet that can meet at all."""
+"""Combinatorial cover: few cases in which every two (or three) values of different factors meet
+that can meet at all.
+"""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +10,17 @@ Case = dict[str, str]
 Meeting = tuple[tuple[str, str], ...]
 """Values of different factors in one case."""
 Box = Mapping[str, Sequence[str]]
-"""Allowed values of every factor, each free of all others. What constrains them is said by which boxes there are."""
+"""Allowed values of every factor, each free of all others. What constrains them is said by which
+boxes there are."""
 
 CANDIDATES = 60
 """Random cases that have the meeting next in turn; the one that has most others is taken."""
 
 
 def cover(boxes: Sequence[Box], *, strength: int, seed: int) -> list[Case]:
-    """Cases that lie in a box each and have every meeting of ``strength`` values that any box has; the same for the same seed."""
+    """Cases that lie in a box each and have every meeting of ``strength`` values that any box has;
+    the same for the same seed.
+    """
     chance = random.Random(seed)
     missing = {meeting: box for box in boxes for meeting in meetings(box, strength)}
     chosen: list[Case] = []

@@ -1,6 +1,8 @@
-"""One process of a group: objectives, layouts and settings in combination, against tests/references. Started by torchrun.
+"""One process of a group: objectives, layouts and settings in combination, against
+tests/references. Started by ``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON object {case name: deviations}.
+``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON
+object {case name: deviations}.
 """
 
 import json
@@ -30,14 +32,16 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from highwater.attention.dense import register
-from highwater.engine import data
-from highwater.engine.model import Decoder, build, name_in_files, read_config
-from highwater.engine.step import Trainer, backward_of
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
+from highwater.train import data
+from highwater.train.step import Training, backward_of
 from references import objectives as plain
 from references.documents import Document
 from references.wide import lift_float32_casts
@@ -45,7 +49,8 @@ from references.wide import lift_float32_casts
 VOCABULARY = 97
 LENGTH_TOKENS = 64
 LOSS_SCALE = 0.1
-"""Deviations of a loss are relative to itself, or to this where it is smaller: one of whitened advantages is 0 but for rounding."""
+"""Deviations of a loss are relative to itself, or to this where it is smaller: one of whitened
+advantages is 0 but for rounding."""
 ALONE = 1000
 """A group of one."""
 FAR = -800.0
@@ -64,10 +69,12 @@ NUMBERS: dict[str, dict[str, float]] = {
         "value_coefficient": 0.8,
         "discount": 0.9,
         "gae_lambda": 0.7,
+        "dpo_beta": 0.6,
     },
     "one clip": {"dual_clip": 0.0},
 }
-"""What is set of the engine's hyperparameters. Where nothing is, the reference has its own defaults, whatever ours are."""
+"""What is set of the engine's hyperparameters. Where nothing is, the reference has its own
+defaults, whatever ours are."""
 THEIRS = {
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high",
@@ -78,6 +85,7 @@ THEIRS = {
     "value_coefficient": "value",
     "discount": "discount",
     "gae_lambda": "decay",
+    "dpo_beta": "preference",
 }
 """What the reference calls them."""
 NOWHERE = ("-",)
@@ -93,12 +101,23 @@ _EVERYWHERE: Box = {
     "trained": ("everywhere", "hardly on rank 0"),
 }
 _LOGITS: Box = {"loss": ("full", "chunked")}
-_RATIOS: Box = {"entropy": ("none", "full", "chunked"), "sampled": ("all", "some", "none"), "numbers": tuple(NUMBERS)}
+_RATIOS: Box = {
+    "entropy": ("none", "full", "chunked"),
+    "sampled": ("all", "some", "none"),
+    "numbers": tuple(NUMBERS),
+}
 _GROUPS: Box = {"estimator": ("k1", "k2", "k3"), "groups": ("within",)}
 _ABSENT: Box = dict.fromkeys(_LOGITS | _RATIOS | _GROUPS, NOWHERE)
 BOXES: tuple[Box, ...] = (
     {**_ABSENT, **_EVERYWHERE, **_LOGITS, "objective": ("sft",)},
     {**_ABSENT, **_EVERYWHERE, "objective": ("rw",)},
+    {
+        **_ABSENT,
+        **_EVERYWHERE,
+        **_LOGITS,
+        "objective": ("dpo",),
+        "numbers": ("default", "changed"),
+    },
     {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, "objective": ("ppo", "ppo critic")},
     {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, **_GROUPS, "objective": ("grpo",)},
     {
@@ -122,7 +141,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{factor} {value}" for factor, value in sorted(self.values.items()) if value != "-")
+        return ", ".join(
+            f"{factor} {value}" for factor, value in sorted(self.values.items()) if value != "-"
+        )
 
     def __getitem__(self, factor: str) -> str:
         return self.values[factor]
@@ -151,7 +172,10 @@ class Case:
             "loss": self["loss"],
             "entropy": self["entropy"],
         }
-        return Settings(sequences_per_micro_batch=2, **{name: value for name, value in given.items() if value != "-"})
+        return Settings(
+            sequences_per_micro_batch=2,
+            **{name: value for name, value in given.items() if value != "-"},
+        )
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -163,7 +187,9 @@ class Case:
         """The same for the reference."""
         of_ours = NUMBERS[self["numbers"]]
         changed = {THEIRS[name]: value or NEVER for name, value in of_ours.items()}
-        entropy = of_ours.get("entropy_coefficient", 0.001) if self.settings.entropy != "none" else 0.0
+        entropy = (
+            of_ours.get("entropy_coefficient", 0.001) if self.settings.entropy != "none" else 0.0
+        )
         return replace(plain.Numbers(**changed), entropy=entropy)
 
 
@@ -178,7 +204,9 @@ def cases_for(processes: int, strength: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights: what is trained, what it is held to, and what judges it."""
+    """Tiny models with random float64 weights: what is trained, what it is held to, and what judges
+    it.
+    """
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -191,7 +219,12 @@ def save_models(folder: Path) -> None:
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
     }
-    experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    experts = {
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.1,
+    }
     balanced = {**experts, "output_router_logits": True}
     one = {"num_labels": 1}
     torch.manual_seed(20)
@@ -202,7 +235,9 @@ def save_models(folder: Path) -> None:
         "reference": Qwen3ForCausalLM(Qwen3Config(**shape)),
         "scalar dense": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
         "scalar moe": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**shape, **experts, **one)),
-        "scalar moe-balanced": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**shape, **balanced, **one)),
+        "scalar moe-balanced": Qwen3MoeForSequenceClassification(
+            Qwen3MoeConfig(**shape, **balanced, **one)
+        ),
         "critic": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
     }
     for name, model in models.items():
@@ -216,7 +251,11 @@ def main() -> None:
     process_mesh.join(device)
     world = dist.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    groups = {u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh) for u in (1, 2) if world % u == 0}
+    groups = {
+        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
+        for u in (1, 2)
+        if world % u == 0
+    }
     results: dict[str, Any] = {}
     for case in cases_for(world, strength):
         try:
@@ -228,36 +267,57 @@ def main() -> None:
     process_mesh.leave()
 
 
-def run(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of rank 0, which knows them."""
+def run(
+    case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+) -> dict[str, float | str]:
+    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of
+    rank 0, which knows them.
+    """
     rank = dist.get_rank()
     step = [
         [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
         for data_rank in range(mesh.size() // case.ulysses)
     ]
     own = [
-        data.shard(data.pack([_ours(one) for one in micro_batch]), degree=case.ulysses, rank=rank % case.ulysses)
+        data.shard(
+            data.pack([_ours(one) for one in micro_batch]),
+            degree=case.ulysses,
+            rank=rank % case.ulysses,
+        )
         for micro_batch in step[rank // case.ulysses]
     ]
-    trainer = train(case, weights, mesh, group)
-    loss = float(process_mesh.total(backward_of(trainer, own), mesh))
-    ours = {"policy": gradients(trainer.policy), "critic": gradients(trainer.critic) if trainer.critic is not None else {}}
+    training = train(case, weights, mesh, group)
+    loss = float(process_mesh.total(backward_of(training, own), mesh))
+    ours = {
+        "policy": gradients(training.policy),
+        "critic": gradients(training.critic) if training.critic is not None else {},
+    }
     if rank > 0:
         return {}
-    expected_loss, expected = reference(case, weights, [one for of_rank in step for micro_batch in of_rank for one in micro_batch])
-    found: dict[str, float | str] = {"loss": abs(loss - expected_loss) / max(abs(expected_loss), LOSS_SCALE)}
+    expected_loss, expected = reference(
+        case, weights, [one for of_rank in step for micro_batch in of_rank for one in micro_batch]
+    )
+    found: dict[str, float | str] = {
+        "loss": abs(loss - expected_loss) / max(abs(expected_loss), LOSS_SCALE)
+    }
     off: dict[str, float] = {}
     for kind, wanted in expected.items():
-        assert set(ours[kind]) == set(wanted), f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
+        assert set(ours[kind]) == set(wanted), (
+            f"parameters without a partner: {set(ours[kind]) ^ set(wanted)}"
+        )
         for name, gradient in ours[kind].items():
-            scale = wanted[name].norm() or 1.0  # where every token is clipped, experts have no gradient: then ours is 0, too
+            scale = (
+                wanted[name].norm() or 1.0
+            )  # where every token is clipped, experts have no gradient: then ours is 0, too
             off[f"{kind} {name}"] = float((gradient - wanted[name].flatten()).norm() / scale)
     worst = max(off, key=lambda name: inf if isnan(off[name]) else off[name])
     return found | {"gradient": off[worst], "worst": worst, "ours": loss, "expected": expected_loss}
 
 
-def train(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None) -> Trainer:
-    """As highwater.engine.assemble does, in float64, and each model with weights of its own."""
+def train(
+    case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+) -> Training:
+    """As highwater.train.assemble does, in float64, and each model with weights of its own."""
     settings = case.settings
     loss = "full" if settings.holds_logits else "chunked"
 
@@ -274,11 +334,17 @@ def train(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessG
         lift_float32_casts(built)
         return built
 
-    trained = partial(model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute)
-    policy = trained(f"scalar {case['model']}", loss=None) if case.objective == "rw" else trained(case["model"], loss=loss)
+    trained = partial(
+        model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute
+    )
+    policy = (
+        trained(f"scalar {case['model']}", loss=None)
+        if case.objective == "rw"
+        else trained(case["model"], loss=loss)
+    )
     critic = trained("critic", loss=None) if settings.critic else None
     frozen = {"loss": "chunked", "recompute": "none", "offload": True}
-    return Trainer(
+    return Training(
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters()),
         mesh=mesh,
@@ -287,46 +353,73 @@ def train(case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessG
         entropy=settings.entropy != "none",
         critic=critic,
         critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
-        reference=model("reference", **frozen).requires_grad_(False) if case.objective == "grpo" else None,
+        reference=model("reference", **frozen).requires_grad_(False)
+        if settings.traits.has_reference
+        else None,
         hyperparameters=case.hyperparameters,
     )
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that files have, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    """By the names that files have, put together from all ranks, flat: either sharding cuts what
+    lies one after the other.
+    """
     own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
     ranks: list[Any] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     parts = zip(*ranks, strict=True)
-    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
+    return {
+        name: torch.cat([p for p in of_ranks if p is not None])
+        for name, of_ranks in zip(names, parts, strict=True)
+    }
 
 
-def reference(case: Case, weights: Path, step: list[Document]) -> tuple[float, dict[str, dict[str, Tensor]]]:
+def reference(
+    case: Case, weights: Path, step: list[Document]
+) -> tuple[float, dict[str, dict[str, Tensor]]]:
     """Loss of the policy, and every gradient of policy and critic."""
     judge = None
     if case.objective == "rw":
-        policy = _plain_model(AutoModelForSequenceClassification, weights / f"scalar {case['model']}")
+        policy = _plain_model(
+            AutoModelForSequenceClassification, weights / f"scalar {case['model']}"
+        )
         loss = plain.pairwise(policy, list(zip(step[::2], step[1::2], strict=True)))
     else:
         policy = _plain_model(AutoModelForCausalLM, weights / case["model"])
         router = None
         if getattr(policy.config, "output_router_logits", False):
-            coefficient, top_k = policy.config.router_aux_loss_coef, policy.config.num_experts_per_tok
+            coefficient, top_k = (
+                policy.config.router_aux_loss_coef,
+                policy.config.num_experts_per_tok,
+            )
             router = plain.Router(coefficient=coefficient, top_k=top_k)
         if case.objective == "sft":
             loss = plain.supervised(policy, step, router=router)
+        elif case.objective == "dpo":
+            held_to = _plain_model(AutoModelForCausalLM, weights / "reference")
+            pairs = list(zip(step[::2], step[1::2], strict=True))
+            loss = plain.preference(policy, held_to, pairs, numbers=case.numbers, router=router)
         elif case.objective == "grpo":
             held_to = _plain_model(AutoModelForCausalLM, weights / "reference")
             how = {"estimator": case["estimator"], "numbers": case.numbers, "router": router}
             loss = plain.group_relative(policy, held_to, step, **how)
         else:
-            judge = _plain_model(AutoModelForSequenceClassification, weights / "critic") if case.settings.critic else None
-            loss, of_critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
+            judge = (
+                _plain_model(AutoModelForSequenceClassification, weights / "critic")
+                if case.settings.critic
+                else None
+            )
+            loss, of_critic = plain.proximal(
+                policy, judge, step, numbers=case.numbers, router=router
+            )
             if of_critic is not None:
                 of_critic.backward()
     loss.backward()
-    found = {"policy": _plain_gradients(policy), "critic": _plain_gradients(judge) if judge is not None else {}}
+    found = {
+        "policy": _plain_gradients(policy),
+        "critic": _plain_gradients(judge) if judge is not None else {},
+    }
     return loss.item(), found
 
 
@@ -340,7 +433,8 @@ def _plain_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def documents(case: Case, data_rank: int, micro_batch: int) -> list[Document]:
-    """Six documents of odd lengths: single tokens and one without anything to train among them, in pairs for a reward model.
+    """Six documents of odd lengths: single tokens and one without anything to train among them,
+    three pairs where an objective takes pairs.
 
     Where rank 0 hardly trains on anything, it does so in one document: of its first micro-batch.
     """
@@ -351,7 +445,9 @@ def documents(case: Case, data_rank: int, micro_batch: int) -> list[Document]:
         labels = ids.clone()
         labels[: length // 3] = -100
         labels[length // 2 : length // 2 + 2] = -100  # what a tool said, amid the response
-        if data_rank == 0 and (index == 3 or (case["trained"] != "everywhere" and (micro_batch, index) != (0, 2))):
+        if data_rank == 0 and (
+            index == 3 or (case["trained"] != "everywhere" and (micro_batch, index) != (0, 2))
+        ):
             labels[:] = -100
         sampled = -4.5 + torch.randn(length, generator=generator, dtype=torch.float64)
         sampled[-1] = FAR if (data_rank, micro_batch, index) == (0, 0, 2) else sampled[-1]
@@ -362,7 +458,9 @@ def documents(case: Case, data_rank: int, micro_batch: int) -> list[Document]:
                 labels=labels,
                 reward=float(torch.randn((), generator=generator)),
                 group=_group(case, data_rank, micro_batch, index),
-                old_logprobs=of_tokens if case["sampled"] == "all" or (case["sampled"] == "some" and index % 3 == 2) else None,
+                old_logprobs=of_tokens
+                if case["sampled"] == "all" or (case["sampled"] == "some" and index % 3 == 2)
+                else None,
             )
         )
     return packed
@@ -380,7 +478,13 @@ def _ours(document: Document) -> data.Document:
     if document.old_logprobs is not None:
         logprobs = torch.zeros(len(document.ids), dtype=torch.float64)
         logprobs[document.trained] = document.old_logprobs
-    return data.Document(document.ids, document.labels, reward=document.reward, group=document.group, old_logprobs_L=logprobs)
+    return data.Document(
+        document.ids,
+        document.labels,
+        reward=document.reward,
+        group=document.group,
+        old_logprobs_L=logprobs,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""One process of a group: RoPE that depends on a document's length, packed and sharded, against each document alone.
+"""One process of a group: RoPE that depends on a document's length, packed and sharded, against
+each document alone.
 
-``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
+object {case name: deviations}.
 """
 
 import json
@@ -16,19 +18,28 @@ import torch.distributed as dist
 from cases import RecordGradients, _whole
 from reference import load_textbook
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+)
 
 from highwater.attention.dense import register
-from highwater.engine.data import Document, pack, shard
-from highwater.engine.model import build, read_config
-from highwater.engine.step import Trainer, train_step
+from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.train.data import Document, pack, shard
+from highwater.train.step import Training, train_step
 
 VOCABULARY = 97
 BORDER_TOKENS = 16
-"""Documents up to here have one set of frequencies, longer ones another: for ``dynamic``, one for each length."""
+"""Documents up to here have one set of frequencies, longer ones another: for ``dynamic``, one for
+each length."""
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -40,14 +51,19 @@ SHAPE = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+}
 BATCHES = {
     "alone": ((31,), (31,)),
     "both-sides": ((11, 41), (41, 11)),
     "many": ((16, 17, 1, 33, 33, 2), (17,)),
     "short-after-long": ((64,), (5, 9)),
 }
-"""Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or with padding."""
+"""Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
+with padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +84,21 @@ class Case:
 
 def cases_for(processes: int) -> list[Case]:
     """Every model with every batch, in float64 and in another way."""
-    ways = [("fsdp2", "layer", "float64"), ("fsdp", "none", "float64"), ("fsdp2", "none", "float32")]
+    ways = [
+        ("fsdp2", "layer", "float64"),
+        ("fsdp", "none", "float64"),
+        ("fsdp2", "none", "float32"),
+    ]
     every = product(MODELS, BATCHES, (1, 2) if processes > 1 else (1,))
     return [
-        Case(model=model, batch=batch, ulysses=ulysses, strategy=strategy, recompute=recompute, dtype=dtype)
+        Case(
+            model=model,
+            batch=batch,
+            ulysses=ulysses,
+            strategy=strategy,
+            recompute=recompute,
+            dtype=dtype,
+        )
         for index, (model, batch, ulysses) in enumerate(every)
         for strategy, recompute, dtype in (ways[0], ways[1 + index % 2])
     ]
@@ -84,21 +111,36 @@ def phi3() -> PreTrainedModel:
 
 
 def llama() -> PreTrainedModel:
-    rope = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS, "attention_factor": 1.3}
+    rope = {
+        **LONGROPE,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": BORDER_TOKENS,
+        "attention_factor": 1.3,
+    }
     return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
 
 
 def dynamic() -> PreTrainedModel:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=BORDER_TOKENS, rope_parameters=rope))
+    return LlamaForCausalLM(
+        LlamaConfig(**SHAPE, max_position_embeddings=BORDER_TOKENS, rope_parameters=rope)
+    )
 
 
 def olmo3() -> PreTrainedModel:
     """One kind of RoPE for each kind of layer; the window holds every document."""
-    own = {"full_attention": {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS}}
+    own = {
+        "full_attention": {
+            **LONGROPE,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": BORDER_TOKENS,
+        }
+    }
     rope = {**own, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
     kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
-    return Olmo3ForCausalLM(Olmo3Config(**SHAPE, **kinds, max_position_embeddings=64, rope_parameters=rope))
+    return Olmo3ForCausalLM(
+        Olmo3Config(**SHAPE, **kinds, max_position_embeddings=64, rope_parameters=rope)
+    )
 
 
 MODELS = {"phi3": phi3, "llama": llama, "dynamic": dynamic, "olmo3": olmo3}
@@ -129,12 +171,17 @@ def main() -> None:
     process_mesh.leave()
 
 
-def run(case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
+def run(
+    case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: int
+) -> dict[str, float | str]:
     """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
     dtype = getattr(torch, case.dtype)
     group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
     data_rank, data_ranks = rank // case.ulysses, world // case.ulysses
-    whole = [pack([Document(ids, ids) for ids in documents(lengths, data_rank)]) for lengths in BATCHES[case.batch]]
+    whole = [
+        pack([Document(ids, ids) for ids in documents(lengths, data_rank)])
+        for lengths in BATCHES[case.batch]
+    ]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
@@ -148,11 +195,16 @@ def run(case: Case, directory: Path, mesh: dist.DeviceMesh, rank: int, world: in
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
-    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh), own)
+    loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
     found = _whole(model, optimizer.gradients)
     expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)
-    assert set(found) == set(expected), f"parameters without a partner: {set(found) ^ set(expected)}"
-    deviations = {n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm()) for n in expected}
+    assert set(found) == set(expected), (
+        f"parameters without a partner: {set(found) ^ set(expected)}"
+    )
+    deviations = {
+        n: float((found[n].view_as(expected[n]) - expected[n]).norm() / expected[n].norm())
+        for n in expected
+    }
     worst = max(deviations, key=deviations.__getitem__)
     return {
         "loss": abs(float(loss) / float(expected_loss) - 1),
@@ -168,10 +220,19 @@ def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
 
 
 @cache
-def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The mean loss over all documents, each through a plain model that has seen no other one; norm; clipped gradients."""
+def alone(
+    directory: Path, dtype: torch.dtype, batch: str, data_ranks: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The mean loss over all documents, each through a plain model that has seen no other one;
+    norm; clipped gradients.
+    """
     model = load_textbook(directory, dtype)
-    everything = [ids for rank in range(data_ranks) for lengths in BATCHES[batch] for ids in documents(lengths, rank)]
+    everything = [
+        ids
+        for rank in range(data_ranks)
+        for lengths in BATCHES[batch]
+        for ids in documents(lengths, rank)
+    ]
     trained = sum(len(ids) - 1 for ids in everything)
     loss = torch.zeros((), dtype=dtype)
     for ids in everything:

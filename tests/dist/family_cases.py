@@ -1,6 +1,8 @@
-"""One process of a group: every family in one layout, against the family's own modules. Started by torchrun.
+"""One process of a group: every family in one layout, against the family's own modules. Started by
+``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one JSON line a family.
+``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one
+JSON line a family.
 """
 
 import json
@@ -20,14 +22,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from highwater.attention.dense import register
-from highwater.engine.data import Document, pack, shard
-from highwater.engine.model import build, name_in_files, read_config
-from highwater.engine.step import Trainer, train_step
 from highwater.errors import HighwaterError
+from highwater.models.build import build, read_config
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
+from highwater.train.data import Document, pack, shard
+from highwater.train.step import Training, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"processes": 1, "strategy": "fsdp2"},
@@ -38,10 +41,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative: the order of summation alone differs."""
 ROUNDING = 1e-3
-"""A parameter whose gradient is smaller than this part of its share in the whole gradient's norm is measured by that part: an
-exact zero, as of a key's bias, is rounding on either side."""
+"""A parameter whose gradient is smaller than this part of its share in the whole gradient's norm is
+measured by that part: an exact zero, as of a key's bias, is rounding on either side."""
 CANCELS = {"diffllama": 2e-5}
-"""Float32's tolerance for a family whose gradients are differences of nearly equal numbers: of two attentions, for their weight."""
+"""Float32's tolerance for a family whose gradients are differences of nearly equal numbers: of two
+attentions, for their weight."""
 CLIP_NORM = 1.0
 """Gradients' norm above which both sides scale them down: the trainer's default."""
 LENGTHS = (7, 7, 1, 13, 5)
@@ -59,7 +63,11 @@ def main() -> None:
     process_mesh.join(torch.device("cpu"))
     try:
         for family in families:
-            line = {"family": family, "layout": layout, **outcome(Path(models, family), LAYOUTS[layout])}
+            line = {
+                "family": family,
+                "layout": layout,
+                **outcome(Path(models, family), LAYOUTS[layout]),
+            }
             if dist.get_rank() == 0:
                 with Path(result).open("a") as file:
                     file.write(json.dumps(line) + "\n")
@@ -76,12 +84,28 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
         for dtype in TOLERANCE:
             found[dtype] = deviations(directory, dtype, layout)
     except HighwaterError as refusal:
-        return {"outcome": "refused", "problem": refusal.problem.replace(str(directory), "DIRECTORY"), "hint": refusal.hint}
+        return {
+            "outcome": "refused",
+            "problem": refusal.problem.replace(str(directory), "DIRECTORY"),
+            "hint": refusal.hint,
+        }
     except Exception as error:  # noqa: BLE001 -- a family's failure is its result, and the others go on
-        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"[:2000], "trace": traceback.format_exc()[-6000:]}
+        return {
+            "outcome": "failed",
+            "error": f"{type(error).__name__}: {error}"[:2000],
+            "trace": traceback.format_exc()[-6000:],
+        }
     tolerance = {**TOLERANCE, "float32": CANCELS.get(directory.name, TOLERANCE["float32"])}
-    equal = all(found[dtype][what] <= tolerance[dtype] for dtype in found for what in ("loss", "norm", "gradient"))
-    return {"outcome": "equal" if equal else "different", **found, "seconds": round(time.monotonic() - start, 2)}
+    equal = all(
+        found[dtype][what] <= tolerance[dtype]
+        for dtype in found
+        for what in ("loss", "norm", "gradient")
+    )
+    return {
+        "outcome": "equal" if equal else "different",
+        **found,
+        "seconds": round(time.monotonic() - start, 2),
+    }
 
 
 def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +117,12 @@ def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str,
         everything = [documents(r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
         theirs = _theirs(directory, getattr(torch, dtype), everything)
     (loss, norm, found), (their_loss, their_norm, expected) = ours, theirs
-    assert set(found) == set(expected), f"parameters without a partner: {sorted(set(found) ^ set(expected))}"
-    of_parameters = {name: _deviation(found[name], expected[name], float(their_norm)) for name in expected}
+    assert set(found) == set(expected), (
+        f"parameters without a partner: {sorted(set(found) ^ set(expected))}"
+    )
+    of_parameters = {
+        name: _deviation(found[name], expected[name], float(their_norm)) for name in expected
+    }
     worst = max(of_parameters, key=of_parameters.__getitem__)
     return {
         "loss": abs(float(loss) / float(their_loss) - 1),
@@ -114,12 +142,19 @@ def _deviation(found: Tensor | None, expected: Tensor | None, norm: float) -> fl
     return float((found.view_as(expected) - expected).norm() / expected.norm().clamp(min=floor))
 
 
-def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+def _ours(
+    directory: Path, dtype: torch.dtype, layout: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
     """Loss, norm before clipping and every gradient, by the engine."""
     device, rank, ulysses = torch.device("cpu"), dist.get_rank(), layout.get("ulysses", 1)
     mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    group = process_mesh.sequence_group(Layout(gpus=dist.get_world_size(), ulysses_degree=ulysses), mesh)
-    whole = [pack([Document(*pair) for pair in documents(rank // ulysses, m)]) for m in range(MICRO_BATCHES)]
+    group = process_mesh.sequence_group(
+        Layout(gpus=dist.get_world_size(), ulysses_degree=ulysses), mesh
+    )
+    whole = [
+        pack([Document(*pair) for pair in documents(rank // ulysses, m)])
+        for m in range(MICRO_BATCHES)
+    ]
     model = build(
         read_config(str(directory), length_tokens=LONGEST, rope="auto"),
         directory=str(directory),
@@ -135,7 +170,9 @@ def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> tuple[
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     micro_batches = [shard(batch, degree=ulysses, rank=rank % ulysses) for batch in whole]
-    loss, (norm, *_) = train_step(Trainer(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches)
+    loss, (norm, *_) = train_step(
+        Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches
+    )
     return loss, norm, _whole(model, optimizer.gradients)
 
 
@@ -151,14 +188,22 @@ def _theirs(
         local_files_only=True,
         output_loading_info=True,
     )
-    incomplete = {kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+    incomplete = {
+        kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]
+    }
     assert not incomplete, f"plain transformers does not load what it saved: {incomplete}"
     model.train()
     trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
     loss = torch.zeros((), dtype=dtype)
     for ids, labels in (pair for batch in micro_batches for pair in batch):
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        loss = loss + torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+        loss = (
+            loss
+            + torch.nn.functional.cross_entropy(
+                logits, labels[1:], ignore_index=-100, reduction="sum"
+            )
+            / trained
+        )
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
@@ -177,11 +222,15 @@ def _whole(model: nn.Module, gradients: list[Tensor | None]) -> dict[str, Tensor
 
 
 def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
-    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts are not trained on."""
+    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts
+    are not trained on.
+    """
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     packed: list[tuple[Tensor, Tensor]] = []
     for length in LENGTHS:
-        ids = torch.randint(VOCABULARY, (length + 2 * rank * (length == max(LENGTHS)),), generator=generator)
+        ids = torch.randint(
+            VOCABULARY, (length + 2 * rank * (length == max(LENGTHS)),), generator=generator
+        )
         labels = ids.clone()
         labels[: length // 3] = -100
         packed.append((ids, labels))

@@ -1,4 +1,6 @@
-"""Float64 all the way: casts to float32 that models make whatever their dtype, lifted, each listed where it stands."""
+"""Float64 all the way: casts to float32 that models make whatever their dtype, lifted, each listed
+where it stands.
+"""
 
 import sys
 from pathlib import Path
@@ -32,11 +34,15 @@ class Lifted(TorchFunctionMode):
         super().__exit__(*raised)
         torch.set_default_dtype(self._default)
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         keywords = keywords or {}
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        elif function not in _READS_BYTES and any(value is torch.float32 for value in (*arguments, *keywords.values())):
+        elif function not in _READS_BYTES and any(
+            value is torch.float32 for value in (*arguments, *keywords.values())
+        ):
             arguments = tuple(_wide(value) for value in arguments)
             keywords = {name: _wide(value) for name, value in keywords.items()}
         else:

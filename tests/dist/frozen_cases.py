@@ -1,6 +1,8 @@
-"""One process of a group: what some steps change in a model with parameters that its family does not train. Started by torchrun.
+"""One process of a group: what some steps change in a model with parameters that its family does
+not train. Started by ``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N frozen_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: what was found}.
+``torchrun --nproc-per-node N frozen_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object
+{case name: what was found}.
 """
 
 import json
@@ -13,16 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from highwater.attention.dense import register
-from highwater.engine.data import Document, pack
-from highwater.engine.model import build, name_in_files, read_config
-from highwater.engine.step import Trainer, make_optimizer, train_step
+from highwater.models.build import build, read_config
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.train.data import Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
 
 CASES = {
-    f"{strategy}{' offload' * offload}": (strategy, offload) for strategy, offload in product(("fsdp2", "fsdp"), (False, True))
+    f"{strategy}{' offload' * offload}": (strategy, offload)
+    for strategy, offload in product(("fsdp2", "fsdp"), (False, True))
 }
 HYPERPARAMETERS = Hyperparameters(learning_rate=0.1, weight_decay=0.5)
 """So that whatever decays shows."""
@@ -35,14 +40,21 @@ def main() -> None:
     device = torch.device("cpu")
     process_mesh.join(device)
     mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    found = {name: run(weights, mesh, strategy, offload=offload) for name, (strategy, offload) in CASES.items()}
+    found = {
+        name: run(weights, mesh, strategy, offload=offload)
+        for name, (strategy, offload) in CASES.items()
+    }
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     process_mesh.leave()
 
 
-def run(weights: Path, mesh: dist.DeviceMesh, strategy: str, *, offload: bool) -> dict[str, list[str]]:
-    """Names of the parameters that steps changed, that have gradients after them, and that the optimizer has states of."""
+def run(
+    weights: Path, mesh: dist.DeviceMesh, strategy: str, *, offload: bool
+) -> dict[str, list[str]]:
+    """Names of the parameters that steps changed, that have gradients after them, and that the
+    optimizer has states of.
+    """
     model = build(
         read_config(str(weights), length_tokens=64, rope="auto"),
         directory=str(weights),
@@ -56,16 +68,26 @@ def run(weights: Path, mesh: dist.DeviceMesh, strategy: str, *, offload: bool) -
     )
     before = whole(model, [p.detach().clone() for p in model.parameters()])
     optimizer = make_optimizer(model, HYPERPARAMETERS)
-    trainer = Trainer(policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS)
+    training = Training(
+        policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS
+    )
     ids = torch.arange(20) + dist.get_rank()
     for _ in range(STEPS):
-        train_step(trainer, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
+        train_step(training, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
     after = whole(model, [p.detach() for p in model.parameters()])
     parameters = list(model.parameters())
     return {
         "changed": [name for name in before if not torch.equal(before[name], after[name])],
         "gradients": list(whole(model, [p.grad for p in parameters])),
-        "states": list(whole(model, [optimizer.state[p]["exp_avg"] if p in optimizer.state else None for p in parameters])),
+        "states": list(
+            whole(
+                model,
+                [
+                    optimizer.state[p]["exp_avg"] if p in optimizer.state else None
+                    for p in parameters
+                ],
+            )
+        ),
     }
 
 
@@ -75,7 +97,10 @@ def whole(model: nn.Module, of_parameters: list[Tensor | None]) -> dict[str, Ten
     ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
     names = [name_in_files(name) for name, _ in model.named_parameters()]
-    parts = {name: [p for p in of_ranks if p is not None] for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True)}
+    parts = {
+        name: [p for p in of_ranks if p is not None]
+        for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True)
+    }
     return {name: torch.cat(found) for name, found in parts.items() if found}
 
 

@@ -1,8 +1,9 @@
-"""Logits of Hugging Face directories, by whatever transformers runs this: nothing else of the project is imported.
+"""Logits of Hugging Face directories, by whatever transformers runs this: nothing else of the
+project is imported.
 
-``python logits.py OUT DIRECTORY...`` writes one safetensors file: the logits of ``TOKENS`` for each directory, by its name; of a
-sequence classifier they are the last token's. Missing and unexpected weights are an error, and so is another class than the
-config names.
+``python logits.py OUT DIRECTORY...`` writes one safetensors file: the logits of ``TOKENS`` for each
+directory, by its name; of a sequence classifier they are the last token's. Missing and unexpected
+weights are an error, and so is another class than the config names.
 """
 
 import json
@@ -23,15 +24,33 @@ def main() -> None:
     for directory in sys.argv[2:]:
         (architecture,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
         classifier = architecture.endswith("ForSequenceClassification")
-        kind = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
+        kind = (
+            transformers.AutoModelForSequenceClassification
+            if classifier
+            else transformers.AutoModelForCausalLM
+        )
         model, loading = kind.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
         )
         assert type(model).__name__ == architecture
-        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+        assert not any(
+            loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        ), loading
         with torch.no_grad():
-            logits[Path(directory).name] = model.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0].contiguous()
-    save_file(logits, sys.argv[1], metadata={"transformers": transformers.__version__, "torch": torch.__version__})
+            logits[Path(directory).name] = (
+                model.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False)
+                .logits[0]
+                .contiguous()
+            )
+    save_file(
+        logits,
+        sys.argv[1],
+        metadata={"transformers": transformers.__version__, "torch": torch.__version__},
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""One process of a group: every objective, sharded, against its plain implementation. Started by torchrun.
+"""One process of a group: every objective, sharded, against its plain implementation. Started by
+``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: deviations}.
+``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
+object {case name: deviations}.
 """
 
 import json
@@ -14,15 +16,18 @@ from plain_objectives import Plain, plain
 from torch import Tensor, nn
 
 from highwater.attention.dense import register
-from highwater.engine import trinity
-from highwater.engine.data import Document, pack, shard
-from highwater.engine.model import Decoder, build, name_in_files, read_config
-from highwater.engine.step import Trainer, backward_of
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh
-from highwater.parallel.fsdp import local_shard
+from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import total
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.spec.objective import TRAITS
+from highwater.tracer import trinity_step
+from highwater.train.data import Document, pack, shard
+from highwater.train.step import Training, backward_of
 
 MICRO_BATCHES = 2
 VOCABULARY = 97
@@ -47,9 +52,23 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.objective, self.model, self.dtype, self.loss, self.strategy, f"ulysses={self.ulysses}", self.trainer]
+        parts = [
+            self.objective,
+            self.model,
+            self.dtype,
+            self.loss,
+            self.strategy,
+            f"ulysses={self.ulysses}",
+            self.trainer,
+        ]
         parts += ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload
-        return " ".join([*parts, *([] if self.documents == "sampled" else [self.documents]), *self.numbers.flags])
+        return " ".join(
+            [
+                *parts,
+                *([] if self.documents == "sampled" else [self.documents]),
+                *self.numbers.flags,
+            ]
+        )
 
 
 _PLAINLY = [
@@ -58,16 +77,33 @@ _PLAINLY = [
     Case(objective="ppo", loss="chunked"),
     Case(objective="ppo", critic=True, entropy=True),
     Case(objective="rw"),
+    Case(objective="dpo", loss="chunked"),
+    Case(objective="dpo", model="moe"),
 ]
 CASES = [replace(case, ulysses=ulysses) for case in _PLAINLY for ulysses in (1, 2, 4)]
 CASES += [replace(case, dtype="float32", offload=True) for case in _PLAINLY]
 CASES += [replace(case, strategy="fsdp", offload=case.critic) for case in _PLAINLY]
-_TRINITY = Case(objective="grpo", entropy=True, strategy="fsdp", trainer="trinity", dtype="float32")  # as Hugging Face's norms are
+_TRINITY = Case(
+    objective="grpo", entropy=True, strategy="fsdp", trainer="trinity", dtype="float32"
+)  # as Hugging Face's norms are
 CASES += [replace(_TRINITY, ulysses=ulysses) for ulysses in (1, 2)]
 CASES += [
-    Case(objective="grpo", documents="unlike", numbers=Hyperparameters(kl_estimator="k1", kl_coefficient=0.5)),
     Case(
-        objective="grpo", documents="unlike", numbers=Hyperparameters(kl_estimator="k3", kl_coefficient=0.5, dual_clip=0), ulysses=2
+        objective="grpo",
+        documents="unlike",
+        numbers=Hyperparameters(kl_estimator="k1", kl_coefficient=0.5),
+    ),
+    Case(
+        objective="grpo",
+        documents="unlike",
+        numbers=Hyperparameters(kl_estimator="k3", kl_coefficient=0.5, dual_clip=0),
+        ulysses=2,
+    ),
+    Case(
+        objective="dpo",
+        documents="unlike",
+        numbers=Hyperparameters(dpo_beta=0.7),
+        ulysses=2,
     ),
     Case(
         objective="ppo",
@@ -111,11 +147,19 @@ def main() -> None:
     process_mesh.leave()
 
 
-def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int) -> dict[str, float | str]:
+def run(
+    case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int, world: int
+) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
-    ranks = [[documents(r, m, case.documents) for m in range(MICRO_BATCHES)] for r in range(world // case.ulysses)]
+    ranks = [
+        [documents(r, m, case.documents) for m in range(MICRO_BATCHES)]
+        for r in range(world // case.ulysses)
+    ]
     group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
-    own = [shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses) for b in ranks[rank // case.ulysses]]
+    own = [
+        shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses)
+        for b in ranks[rank // case.ulysses]
+    ]
 
     def model(name: str, loss: str | None) -> Decoder:
         dtype = getattr(torch, case.dtype)
@@ -137,7 +181,7 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
     else:
         policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
     critic = model("scalar", None) if case.critic else None
-    trainer = Trainer(
+    training = Training(
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters()),
         mesh=mesh,
@@ -146,26 +190,47 @@ def run(case: Case, weights: Path, mesh: torch.distributed.DeviceMesh, rank: int
         entropy=case.entropy,
         critic=critic,
         critic_optimizer=torch.optim.SGD(critic.parameters()) if critic is not None else None,
-        reference=model("reference", "full").requires_grad_(False) if case.objective == "grpo" else None,
+        reference=model("reference", "full").requires_grad_(False)
+        if TRAITS[case.objective].has_reference
+        else None,
         hyperparameters=case.numbers,
     )
-    loss = total(backward_of(trainer, own), mesh)
-    expected = plain(case.objective, weights, case.model, ranks, critic=case.critic, entropy=case.entropy, numbers=case.numbers)
-    return deviations(loss, trainer, expected)
+    loss = total(backward_of(training, own), mesh)
+    expected = plain(
+        case.objective,
+        weights,
+        case.model,
+        ranks,
+        critic=case.critic,
+        entropy=case.entropy,
+        numbers=case.numbers,
+    )
+    return deviations(loss, training, expected)
 
 
-def trinity_actor(case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, group: object) -> Decoder:
-    """The reference system's model; its parameters keep their names, so that they can be compared."""
+def trinity_actor(
+    case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, group: object
+) -> Decoder:
+    """The reference system's model; its parameters keep their names, so that they can be
+    compared.
+    """
     dtype = getattr(torch, case.dtype)
     config = read_config(str(folder), length_tokens=64, rope="auto")
-    actor = trinity.actor_on_meta(config, attention=register("flash", group=group), dtype=dtype)
-    return trinity.on_fsdp1(actor, directory=str(folder), mesh=mesh, compute_dtype=dtype, use_orig_params=True)
+    actor = trinity_step.actor_on_meta(
+        config, attention=register("flash", group=group), dtype=dtype
+    )
+    return trinity_step.on_fsdp1(
+        actor, directory=str(folder), mesh=mesh, compute_dtype=dtype, use_orig_params=True
+    )
 
 
-def deviations(loss: Tensor, trainer: Trainer, expected: Plain) -> dict[str, float | str]:
+def deviations(loss: Tensor, training: Training, expected: Plain) -> dict[str, float | str]:
     """Of the loss, and of the parameter that is furthest off."""
     found = {"loss": abs(float(loss) / float(expected.loss) - 1), "gradient": 0.0, "worst": ""}
-    for kind, model, wanted in (("policy", trainer.policy, expected.policy), ("critic", trainer.critic, expected.critic)):
+    for kind, model, wanted in (
+        ("policy", training.policy, expected.policy),
+        ("critic", training.critic, expected.critic),
+    ):
         ours = gradients(model) if model is not None else {}
         assert set(ours) == set(wanted), f"parameters without a partner: {set(ours) ^ set(wanted)}"
         for name, gradient in ours.items():
@@ -176,20 +241,27 @@ def deviations(loss: Tensor, trainer: Trainer, expected: Plain) -> dict[str, flo
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that files have, put together from all ranks, flat: either sharding cuts what lies one after the other."""
+    """By the names that files have, put together from all ranks, flat: either sharding cuts what
+    lies one after the other.
+    """
     own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
     ranks: list[list[Tensor | None]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(ranks, own)
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     parts = zip(*ranks, strict=True)
-    return {name: torch.cat([p for p in of_ranks if p is not None]) for name, of_ranks in zip(names, parts, strict=True)}
+    return {
+        name: torch.cat([p for p in of_ranks if p is not None])
+        for name, of_ranks in zip(names, parts, strict=True)
+    }
 
 
 def documents(rank: int, micro_batch: int, kind: str) -> list[Document]:
-    """Four documents of odd lengths, in groups that go over ranks and micro-batches; one of them has nothing to train on.
+    """Four documents of odd lengths, in groups that go over ranks and micro-batches; one of them
+    has nothing to train on.
 
-    ``sampled``: all of them by some other policy. ``unlike``: ranks have different numbers of documents, some nobody knows the
-    policy of, some are from a policy that is nothing like this one, and one is the only one of its group.
+    ``sampled``: all of them by some other policy. ``unlike``: ranks have different numbers of
+    documents, some nobody knows the policy of, some are from a policy that is nothing like this
+    one, and one is the only one of its group.
     """
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     lengths = (7, 13 + rank, 5, 9)
@@ -206,7 +278,9 @@ def documents(rank: int, micro_batch: int, kind: str) -> list[Document]:
         sampled = -4.5 + torch.randn(length, generator=generator)
         group = index % 2
         if kind == "unlike":
-            sampled = None if index == 1 + micro_batch else sampled + (-90, 0, 0, 90, -1.5, 1.5)[index]
+            sampled = (
+                None if index == 1 + micro_batch else sampled + (-90, 0, 0, 90, -1.5, 1.5)[index]
+            )
             group = -(2**63) if (rank, micro_batch, index) == (0, 1, 0) else 10**12 + group
         packed.append(Document(ids, labels, reward=reward, group=group, old_logprobs_L=sampled))
     return packed

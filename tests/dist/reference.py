@@ -1,4 +1,6 @@
-"""The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at a time, textbook loss."""
+"""The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at
+a time, textbook loss.
+"""
 
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +37,9 @@ SHAPE = {
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings, mixture of experts; and one
-    whose class makes parameters by functions that know no default device.
+    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings,
+    mixture of experts; and one whose class makes parameters by functions that know no default
+    device.
     """
     torch.manual_seed(0)
     dense = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
@@ -53,7 +56,9 @@ def save_models(folder: Path) -> None:
             tie_word_embeddings=False,
         )
     )
-    diffllama = DiffLlamaForCausalLM(DiffLlamaConfig(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
+    diffllama = DiffLlamaForCausalLM(
+        DiffLlamaConfig(**SHAPE, intermediate_size=48, tie_word_embeddings=False)
+    )
     for name, model in (("dense", dense), ("tied", tied), ("moe", moe), ("diffllama", diffllama)):
         model.double().save_pretrained(folder / name)
 
@@ -61,7 +66,9 @@ def save_models(folder: Path) -> None:
 def reference_gradients(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped gradient."""
+    """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped
+    gradient.
+    """
     model = load_textbook(directory, dtype)
     loss, norm = _backward(model, dtype, micro_batches)
     return loss, norm, {name: p.grad for name, p in model.named_parameters()}
@@ -70,7 +77,9 @@ def reference_gradients(
 def reference_training(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents], *, steps: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they changed in every parameter."""
+    """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they
+    changed in every parameter.
+    """
     model = load_textbook(directory, dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(_groups(model), lr=Hyperparameters().learning_rate, foreach=False)
@@ -82,7 +91,9 @@ def reference_training(
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As transformers' Trainer has them: nothing of a norm or a bias decays. The default rate of the others is PyTorch's."""
+    """As transformers' Trainer has them: nothing of a norm or a bias decays. The default rate of
+    the others is PyTorch's.
+    """
     decays = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
     named = dict(model.named_parameters())
     return [
@@ -100,7 +111,11 @@ def unsharded(kind: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """A model of an Auto class whose every operation is the textbook's."""
     AttentionInterface.register("textbook", _textbook_attention)
     model = kind.from_pretrained(
-        directory, dtype=dtype, attn_implementation="textbook", experts_implementation="eager", local_files_only=True
+        directory,
+        dtype=dtype,
+        attn_implementation="textbook",
+        experts_implementation="eager",
+        local_files_only=True,
     )
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
@@ -121,7 +136,9 @@ class _TextbookNorm(nn.Module):
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
-def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]) -> tuple[Tensor, Tensor]:
+def _backward(
+    model: nn.Module, dtype: torch.dtype, micro_batches: list[Documents]
+) -> tuple[Tensor, Tensor]:
     documents = [document for batch in micro_batches for document in batch]
     trained = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
     tokens = sum(len(ids) for ids, _ in documents)
@@ -130,11 +147,19 @@ def _backward(model: nn.Module, dtype: torch.dtype, micro_batches: list[Document
         out = model(input_ids=ids[None], use_cache=False)
         if (labels[1:] != -100).any():
             logits = out.logits[0, :-1]
-            loss = loss + nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / trained
+            loss = (
+                loss
+                + nn.functional.cross_entropy(
+                    logits, labels[1:], ignore_index=-100, reduction="sum"
+                )
+                / trained
+            )
         if asks_for_router_loss(model):
             loss = loss + len(ids) / tokens * router_loss(out.router_logits, model.config)
     loss.backward()
-    return loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), Hyperparameters().max_grad_norm)
+    return loss.detach(), nn.utils.clip_grad_norm_(
+        model.parameters(), Hyperparameters().max_grad_norm
+    )
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
@@ -143,16 +168,32 @@ def asks_for_router_loss(model: nn.Module) -> bool:
 
 
 def router_loss(router_logits: tuple[Tensor, ...], config: Qwen3MoeConfig) -> Tensor:
-    """Switch Transformer's loss over all tokens and layers of a document: experts x sum of load x probability."""
+    """Switch Transformer's loss over all tokens and layers of a document: experts x sum of load x
+    probability.
+    """
     probabilities = torch.cat(router_logits).softmax(dim=-1)
-    chosen = nn.functional.one_hot(probabilities.topk(config.num_experts_per_tok).indices, config.num_experts).sum(dim=1)
+    chosen = nn.functional.one_hot(
+        probabilities.topk(config.num_experts_per_tok).indices, config.num_experts
+    ).sum(dim=1)
     load = chosen.to(probabilities.dtype).mean(dim=0)
-    return config.router_aux_loss_coef * config.num_experts * (load * probabilities.mean(dim=0)).sum()
+    return (
+        config.router_aux_loss_coef * config.num_experts * (load * probabilities.mean(dim=0)).sum()
+    )
 
 
 def _textbook_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    **_: object,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's own eager attention takes its softmax in float32, whatever the model's dtype."""
+    """Hugging Face's own eager attention takes its softmax in float32, whatever the model's
+    dtype.
+    """
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return reference_attention(q, k, v, document_lengths=[len(q)], scaling=scaling).to(query.dtype)[None], None
+    return reference_attention(q, k, v, document_lengths=[len(q)], scaling=scaling).to(query.dtype)[
+        None
+    ], None

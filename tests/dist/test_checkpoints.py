@@ -1,4 +1,6 @@
-"""What a trial saves can be gone on from: shards by as many processes or others, weights by transformers 5 and 4.57."""
+"""What a trial saves can be gone on from: shards by as many processes or others, weights by
+transformers 5 and 4.57.
+"""
 
 import json
 import os
@@ -13,13 +15,16 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_cases import CASES, LENGTH, MODELS, NARROW, REWARD  # noqa: E402
-from logits import TOKENS  # noqa: E402
-from reference import save_models  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from checkpoint_cases import CASES, LENGTH, MODELS, NARROW, REWARD
+from logits import TOKENS
+from rank_groups import RankGroups
+from reference import save_models
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("checkpoints")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
+
+SCRIPT = "checkpoint_cases.py"
 
 SUMMATION = 1e-12
 """Norm-relative, float64: another number of processes sums gradients in another order."""
@@ -29,7 +34,7 @@ TRANSFORMERS_4 = Path(__file__).parents[2] / ".venv-transformers4" / "bin" / "py
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
     """Models with and without weights, and what two processes save of them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save_models(folder / "weights")
@@ -40,23 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / "notes.txt").write_text("not a tokenizer's")
         (folder / "configs" / name).mkdir(parents=True)
         shutil.copyfile(source / "config.json", folder / "configs" / name / "config.json")
-    torchrun(2, "save", folder)
-    torchrun(2, "hf", folder)
+    ranks.run(SCRIPT, 2, "save", folder)
+    ranks.run(SCRIPT, 2, "hf", folder)
     return folder
-
-
-def torchrun(processes: int, mode: str, folder: Path, *words: str) -> None:
-    script = str(Path(__file__).with_name("checkpoint_cases.py"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*launcher, script, mode, str(folder), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
@@ -65,12 +56,18 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
 
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
-    [(2, 2), (2, 1), *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2)))],
+    [
+        (2, 2),
+        (2, 1),
+        *(pytest.param(*processes, marks=pytest.mark.slow) for processes in ((1, 1), (1, 2))),
+    ],
 )
-def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(folder: Path, saved_by: int, resumed_by: int) -> None:
+def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
+    folder: Path, ranks: RankGroups, saved_by: int, resumed_by: int
+) -> None:
     if not (folder / f"went-on-{CASES[0]}-{saved_by}").exists():
-        torchrun(saved_by, "save", folder)
-    torchrun(resumed_by, "resume", folder, str(saved_by))
+        ranks.run(SCRIPT, saved_by, "save", folder)
+    ranks.run(SCRIPT, resumed_by, "resume", folder, str(saved_by))
     for case in CASES:
         went_on = load_file(folder / f"went-on-{case}-{saved_by}")
         resumed = load_file(folder / f"resumed-{case}-{saved_by}-{resumed_by}")
@@ -93,9 +90,13 @@ def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> dict[str, "torch.Tensor"]:
-    """By case, the logits of its saved directory, loaded by the transformers that this project runs on."""
-    return logits(Path(sys.executable), folder, folder / "logits.safetensors")
+def loaded(folder: Path, ranks: RankGroups) -> dict[str, "torch.Tensor"]:
+    """By case, the logits of its saved directory, loaded by the transformers that this project runs
+    on.
+    """
+    out = folder / "logits.safetensors"
+    ranks.run("logits.py", 1, out, *saved_directories(folder))
+    return by_case(out)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(REWARD)])
@@ -120,7 +121,11 @@ def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_las
     config = json.loads((folder / f"hf-{case}" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert not config["tie_word_embeddings"]
-    (weights,) = [path for path in (folder / f"hf-{case}").glob("*.safetensors") if "score.weight" in load_file(path)]
+    (weights,) = [
+        path
+        for path in (folder / f"hf-{case}").glob("*.safetensors")
+        if "score.weight" in load_file(path)
+    ]
     assert load_file(weights)["score.weight"].shape == (1, config["hidden_size"])
 
 
@@ -128,24 +133,43 @@ def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_las
 def test_transformers_4_57_reads_the_same_logits_from_it(folder: Path, tmp_path: Path) -> None:
     """Leaves what docs/results/checkpoints shows in ``transformers4.json``."""
     if not TRANSFORMERS_4.exists():
-        assert "transformers4" not in os.environ.get("HIGHWATER_REQUIRE", ""), f"there is no {TRANSFORMERS_4}"
+        assert "transformers4" not in os.environ.get("HIGHWATER_REQUIRE", ""), (
+            f"there is no {TRANSFORMERS_4}"
+        )
         pytest.skip("`make .venv-transformers4/.ready` installs transformers 4.57")
     loaded = logits(TRANSFORMERS_4, folder, tmp_path / "logits.safetensors")
     with safe_open(tmp_path / "logits.safetensors", framework="pt") as file:
         versions = file.metadata()
     assert versions["transformers"].startswith("4.57.")
-    found = {case: deviation(loaded[case], load_file(folder / f"expected-{case}.safetensors")["logits"]) for case in CASES}
-    written = {"written_by_transformers": transformers.__version__, "read_by": versions, "deviation_norm_relative": found}
+    found = {
+        case: deviation(loaded[case], load_file(folder / f"expected-{case}.safetensors")["logits"])
+        for case in CASES
+    }
+    written = {
+        "written_by_transformers": transformers.__version__,
+        "read_by": versions,
+        "deviation_norm_relative": found,
+    }
     (tmp_path / "transformers4.json").write_text(json.dumps(written, indent=1) + "\n")
     assert max(found.values()) < FLOAT32
 
 
 def logits(python: Path, folder: Path, out: Path) -> dict[str, "torch.Tensor"]:
-    directories = [str(folder / f"hf-{case}") for case in CASES]
-    words = [str(python), str(Path(__file__).with_name("logits.py")), str(out), *directories]
+    script = str(Path(__file__).with_name("logits.py"))
+    words = [str(python), script, str(out), *saved_directories(folder)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-4000:]
+    return by_case(out)
+
+
+def saved_directories(folder: Path) -> list[str]:
+    return [str(folder / f"hf-{case}") for case in CASES]
+
+
+def by_case(out: Path) -> dict[str, "torch.Tensor"]:
     return {name.removeprefix("hf-"): tensor for name, tensor in load_file(out).items()}
 
 
@@ -161,7 +185,9 @@ def test_a_saved_directory_says_its_rope_in_the_words_of_both_versions(folder: P
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(folder: Path, case: str) -> None:
+def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(
+    folder: Path, case: str
+) -> None:
     directory, name = folder / f"hf-{case}", case.partition("-")[0]
     files = sorted(directory.glob("*.safetensors"))
     assert len(files) > 1
@@ -178,5 +204,12 @@ def test_weights_lie_in_files_of_bounded_size_each_tensor_once_with_an_index(fol
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_tokenizers_files_go_along_and_nothing_else(folder: Path, case: str) -> None:
-    beside = {path.name for path in (folder / f"hf-{case}").iterdir() if path.suffix != ".safetensors"}
-    assert beside == {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+    beside = {
+        path.name for path in (folder / f"hf-{case}").iterdir() if path.suffix != ".safetensors"
+    }
+    assert beside == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer_config.json",
+    }

@@ -1,8 +1,8 @@
-"""longrope and dynamic, on 1 and 2 gloo processes, packed and shared: each document's loss and gradients are those it has alone."""
+"""longrope and dynamic, on 1 and 2 gloo processes, packed and shared: each document's loss and
+gradients are those it has alone.
+"""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +11,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from document_rope_cases import cases_for, save_models  # noqa: E402
+from document_rope_cases import cases_for, save_models
+from rank_groups import RankGroups
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
-"""Norm-relative. transformers computes cosines in float32 also in a float64 model; of the same numbers here as there."""
+"""Norm-relative. transformers computes cosines in float32 also in a float64 model; of the same
+numbers here as there."""
 
 
 @pytest.fixture(scope="module")
@@ -24,27 +26,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_each_document_is_trained_as_it_is_alone(processes: int, models: Path, tmp_path: Path) -> None:
+def test_each_document_is_trained_as_it_is_alone(
+    processes: int, ranks: RankGroups, models: Path, tmp_path: Path
+) -> None:
     result = tmp_path / "result.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = str(Path(__file__).with_name("document_rope_cases.py"))
-    done = subprocess.run(
-        [*torchrun, script, str(models), str(result)],
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks.run("document_rope_cases.py", processes, models, result)
     results, cases = json.loads(result.read_text()), cases_for(processes)
     assert set(results) == {case.name for case in cases}
     wrong = {
         case.name: results[case.name]
         for case in cases
         if "error" in results[case.name]
-        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.dtype]
+        or max(results[case.name][what] for what in ("loss", "norm", "gradient"))
+        > TOLERANCE[case.dtype]
     }
     assert not wrong, json.dumps(wrong, indent=1)

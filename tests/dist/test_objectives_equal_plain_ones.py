@@ -1,8 +1,8 @@
-"""Every objective on 1, 2 and 4 gloo processes against its plain float64 implementation: loss and every gradient."""
+"""Every objective on 1, 2 and 4 gloo processes against its plain float64 implementation: loss and
+every gradient.
+"""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +11,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from objective_cases import cases_for  # noqa: E402
-from plain_objectives import save_judges  # noqa: E402
-from reference import save_models  # noqa: E402
+from objective_cases import cases_for
+from plain_objectives import save_judges
+from rank_groups import RankGroups
+from reference import save_models
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
-"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64 models, on both sides."""
+"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64
+models, on both sides."""
 
 
 @pytest.fixture(scope="session")
@@ -27,26 +29,19 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_objective_equals_its_plain_implementation(processes: int, judged: Path, tmp_path: Path) -> None:
+def test_every_objective_equals_its_plain_implementation(
+    processes: int, ranks: RankGroups, judged: Path, tmp_path: Path
+) -> None:
     result = tmp_path / "result.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = str(Path(__file__).with_name("objective_cases.py"))
-    done = subprocess.run(
-        [*torchrun, script, str(judged), str(result)],
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks.run("objective_cases.py", processes, judged, result)
     results = json.loads(result.read_text())
     assert set(results) == {case.name for case in cases_for(processes)}
     wrong = {
         case.name: results[case.name]
         for case in cases_for(processes)
-        if "error" in results[case.name] or max(results[case.name][what] for what in ("loss", "gradient")) > TOLERANCE[case.dtype]
+        if "error" in results[case.name]
+        or max(results[case.name][what] for what in ("loss", "gradient")) > TOLERANCE[case.dtype]
     }
     assert not wrong, json.dumps(wrong, indent=1)

@@ -1,11 +1,11 @@
-"""Objectives x layouts x settings on real gloo processes against tests/references: the loss of a step and every gradient.
+"""Objectives x layouts x settings on real gloo processes against tests/references: the loss of a
+step and every gradient.
 
-The references were written from the papers and from verl's and TRL's definitions by somebody who had not read the engine.
+The references were written from the papers and from verl's and TRL's definitions by somebody who
+had not read the engine.
 """
 
 import json
-import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -15,8 +15,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from combinatorial import cover, meetings  # noqa: E402
-from cover_cases import BOXES, cases, cases_for, save_models  # noqa: E402
+from combinatorial import cover, meetings
+from cover_cases import BOXES, cases, cases_for, save_models
+from rank_groups import TIMEOUT_S, RankGroups
 
 TOLERANCE = 1e-10
 """Norm-relative: summation order alone differs, all is float64."""
@@ -31,7 +32,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_two_values_meet_in_a_case() -> None:
     wanted = {meeting for box in BOXES for meeting in meetings(box, 2)}
-    met = {((a, case[a]), (b, case[b])) for case in cases(2) for a, b in product(sorted(case.values), repeat=2) if a < b}
+    met = {
+        ((a, case[a]), (b, case[b]))
+        for case in cases(2)
+        for a, b in product(sorted(case.values), repeat=2)
+        if a < b
+    }
     assert wanted <= met
 
 
@@ -41,31 +47,37 @@ def test_cases_lie_within_the_constraints() -> None:
     assert sorted(found) == [("1", "x"), ("2", "x"), ("3", "x"), ("3", "y")]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_combination_of_two_equals_its_reference(processes: int, weights: Path, tmp_path: Path) -> None:
-    assert_equal(processes, 2, weights, tmp_path / "result.json", timeout_s=280)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
+def test_every_combination_of_two_equals_its_reference(
+    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+) -> None:
+    assert_equal(ranks, processes, 2, weights, tmp_path / "result.json")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_every_combination_of_three_equals_its_reference(processes: int, weights: Path, tmp_path: Path) -> None:
-    assert_equal(processes, 3, weights, tmp_path / "result.json", timeout_s=1100)
+def test_every_combination_of_three_equals_its_reference(
+    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+) -> None:
+    assert_equal(ranks, processes, 3, weights, tmp_path / "result.json", timeout_s=1100)
 
 
-def assert_equal(processes: int, strength: int, weights: Path, result: Path, *, timeout_s: float) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = str(Path(__file__).with_name("cover_cases.py"))
-    done = subprocess.run(
-        [*torchrun, script, str(weights), str(result), str(strength)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def assert_equal(
+    ranks: RankGroups,
+    processes: int,
+    strength: int,
+    weights: Path,
+    result: Path,
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    words = (weights, result, str(strength))
+    ranks.run("cover_cases.py", processes, *words, timeout_s=timeout_s)
     results = json.loads(result.read_text())
     assert results.keys() == {case.name for case in cases_for(processes, strength)}
     wrong = {name: of for name, of in results.items() if not _is_equal(of)}

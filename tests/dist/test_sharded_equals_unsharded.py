@@ -1,8 +1,8 @@
-"""FSDP1 and FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference: loss, gradient norm and every gradient."""
+"""FSDP1 and FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference: loss, gradient norm
+and every gradient.
+"""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,13 +11,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for  # noqa: E402
-from reference import save_models  # noqa: E402
+from cases import BUILD, COVER, FILLED, PRODUCTS, cases_for
+from rank_groups import TIMEOUT_S, RankGroups
+from reference import save_models
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 0.1}
-"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64 models, on both sides.
+"""Norm-relative. Summation order alone differs; a router's softmax is float32 also in the float64
+models, on both sides.
 
-Computed in bfloat16 it is rounding to 8 bits through two layers, at the worst parameter: enough to see a wrong scale."""
+Computed in bfloat16 it is rounding to 8 bits through two layers, at the worst parameter: enough to
+see a wrong scale."""
 
 
 @pytest.fixture(scope="session")
@@ -30,19 +33,29 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
-def test_sharded_training_equals_unsharded_training(processes: int, weights: Path, tmp_path: Path) -> None:
-    built = assert_equal(processes, COVER, weights, tmp_path / "result.json", timeout_s=220).pop(BUILD)
-    assert built["random"] == 0, "FSDP1 starts from the same random numbers on any number of processes"
+def test_sharded_training_equals_unsharded_training(
+    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+) -> None:
+    built = assert_equal(ranks, processes, COVER, weights, tmp_path / "result.json").pop(BUILD)
+    assert built["random"] == 0, (
+        "FSDP1 starts from the same random numbers on any number of processes"
+    )
     assert built["held"] <= 1.01, "besides its shards, padded, a rank holds one unit at a time"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
-def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processes: int, weights: Path, tmp_path: Path) -> None:
-    """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes some of them off meta."""
-    found = torchrun(processes, FILLED, weights, tmp_path / "result.json", timeout_s=110)
+def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
+    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+) -> None:
+    """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
+    some of them off meta.
+    """
+    result = tmp_path / "result.json"
+    ranks.run("cases.py", processes, weights, result, FILLED)
+    found = json.loads(result.read_text())
     assert len(found["random"]) == 24
     assert set(found["random"].values()) == {0.0}, found["random"]
     assert len(found["saved"]) == 4
@@ -55,35 +68,30 @@ def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processe
 @pytest.mark.parametrize("part", PRODUCTS)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training_in_every_combination(
-    processes: int, part: str, weights: Path, tmp_path: Path
+    processes: int, part: str, ranks: RankGroups, weights: Path, tmp_path: Path
 ) -> None:
-    assert_equal(processes, part, weights, tmp_path / "result.json", timeout_s=1100)
+    assert_equal(ranks, processes, part, weights, tmp_path / "result.json", timeout_s=1100)
 
 
-def assert_equal(processes: int, part: str, weights: Path, result: Path, *, timeout_s: float) -> dict[str, dict[str, float]]:
-    results = torchrun(processes, part, weights, result, timeout_s=timeout_s)
+def assert_equal(
+    ranks: RankGroups,
+    processes: int,
+    part: str,
+    weights: Path,
+    result: Path,
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, dict[str, float]]:
+    ranks.run("cases.py", processes, weights, result, part, timeout_s=timeout_s)
+    results = json.loads(result.read_text())
     cases = cases_for(processes, part)
     assert set(results) - {BUILD} == {case.name for case in cases}
     wrong = {
         case.name: results[case.name]
         for case in cases
         if "error" in results[case.name]
-        or max(results[case.name][what] for what in ("loss", "norm", "gradient")) > TOLERANCE[case.precision]
+        or max(results[case.name][what] for what in ("loss", "norm", "gradient"))
+        > TOLERANCE[case.precision]
     }
     assert not wrong, json.dumps(wrong, indent=1)
     return results
-
-
-def torchrun(processes: int, part: str, weights: Path, result: Path, *, timeout_s: float) -> dict[str, dict[str, float]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = str(Path(__file__).with_name("cases.py"))
-    done = subprocess.run(
-        [*launcher, script, str(weights), str(result), part],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(result.read_text())

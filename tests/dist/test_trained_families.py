@@ -1,14 +1,14 @@
-"""Every causal family of the installed transformers: trained as its own class trains it, or refused; never different.
+"""Every causal family of the installed transformers: trained as its own class trains it, or
+refused; never different.
 
-The whole sweep is slow, and writes the table of docs/results/families where ``HIGHWATER_FAMILIES`` names a folder; a part of it,
-another one each day, runs always.
+The whole sweep is slow, and writes the table of docs/results/families where ``HIGHWATER_FAMILIES``
+names a folder; a part of it, another one each day, runs always.
 """
 
 import contextlib
 import datetime
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,39 +17,33 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from family_cases import LAYOUTS, LONGEST_DOCUMENT  # noqa: E402
-from family_models import families, save_tiny, tiny_config  # noqa: E402
+from family_cases import LAYOUTS, LONGEST_DOCUMENT
+from family_models import families, save_tiny, tiny_config
+from rank_groups import RankGroups
 
-from highwater.errors import HighwaterError  # noqa: E402
-from highwater.spec.model import load_model  # noqa: E402
-from highwater.spec.trained_families import REFUSED, TRAINED  # noqa: E402
+from highwater.errors import HighwaterError
+from highwater.spec.model import load_model
+from highwater.spec.trained_families import REFUSED, TRAINED
 
 PARTS = 8
 """Days until every family was in the part that always runs."""
 NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
 COUNTED = 0.015
-"""Of a family's usual config, what its shape may miss: biases and norms of heads, and the learned positions of the smallest OPT."""
+"""Of a family's usual config, what its shape may miss: biases and norms of heads, and the learned
+positions of the smallest OPT."""
 
 
-def sweep(layout: str, names: list[str], folder: Path, *, window: int | None = None) -> dict[str, dict[str, object]]:
+def sweep(
+    ranks: RankGroups, layout: str, names: list[str], folder: Path, *, window: int | None = None
+) -> dict[str, dict[str, object]]:
     """Outcomes by family, of one launch that trains all of them."""
     models, result = folder / "models", folder / f"{layout}.jsonl"
     for name in names:
         if window is not None or not (models / name).is_dir():
             save_tiny(name, models, **({} if window is None else {"window": window}))
-    count = LAYOUTS[layout]["processes"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    script = str(Path(__file__).with_name("family_cases.py"))
-    done = subprocess.run(
-        [*torchrun, script, str(models), str(result), layout, *names],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = (models, result, layout, *names)
+    ranks.run("family_cases.py", LAYOUTS[layout]["processes"], *words, timeout_s=1500)
     lines = [json.loads(line) for line in result.read_text().splitlines()]
     assert [line["family"] for line in lines] == names
     return {line.pop("family"): line for line in lines}
@@ -57,39 +51,55 @@ def sweep(layout: str, names: list[str], folder: Path, *, window: int | None = N
 
 def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way() -> None:
     assert not TRAINED & set(REFUSED)
-    assert set(families()) <= TRAINED | set(REFUSED), "compare new families by the sweep, and write down what it finds"
+    assert set(families()) <= TRAINED | set(REFUSED), (
+        "compare new families by the sweep, and write down what it finds"
+    )
     assert all(why and hint for why, hint in REFUSED.values())
 
 
-@pytest.mark.timeout(280)
-def test_families_of_the_day_train_as_their_own_classes_do(tmp_path: Path) -> None:
+@pytest.mark.timeout(1600)
+def test_families_of_the_day_train_as_their_own_classes_do(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
     day = int(os.environ.get("HIGHWATER_DAY", datetime.date.today().toordinal()))
     names = sorted(TRAINED)[day % PARTS :: PARTS]
     layout = list(LAYOUTS)[day % len(LAYOUTS)]
-    found = sweep(layout, names, tmp_path)
+    found = sweep(ranks, layout, names, tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
-def test_every_family_that_is_trained_equals_its_own_class_in_every_layout(tmp_path: Path) -> None:
+def test_every_family_that_is_trained_equals_its_own_class_in_every_layout(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
     names = sorted(TRAINED)
-    table = {layout: sweep(layout, names, tmp_path) for layout in LAYOUTS}
+    table = {layout: sweep(ranks, layout, names, tmp_path) for layout in LAYOUTS}
     _write_table(table)
-    wrong = {(layout, name): line for layout, lines in table.items() for name, line in lines.items() if line["outcome"] != "equal"}
+    wrong = {
+        (layout, name): line
+        for layout, lines in table.items()
+        for name, line in lines.items()
+        if line["outcome"] != "equal"
+    }
     assert wrong == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_document_past_a_families_window_is_refused_and_never_trained_in_another_way(tmp_path: Path) -> None:
-    found = sweep("alone", sorted(TRAINED), tmp_path, window=NARROW)
-    assert {name: line for name, line in found.items() if line["outcome"] not in ("equal", "refused")} == {}
+def test_a_document_past_a_families_window_is_refused_and_never_trained_in_another_way(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    found = sweep(ranks, "alone", sorted(TRAINED), tmp_path, window=NARROW)
+    assert {
+        name: line for name, line in found.items() if line["outcome"] not in ("equal", "refused")
+    } == {}
     windowed = {name for name, line in found.items() if line["outcome"] == "refused"}
     assert {"mistral", "phimoe", "gemma3_text", "olmo3", "qwen2_moe"} <= windowed
     assert not {"llama", "qwen3"} & windowed
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, family: str) -> None:
     """Its usual config, as its class writes it."""
@@ -98,7 +108,8 @@ def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, fam
     if family not in CONFIG_MAPPING:
         return  # of another version of transformers: the table above is the newest one's
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with contextlib.suppress(Exception):  # where no tiny config of it can be made, its name has to do
+    with contextlib.suppress(Exception):
+        # where no tiny config of it can be made, its name has to do
         tiny_config(family).save_pretrained(tmp_path)
     with pytest.raises(HighwaterError, match=family if family != "gpt-sw3" else "gpt") as refusal:
         load_model(str(tmp_path))
@@ -106,9 +117,12 @@ def test_a_family_that_is_not_trained_is_refused_by_its_name(tmp_path: Path, fam
     assert refusal.value.hint
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
 def test_the_parameters_of_a_trained_family_are_counted(tmp_path: Path, family: str) -> None:
-    """Of the class's usual config, where it can be built; of the tiny one no more than that it is read."""
+    """Of the class's usual config, where it can be built; of the tiny one no more than that it is
+    read.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if family not in CONFIG_MAPPING:
@@ -136,15 +150,21 @@ def _write_table(table: dict[str, dict[str, dict[str, object]]]) -> None:
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    trained = {name: {layout: lines[name] for layout, lines in table.items()} for name in sorted(TRAINED)}
+    trained = {
+        name: {layout: lines[name] for layout, lines in table.items()} for name in sorted(TRAINED)
+    }
     refused = {name: {"why": why, "hint": hint} for name, (why, hint) in sorted(REFUSED.items())}
     lifted = {
-        name: sorted({cast for line in lines.values() for cast in line.get("float64", {}).get("lifted", [])})  # type: ignore[attr-defined]
+        name: sorted(
+            {cast for line in lines.values() for cast in line.get("float64", {}).get("lifted", [])}
+        )  # type: ignore[attr-defined]
         for name, lines in trained.items()
     }
     for lines in trained.values():
         for line in lines.values():
             line.get("float64", {}).pop("lifted", None)  # type: ignore[attr-defined]
-    text = json.dumps({"versions": versions, "trained": trained, "lifted": lifted, "refused": refused}, indent=1)
+    text = json.dumps(
+        {"versions": versions, "trained": trained, "lifted": lifted, "refused": refused}, indent=1
+    )
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, "sweep.json").write_text(text + "\n")

@@ -1,4 +1,6 @@
-"""What is emitted is read by the trainers' own parsers, in environments of their own, and carries what was recommended."""
+"""What is emitted is read by the trainers' own parsers, in environments of their own, and carries
+what was recommended.
+"""
 
 import json
 import os
@@ -16,10 +18,10 @@ import pytest
 from highwater.emit.accelerate import accelerate
 from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
 from highwater.emit.targets import EMITS
-from highwater.recommendation import recommend
-from highwater.spec.events import Trainer
+from highwater.recommendation.recommend import recommend
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.trainer import Trainer
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
@@ -76,13 +78,13 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
     shutil.copytree(load_model(MODEL).directory, model)
-    found = asked(PREDICTED_FOR[target], target == "areal", replace(case, directory=None))
+    found = goal(PREDICTED_FOR[target], target == "areal", replace(case, directory=None))
     chosen = next(each for each in found.candidates if each.cell.settings.offload is case.offload)
     return folder, model, found, chosen
 
 
 @cache
-def asked(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendation:
+def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendation:
     """Asked once for all of one prediction: that of Trinity-RFT's trainer takes seconds."""
     return recommend(
         MODEL,
@@ -97,12 +99,20 @@ def asked(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendati
 
 
 def written(target: Target, case: Case) -> tuple[Path, Emitted]:
-    """The emitted files in a folder, and YaRN's block in the model's config.json where the text says so."""
+    """The emitted files in a folder, and YaRN's block in the model's config.json where the text
+    says so.
+    """
     folder, model, found, chosen = recommended(target, case)
-    emitted = EMITS[target](found, chosen, model_path=None if case.directory is None else str(model))
+    emitted = EMITS[target](
+        found, chosen, model_path=None if case.directory is None else str(model)
+    )
     for name, text in {FILES[target]: emitted.text, **emitted.beside}.items():
         (folder / name).write_text(text)
-    blocks = [json.loads(line.removeprefix("# ")) for line in emitted.text.splitlines() if line.startswith('# {"rope_parameters"')]
+    blocks = [
+        json.loads(line.removeprefix("# "))
+        for line in emitted.text.splitlines()
+        if line.startswith('# {"rope_parameters"')
+    ]
     if blocks:
         path = model / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | blocks[0]))
@@ -133,7 +143,9 @@ def read(target: Target) -> dict[str, dict[str, Any]]:
 
 
 def block_in(emitted: Emitted) -> dict[str, Any]:
-    (line,) = [line for line in emitted.text.splitlines() if line.startswith('# {"rope_parameters"')]
+    (line,) = [
+        line for line in emitted.text.splitlines() if line.startswith('# {"rope_parameters"')
+    ]
     return json.loads(line.removeprefix("# "))
 
 
@@ -170,13 +182,17 @@ def assert_rope(parsed: dict[str, Any], found: Recommendation) -> None:
 def test_accelerate_says_what_is_the_scripts(name: str) -> None:
     _, _, found, chosen = recommended("accelerate", CASES[name])
     emitted = accelerate(found, chosen)
-    assert any(f"the token budget of {chosen.token_budget_tokens} a GPU" in each for each in emitted.cannot)
+    assert any(
+        f"the token budget of {chosen.token_budget_tokens} a GPU" in each for each in emitted.cannot
+    )
     if found.yarn is not None:
         assert block_in(emitted) == found.yarn.block
 
 
 @pytest.mark.parametrize("target", ["trl", "accelerate"])
-def test_sequences_are_shared_by_zero_3_and_else_states_are_sharded_by_fsdp2(target: Target) -> None:
+def test_sequences_are_shared_by_zero_3_and_else_states_are_sharded_by_fsdp2(
+    target: Target,
+) -> None:
     for name, parsed in read(target).items():
         assert parsed["strategy"] == ("zero3" if CASES[name].degree > 1 else "fsdp2")
         assert not parsed.get("recomputes_twice")
@@ -192,7 +208,9 @@ def test_verls_actor_offloads_by_fsdp2(target: Target) -> None:
 def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
     for name, parsed in read(target).items():
         is_set = CASES[name].allocator == "expandable"
-        assert set(filter(None, parsed["environment"].values())) == ({"expandable_segments:True"} if is_set else set())
+        assert set(filter(None, parsed["environment"].values())) == (
+            {"expandable_segments:True"} if is_set else set()
+        )
 
 
 def test_areals_rollout_has_the_gpus_that_are_set_aside() -> None:
@@ -215,7 +233,9 @@ def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
 ) -> None:
     folder, *_ = recommended(target, CASES["past the native length"])
     written(target, CASES["past the native length"])
-    shutil.copytree(folder, tmp_path / "wrong", ignore=shutil.ignore_patterns("bin", "files", "names"))
+    shutil.copytree(
+        folder, tmp_path / "wrong", ignore=shutil.ignore_patterns("bin", "files", "names")
+    )
     path = tmp_path / "wrong" / FILES[target]
     assert name in path.read_text()
     path.write_text(path.read_text().replace(name, wrong))
@@ -229,5 +249,7 @@ def test_the_version_that_is_installed_is_the_one_that_is_named(target: Target) 
     _, emitted = written(target, CASES["Ulysses"])
     package = {"trinity": "trinity-rft"}.get(target, target)
     command = f"import importlib.metadata as each; print(each.version({package!r}))"
-    done = subprocess.run([python_of(target), "-c", command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python_of(target), "-c", command], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == emitted.checked_with

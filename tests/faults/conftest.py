@@ -20,13 +20,20 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     The environment that carries it also hides every GPU, and finds ``faulty_batches``.
     """
     mark = uuid.uuid4().hex
-    environment = {MARK: mark, "FAULTS": tmp_path, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": Path(__file__).parent}
+    environment = {
+        MARK: mark,
+        "FAULTS": tmp_path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": Path(__file__).parent,
+    }
     environment["TMPDIR"] = tmp_path  # what is killed cannot tidy up
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background were told to ignore Ctrl-C
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # tests in the background were told to ignore Ctrl-C
     yield mark
     signal.signal(signal.SIGINT, before)
     left = marked(mark)

@@ -1,7 +1,8 @@
-"""Batches that go wrong, for ``--data faulty_batches:<name>``: each fault as a user's own code, or the kernel, would cause it.
+"""Batches that go wrong, for ``--data faulty_batches:<name>``: each fault as a user's own code, or
+the kernel, would cause it.
 
-The first step's batches are good, so that a fault comes in mid-training, all buffers alive. What a test has to know or steer
-goes through files in the folder that the variable ``FAULTS`` names.
+The first step's batches are good, so that a fault comes in mid-training, all buffers alive. What a
+test has to know or steer goes through files in the folder that the variable ``FAULTS`` names.
 """
 
 import json
@@ -23,7 +24,10 @@ from processes import MARK, marked
 
 FIRST_STEP = 2
 """Micro-batches of one step."""
-_DAEMON = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); time.sleep(600)"
+_DAEMON = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and "
+    "os._exit(0); time.sleep(600)"
+)
 
 Batches = Iterator[list[list[int]]]
 
@@ -34,8 +38,13 @@ def good(*, length_tokens: int, **_: Any) -> Batches:
 
 def noisy(*, length_tokens: int, **_: Any) -> Batches:
     """Everything that a reader of logs could fall for, and good batches."""
-    sys.stderr.write('Traceback (most recent call last):\n  File "cache.py", line 1, in load\nMemoryError: std::bad_alloc\n')
-    sys.stderr.write("retried: torch.OutOfMemoryError: CUDA out of memory\n  exitcode  : -9 (pid: 1)\n")
+    sys.stderr.write(
+        'Traceback (most recent call last):\n  File "cache.py", line 1, in load\nMemoryError: '
+        "std::bad_alloc\n"
+    )
+    sys.stderr.write(
+        "retried: torch.OutOfMemoryError: CUDA out of memory\n  exitcode  : -9 (pid: 1)\n"
+    )
     yield from good(length_tokens=length_tokens)
 
 
@@ -49,13 +58,19 @@ def crashing_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batch
 def talking_without_end(*, length_tokens: int, **_: Any) -> Batches:
     """An exception of 30 MB, with a token in its beginning and in its end."""
     yield from _first_step(length_tokens)
-    raise RuntimeError(f"HF_TOKEN=hf_abcdefghijklmnopqrst {'x' * 30_000_000} Authorization: Bearer abcdefgh12345678")
+    raise RuntimeError(
+        f"HF_TOKEN=hf_abcdefghijklmnopqrst {'x' * 30_000_000} Authorization: Bearer "
+        f"abcdefgh12345678"
+    )
 
 
 def leaving_with_1(*, length_tokens: int, **_: Any) -> Batches:
     """A traceback and exit status 1, past every handler."""
     yield from _first_step(length_tokens)
-    sys.stderr.write('Traceback (most recent call last):\n  File "reader.py", line 1, in read\nOSError: the disk is on fire\n')
+    sys.stderr.write(
+        'Traceback (most recent call last):\n  File "reader.py", line 1, in read\nOSError: the '
+        "disk is on fire\n"
+    )
     os._exit(1)
 
 
@@ -99,7 +114,11 @@ def aborting_for_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
     """As the C++ runtime ends a process whose ``std::bad_alloc`` nobody catches."""
     yield from _first_step(length_tokens)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    os.write(
+        2,
+        b"terminate called after throwing an instance of 'std::bad_alloc'\n"
+        b"  what():  std::bad_alloc\n",
+    )
     os.abort()
 
 
@@ -123,10 +142,13 @@ def starting_a_thread_without_room(*, length_tokens: int, **_: Any) -> Batches:
     threading.Thread(target=print).start()
 
 
-def segmentation_fault_after_a_handled_error(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
+def segmentation_fault_after_a_handled_error(
+    *, length_tokens: int, data_rank: int, **_: Any
+) -> Batches:
     """Both ranks handle an error of memory; then one dies of something else."""
     sys.stderr.write(
-        "OSError: [Errno 12] Cannot allocate memory\nterminate called after throwing an instance of 'std::bad_alloc'\n"
+        "OSError: [Errno 12] Cannot allocate memory\nterminate called after throwing an instance "
+        "of 'std::bad_alloc'\n"
     )
     yield from _first_step(length_tokens)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -142,7 +164,9 @@ def raising_what_is_no_text(*, length_tokens: int, **_: Any) -> Batches:
 
 
 def filling_the_control_group(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
-    """Takes memory until the kernel kills this process, whose control group has less than the trial's limit."""
+    """Takes memory until the kernel kills this process, whose control group has less than the
+    trial's limit.
+    """
     yield from _first_step(length_tokens)
     held = []
     while data_rank == 1:
@@ -151,7 +175,9 @@ def filling_the_control_group(*, length_tokens: int, data_rank: int, **_: Any) -
 
 
 def killed_while_another_group_runs_out(*, length_tokens: int, **_: Any) -> Batches:
-    """The kernel kills somebody for want of memory, in the control group that the file ``group`` names; and somebody kills us."""
+    """The kernel kills somebody for want of memory, in the control group that the file ``group``
+    names; and somebody kills us.
+    """
     yield from _first_step(length_tokens)
     tasks = Path(Path(os.environ["FAULTS"], "group").read_text(), "cgroup.procs")
     code = f"open({str(tasks)!r}, 'w').write('0'); held = [b'1' * 2**24 for _ in range(2**10)]"
@@ -177,7 +203,9 @@ def paused(*, length_tokens: int, **_: Any) -> Batches:
 
 
 def filling_the_disk(*, length_tokens: int, **_: Any) -> Batches:
-    """Fills the disk of ``FAULTS``, once, in the trial of the length that the file ``fill`` names."""
+    """Fills the disk of ``FAULTS``, once, in the trial of the length that the file ``fill``
+    names.
+    """
     yield from _first_step(length_tokens)
     fill = Path(os.environ["FAULTS"], "fill")
     if int(fill.read_text()) == length_tokens and not fill.with_name("filler").exists():
@@ -192,7 +220,9 @@ def _first_step(length_tokens: int) -> Batches:
 
 
 def _hang_on() -> None:
-    """Be hard to end: deaf to SIGTERM, and with a daemon, as deaf, in a process session of its own. The file ``hangs`` tells."""
+    """Be hard to end: deaf to SIGTERM, and with a daemon, as deaf, in a process session of its own.
+    The file ``hangs`` tells.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", _DAEMON], start_new_session=True).wait()
     Path(os.environ["FAULTS"], "hangs").touch()

@@ -1,4 +1,6 @@
-"""What lies in the working directory is not run: not as a library of ours, and as ``--data`` only what its name says."""
+"""What lies in the working directory is not run: not as a library of ours, and as ``--data`` only
+what its name says.
+"""
 
 import os
 import subprocess
@@ -6,11 +8,33 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
-TRAPS = ("psutil", "msgspec", "random", "signal", "torch", "transformers", "triton", "flash_attn", "sitecustomize")
+TRAPS = (
+    "psutil",
+    "msgspec",
+    "random",
+    "signal",
+    "torch",
+    "transformers",
+    "triton",
+    "flash_attn",
+    "sitecustomize",
+)
 """Modules that our processes import, or would if they were there."""
-TRIAL = ("highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB", "--log-dir", "logs")
+TRIAL = (
+    "highwater",
+    "try",
+    "tiny",
+    "--length",
+    "32",
+    "--device",
+    "cpu",
+    "--memory",
+    "1GiB",
+    "--log-dir",
+    "logs",
+)
 OWN = """
 import random
 
@@ -34,7 +58,9 @@ def sprung(mark: str, tiny: Path, tmp_path: Path) -> Path:
 
 
 def done(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
 
 
 def test_a_trial_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -> None:
@@ -44,7 +70,17 @@ def test_a_trial_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -
 
 
 def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -> None:
-    predicted = done("highwater", "predict", "tiny", "--gpus", "1xH200-141GB", "--length", "64", "--exact", XDG_CACHE_HOME="cache")
+    predicted = done(
+        "highwater",
+        "predict",
+        "tiny",
+        "--gpus",
+        "1xH200-141GB",
+        "--length",
+        "64",
+        "--exact",
+        XDG_CACHE_HOME="cache",
+    )
     assert predicted.returncode == 0, predicted.stderr
     assert not sprung.exists(), sprung.read_text()
 
@@ -54,4 +90,12 @@ def test_batches_of_the_working_directory_are_found_after_every_library(sprung: 
     tried = done(*TRIAL, "--data", "own:good")
     assert tried.returncode == 0, tried.stderr
     ran = sprung.read_text().split() if sprung.exists() else []
-    assert not set(ran) & {"psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater"}
+    assert not set(ran) & {
+        "psutil",
+        "msgspec",
+        "random",
+        "signal",
+        "torch",
+        "transformers",
+        "highwater",
+    }

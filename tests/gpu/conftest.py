@@ -1,10 +1,18 @@
-"""GPU tests: skipped, with the reason, where there is no GPU; with HIGHWATER_REQUIRE=gpu a missing GPU is a failure."""
+"""GPU tests: skipped, with the reason, where there is no GPU; with HIGHWATER_REQUIRE=gpu a missing
+GPU is a failure.
+"""
 
 import os
 
 import pytest
 
-TRIALS = ("test_trials.py", "test_saves.py", "test_strategies.py", "test_machine_constants.py", "test_traces.py")
+TRIALS = (
+    "test_trials.py",
+    "test_saves.py",
+    "test_strategies.py",
+    "test_machine_constants.py",
+    "test_traces.py",
+)
 """All their tests launch trials, or other processes that want a GPU of their own."""
 
 
@@ -12,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in str(item.path):
             item.add_marker(pytest.mark.gpu)
-    # Trials first: they want a GPU that nobody uses, and this process uses it once it has run a kernel.
+    # Trials first: they want a GPU that nobody uses, and this process uses it once it has run a
+    # kernel.
     items.sort(key=_uses_the_gpu_itself)
 
 

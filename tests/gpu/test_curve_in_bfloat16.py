@@ -1,4 +1,6 @@
-"""200 steps on real text in bfloat16: our packed, sharded, recomputed, chunked training has Hugging Face's loss curve."""
+"""200 steps on real text in bfloat16: our packed, sharded, recomputed, chunked training has Hugging
+Face's loss curve.
+"""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
 
-from curve import STEPS, hugging_face_curve, our_curve, save_model  # noqa: E402
+from curve import STEPS, hugging_face_curve, our_curve, save_model
 
-from highwater.parallel.mesh import alone  # noqa: E402
+from highwater.parallel.mesh import alone
 
 TOLERANCE = 1e-3
 """Norm-relative, in bfloat16: both round activations to 8 bits, at different places."""
@@ -28,5 +30,9 @@ def test_two_hundred_steps_in_bfloat16_have_hugging_faces_loss_curve(
     assert len(ours) == STEPS
     assert ours[-1] < 0.9 * ours[0], "it learns"
     deviation = float((ours - theirs).norm() / theirs.norm())
-    record_property("counted", f"losses {float(ours[0]):.4f} to {float(ours[-1]):.4f}, norm-relative deviation {deviation:.1e}")
+    record_property(
+        "counted",
+        f"losses {float(ours[0]):.4f} to {float(ours[-1]):.4f}, norm-relative deviation "
+        f"{deviation:.1e}",
+    )
     assert deviation < TOLERANCE

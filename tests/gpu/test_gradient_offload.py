@@ -1,4 +1,6 @@
-"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU, and few pinned blocks on the way."""
+"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU, and few
+pinned blocks on the way.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -11,22 +13,24 @@ from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import register, select_kernel  # noqa: E402
-from highwater.engine import step  # noqa: E402
-from highwater.engine.data import Batch, Document, pack  # noqa: E402
-from highwater.engine.model import build, read_config  # noqa: E402
-from highwater.engine.step import Trainer, backward_of, make_optimizer  # noqa: E402
-from highwater.parallel import mesh as process_mesh  # noqa: E402
-from highwater.parallel.fsdp import local_shard  # noqa: E402
-from highwater.spec.footprint import STAGED_LAYERS, staged_gradient_bytes  # noqa: E402
-from highwater.spec.hyperparameters import Hyperparameters  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
-from highwater.spec.model import load_model  # noqa: E402
-from highwater.spec.settings import Settings  # noqa: E402
-from highwater.units import MIB  # noqa: E402
+from highwater.attention.dense import register, select_kernel
+from highwater.models.build import build, read_config
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.spec.footprint import STAGED_LAYERS, staged_gradient_bytes
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.train import step
+from highwater.train.data import Batch, Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, backward_of
+from highwater.units import MIB
 
 GRADIENT_TOLERANCE = 0.02
-"""Norm-relative: attention's and the embedding's gradients are added up in no fixed order, in bfloat16."""
+"""Norm-relative: attention's and the embedding's gradients are added up in no fixed order, in
+bfloat16."""
 MEMORY_TOLERANCE = 0.001
 """Relative: that of the traces."""
 LENGTH = 4096
@@ -49,8 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen3Config
 
     directory = tmp_path_factory.mktemp("model")
-    shape = {"num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
-    sizes = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 8192}
+    shape = {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    sizes = {
+        "vocab_size": 16_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 8192,
+    }
     Qwen3Config(**shape, **sizes, tie_word_embeddings=False).save_pretrained(directory)
     return directory
 
@@ -68,7 +82,9 @@ def test_offloaded_gradients_are_those_of_the_gpu(model: Path) -> None:
         assert float((found[name] - gradient).norm() / gradient.norm()) < GRADIENT_TOLERANCE, name
 
 
-def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(model, offload=True)  # compiles kernels and makes workspaces
     ours = run(model, offload=True)
     monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())
@@ -78,10 +94,15 @@ def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(model: 
     shape = load_model(str(model)).shape
     staged_bytes = staged_gradient_bytes(shape, Settings(offload=True), gpus=1)
     all_bytes = 4 * shape.parameters
-    # PyTorch gives a block out again once it has seen the GPU pass by: on short layers, one layer later.
-    layer_bytes = staged_bytes - staged_gradient_bytes(replace(shape, layers=STAGED_LAYERS - 1), Settings(offload=True), gpus=1)
+    # PyTorch gives a block out again once it has seen the GPU pass by: on short layers, one layer
+    # later.
+    layer_bytes = staged_bytes - staged_gradient_bytes(
+        replace(shape, layers=STAGED_LAYERS - 1), Settings(offload=True), gpus=1
+    )
     most_bytes = staged_bytes + layer_bytes + MIB
-    assert staged_bytes / 2 < ours.pinned_bytes <= most_bytes < all_bytes, f"{staged_bytes} were predicted"
+    assert staged_bytes / 2 < ours.pinned_bytes <= most_bytes < all_bytes, (
+        f"{staged_bytes} were predicted"
+    )
 
 
 def run(directory: Path, *, offload: bool) -> Pass:
@@ -93,20 +114,26 @@ def run(directory: Path, *, offload: bool) -> Pass:
         read_config(str(directory), length_tokens=LENGTH, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register(select_kernel(device, torch.bfloat16, query_heads=8, kv_heads=4, head_dim=128)),
+        attention=register(
+            select_kernel(device, torch.bfloat16, query_heads=8, kv_heads=4, head_dim=128)
+        ),
         loss="chunked",
         recompute="layer",
         compute_dtype=torch.bfloat16,
         offload=offload,
     )
-    trainer = Trainer(policy=trained, optimizer=make_optimizer(trained, Hyperparameters()), mesh=mesh)
+    training = Training(
+        policy=trained, optimizer=make_optimizer(trained, Hyperparameters()), mesh=mesh
+    )
     _emptied()
     torch.cuda.reset_peak_memory_stats()
     pinned_bytes = _pinned_bytes()
-    backward_of(trainer, micro_batches())
+    backward_of(training, micro_batches())
     torch.cuda.synchronize()
     return Pass(
-        gradients={name: local_shard(p.grad).to("cpu", copy=True) for name, p in trained.named_parameters()},
+        gradients={
+            name: local_shard(p.grad).to("cpu", copy=True) for name, p in trained.named_parameters()
+        },
         allocated_bytes=torch.cuda.max_memory_allocated() - before_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved() - before_bytes,
         pinned_bytes=_pinned_bytes() - pinned_bytes,
@@ -120,7 +147,9 @@ def micro_batches() -> list[Batch]:
 
 
 def _pinned_bytes() -> int:
-    """Of the process, what PyTorch keeps included; its own count of what is in use never goes down (torch 2.11)."""
+    """Of the process, what PyTorch keeps included; its own count of what is in use never goes down
+    (torch 2.11).
+    """
     return torch.cuda.host_memory_stats()["allocated_bytes.current"]
 
 

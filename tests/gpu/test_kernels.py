@@ -1,25 +1,33 @@
-"""The GPU's own code against float64: row kernels on odd sizes, logits beside them poisoned; both losses; the attention."""
+"""The GPU's own code against float64: row kernels on odd sizes, logits beside them poisoned; both
+losses; the attention.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import attend, select_kernel  # noqa: E402
-from highwater.attention.reference import reference_attention  # noqa: E402
-from highwater.bench.layer import measure as measure_layer  # noqa: E402
-from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure  # noqa: E402
-from highwater.engine import gate_kernels, rotary_kernels, row_kernels  # noqa: E402
-from highwater.engine import loss as loss_module  # noqa: E402
+from highwater.attention.dense import attend, select_kernel
+from highwater.attention.reference import reference_attention
+from highwater.bench.layer import measure as measure_layer
+from highwater.bench.loss import CONTENDERS, TOLERANCE, compare, measure
+from highwater.kernels import gates as gate_kernels
+from highwater.kernels import rotary as rotary_kernels
+from highwater.kernels import rows as row_kernels
+from highwater.models import loss as loss_module
 
 LAYER_BYTES = 52_500
-"""Per token, Qwen3-0.6B: 35,500 in tensors and 16,400 that cuDNN takes for itself (docs/results/layer/README.md)."""
+"""Per token, Qwen3-0.6B: 35,500 in tensors and 16,400 that cuDNN takes for itself
+(docs/results/layer/README.md)."""
 ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
-"""Norm-relative against float64 on the same logits; the gradient is stored in the logits' own dtype."""
+"""Norm-relative against float64 on the same logits; the gradient is stored in the logits' own
+dtype."""
 
 
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 4095), (5, 4097), (129, 151_936)])
-def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(dtype: "torch.dtype", rows: int, vocabulary: int) -> None:
+def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(
+    dtype: "torch.dtype", rows: int, vocabulary: int
+) -> None:
     torch.manual_seed(0)
     wide = torch.full((rows + 2, vocabulary + 64), float("nan"), device="cuda", dtype=dtype)
     logits = wide[1 : rows + 1, :vocabulary]
@@ -45,7 +53,9 @@ def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(dtype: "t
 def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype") -> None:
     torch.manual_seed(0)
     gate, up, gradient = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
-    rows = slice(max(0, shape[0] - 999), None)  # the last ones, whose offsets pass 2**31 in the largest
+    rows = slice(
+        max(0, shape[0] - 999), None
+    )  # the last ones, whose offsets pass 2**31 in the largest
     exact = [t[rows].double() for t in (gate, up, gradient)]
     product, wanted = gate.clone(), exact[0].clone()
     gate_kernels.product_(product, up)
@@ -60,21 +70,31 @@ def test_gate_kernels_equal_float64(shape: tuple[int, int], dtype: "torch.dtype"
 
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 4), (5, 3, 12), (1031, 16, 128), (77, 64, 80), (560_000, 32, 128)])
-def test_rotary_kernels_equal_float64(shape: tuple[int, int, int], has_norm: bool, dtype: "torch.dtype") -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 4), (5, 3, 12), (1031, 16, 128), (77, 64, 80), (560_000, 32, 128)]
+)
+def test_rotary_kernels_equal_float64(
+    shape: tuple[int, int, int], has_norm: bool, dtype: "torch.dtype"
+) -> None:
     torch.manual_seed(0)
     tokens, heads, size = shape
     x = torch.randn(shape, device="cuda", dtype=dtype)
-    upstream = torch.randn(heads, tokens, size, device="cuda", dtype=dtype).transpose(0, 1)  # as attention gives it back
+    upstream = torch.randn(heads, tokens, size, device="cuda", dtype=dtype).transpose(
+        0, 1
+    )  # as attention gives it back
     weight = torch.randn(size, device="cuda", dtype=dtype) if has_norm else None
     cosines, sines = torch.randn(2, tokens, size, device="cuda", dtype=dtype)
     out, scales = rotary_kernels.rotate(x, weight, 1e-6, cosines, sines)
     gradient, weight_gradient = rotary_kernels.backward(upstream, x, weight, scales, cosines, sines)
-    rows = slice(max(0, tokens - 1031), None)  # the last ones, whose offsets pass 2**31 in the largest
+    rows = slice(
+        max(0, tokens - 1031), None
+    )  # the last ones, whose offsets pass 2**31 in the largest
     exact = [None if t is None else t.double() for t in (x[rows], weight)]
     positions = [t[rows].double() for t in (cosines, sines)]
     expected, wide_scales = rotary_kernels.rotate(*exact, 1e-6, *positions)
-    wanted, wanted_weight = rotary_kernels.backward(upstream[rows].double(), *exact, wide_scales, *positions)
+    wanted, wanted_weight = rotary_kernels.backward(
+        upstream[rows].double(), *exact, wide_scales, *positions
+    )
     assert deviation(out[rows], expected) < ROW_TOLERANCE[dtype]
     assert deviation(gradient[rows], wanted) < ROW_TOLERANCE[dtype]
     if weight_gradient is not None and wanted_weight is not None and tokens <= 1031:
@@ -94,44 +114,62 @@ def test_logits_of_minus_infinity_have_probability_zero_and_make_no_nan() -> Non
     ours = row_kernels.statistics(logits, labels)
     for mine, wanted in zip(ours, expected, strict=True):
         assert deviation(mine, wanted) < ROW_TOLERANCE[torch.float32]
-    row_kernels.backward_(logits, labels, ours, torch.ones(2, device="cuda"), torch.ones(2, device="cuda"))
+    row_kernels.backward_(
+        logits, labels, ours, torch.ones(2, device="cuda"), torch.ones(2, device="cuda")
+    )
     assert torch.equal(logits[:, :8192], torch.zeros_like(logits[:, :8192]))
     assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("name", list(CONTENDERS))
 def test_losses_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cuda", 1)  # the smallest chunk: 1031 tokens make nine
+    monkeypatch.setitem(
+        loss_module.CHUNK_BYTES, "cuda", 1
+    )  # the smallest chunk: 1031 tokens make nine
     assert max(compare(CONTENDERS[name]).values()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "most"), [("full", 4.2), ("chunked", 0.05), ("full + entropy", 6.2), ("chunked + entropy", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("full", 4.2), ("chunked", 0.05), ("full + entropy", 6.2), ("chunked + entropy", 0.05)],
+)
 def test_the_slope_of_a_loss_is_what_it_is_said_to_be(name: str, most: float) -> None:
-    slope = measure(name, CONTENDERS[name])["bytes_per_token_vocabulary"]
-    assert isinstance(slope, float)
-    assert slope <= most
+    logprob_gradient = measure(name, CONTENDERS[name])["bytes_per_token_vocabulary"]
+    assert isinstance(logprob_gradient, float)
+    assert logprob_gradient <= most
 
 
 @pytest.mark.parametrize("document_lengths", [(33,), (7, 7, 7), (65, 1, 129)])
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(16, 8), (4, 1)])
-def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...], query_heads: int, kv_heads: int) -> None:
+def test_packed_attention_equals_the_textbook(
+    document_lengths: tuple[int, ...], query_heads: int, kv_heads: int
+) -> None:
     torch.manual_seed(0)
     device, size, tokens = torch.device("cuda"), 128, sum(document_lengths)
-    kernel = select_kernel(device, torch.bfloat16, query_heads=query_heads, kv_heads=kv_heads, head_dim=size)
+    kernel = select_kernel(
+        device, torch.bfloat16, query_heads=query_heads, kv_heads=kv_heads, head_dim=size
+    )
     q, k, v = (
         torch.randn(tokens, heads, size, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (query_heads, kv_heads, kv_heads)
     )
     upstream = torch.randn(tokens, query_heads, size, device=device, dtype=torch.bfloat16)
     as_heads = [t.transpose(0, 1)[None] for t in (q, k, v)]
-    ours = attend(*as_heads, document_lengths=document_lengths, scaling=size**-0.5, kernel=kernel)[0]
+    ours = attend(*as_heads, document_lengths=document_lengths, scaling=size**-0.5, kernel=kernel)[
+        0
+    ]
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = reference_attention(*exact, document_lengths=document_lengths, scaling=size**-0.5)
     assert deviation(ours, expected) < TOLERANCE
     wanted = torch.autograd.grad(expected, exact, upstream.double())
-    for gradient, exact_gradient in zip(torch.autograd.grad(ours, (q, k, v), upstream), wanted, strict=True):
+    for gradient, exact_gradient in zip(
+        torch.autograd.grad(ours, (q, k, v), upstream), wanted, strict=True
+    ):
         assert deviation(gradient, exact_gradient) < TOLERANCE
 
 
 def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours.detach().double() - expected.detach()).norm() / expected.detach().norm().clamp_min(1e-300))
+    return float(
+        (ours.detach().double() - expected.detach()).norm()
+        / expected.detach().norm().clamp_min(1e-300)
+    )

@@ -1,4 +1,6 @@
-"""What ``highwater doctor --measure`` reads on a GPU: plausible sizes, and that nothing stays behind."""
+"""What ``highwater doctor --measure`` reads on a GPU: plausible sizes, and that nothing stays
+behind.
+"""
 
 import json
 import subprocess
@@ -6,8 +8,8 @@ import sys
 
 import pytest
 
-from highwater.launch.constants import read_constants
-from highwater.launch.probe import probe
+from highwater.run.measured_constants import read_constants
+from highwater.run.probe import probe
 from highwater.units import GIB, MIB
 
 

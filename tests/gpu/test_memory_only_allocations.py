@@ -1,4 +1,6 @@
-"""Memory-only trials on a GPU: pieces make every allocation that whole documents make, and a trial has the peak of a full one."""
+"""Memory-only trials on a GPU: pieces make every allocation that whole documents make, and a trial
+has the peak of a full one.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,24 +10,26 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import Kernel, attend  # noqa: E402
-from highwater.launch.local import LocalRunner  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
-from highwater.spec.model import load_model  # noqa: E402
-from highwater.spec.pieces import pieces  # noqa: E402
-from highwater.spec.settings import Allocator, Loss, Settings  # noqa: E402
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec  # noqa: E402
-from highwater.units import MIB  # noqa: E402
+from highwater.attention.dense import Kernel, attend
+from highwater.run.local import LocalRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.pieces import pieces
+from highwater.spec.settings import Allocator, Loss, Settings
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.units import MIB
 
 TRIAL_TOLERANCE = 0.002
 """Of the peak reserved: what a memory-only trial is trusted for."""
 ORDER_TOLERANCE = 0.0005
-"""Of the peak allocated: the same allocations, of which the gradient of a short document may end one operator sooner."""
+"""Of the peak allocated: the same allocations, of which the gradient of a short document may end
+one operator sooner."""
 SEGMENT = 20 * MIB
 """What the allocator takes at once for anything between 1 and 10 MiB."""
 SIZE = 128
 HEADS = [(16, 8), (32, 8), (16, 16), (4, 2), (2, 1), (1, 1)]
-"""Of whole models, and of one rank: 16 / 8 at Ulysses degrees 4, 8 and 16, where key/value heads are repeated."""
+"""Of whole models, and of one rank: 16 / 8 at Ulysses degrees 4, 8 and 16, where key/value heads
+are repeated."""
 PACKINGS = [(32_768,), (40_960,), (20_480, 20_480), (24_576, 1, 100), (131_000,)]
 
 
@@ -34,17 +38,29 @@ def kernels() -> list[Kernel]:
     return ["cudnn", "flash"] if hopper else ["flash"]
 
 
-def step(lengths: tuple[int, ...], heads: tuple[int, int], kernel: Kernel, *, in_pieces: bool) -> Callable[[], None]:
+def step(
+    lengths: tuple[int, ...], heads: tuple[int, int], kernel: Kernel, *, in_pieces: bool
+) -> Callable[[], None]:
     """Forward and backward of one attention in bf16, laid out as projections leave it."""
     tokens = sum(lengths)
     q, k, v = (
-        torch.randn(1, tokens, count, SIZE, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        torch.randn(1, tokens, count, SIZE, device="cuda", dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_()
         for count in (heads[0], heads[1], heads[1])
     )
     upstream = torch.randn(1, tokens, heads[0], SIZE, device="cuda", dtype=torch.bfloat16)
 
     def run() -> None:
-        out = attend(q, k, v, document_lengths=lengths, scaling=SIZE**-0.5, kernel=kernel, in_pieces=in_pieces)
+        out = attend(
+            q,
+            k,
+            v,
+            document_lengths=lengths,
+            scaling=SIZE**-0.5,
+            kernel=kernel,
+            in_pieces=in_pieces,
+        )
         assert out.isfinite().all()
         out.backward(upstream)
         q.grad = k.grad = v.grad = None
@@ -53,9 +69,11 @@ def step(lengths: tuple[int, ...], heads: tuple[int, int], kernel: Kernel, *, in
 
 
 def memory_of(make_step: Callable[[], Callable[[], None]]) -> tuple[list[int], int, int]:
-    """Sizes of all allocations in order, peak allocated above what was there, peak reserved; after a first run that is left out.
+    """Sizes of all allocations in order, peak allocated above what was there, peak reserved; after
+    a first run that is left out.
 
-    Nothing is cached when the inputs are made: what earlier tests left behind would take them in, and decide what is reserved.
+    Nothing is cached when the inputs are made: what earlier tests left behind would take them in,
+    and decide what is reserved.
     """
     torch.cuda.empty_cache()
     run = make_step()
@@ -79,11 +97,16 @@ def memory_of(make_step: Callable[[], Callable[[], None]]) -> tuple[list[int], i
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", PACKINGS)
-def test_pieces_allocate_what_whole_documents_do(kernel: Kernel, heads: tuple[int, int], lengths: tuple[int, ...]) -> None:
+def test_pieces_allocate_what_whole_documents_do(
+    kernel: Kernel, heads: tuple[int, int], lengths: tuple[int, ...]
+) -> None:
     assert (pieces(lengths[0], "cuda") or 1) > 1
-    whole_sizes, whole_allocated, whole_reserved = memory_of(partial(step, lengths, heads, kernel, in_pieces=False))
+    whole_sizes, whole_allocated, whole_reserved = memory_of(
+        partial(step, lengths, heads, kernel, in_pieces=False)
+    )
     sizes, allocated, reserved = memory_of(partial(step, lengths, heads, kernel, in_pieces=True))
-    if lengths == (131_000,):  # no multiple of a kernel's block: its rounded buffers may differ by the padding of the pieces
+    # no multiple of a kernel's block: its rounded buffers may differ by the pieces' padding
+    if lengths == (131_000,):
         assert allocated == pytest.approx(whole_allocated, rel=0.005)
         return
     assert sizes == whole_sizes
@@ -91,7 +114,9 @@ def test_pieces_allocate_what_whole_documents_do(kernel: Kernel, heads: tuple[in
     assert reserved == pytest.approx(whole_reserved, rel=TRIAL_TOLERANCE, abs=SEGMENT)
 
 
-def trial(tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: int | None) -> TrialResult:
+def trial(
+    tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: int | None
+) -> TrialResult:
     model = load_model("Qwen3-0.6B")
     spec = TrialSpec(
         model_name=model.name,
@@ -107,11 +132,15 @@ def trial(tmp_path: Path, length: int, loss: Loss, allocator: Allocator, depth: 
 
 
 @pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])
-def test_a_memory_only_trial_has_the_peak_of_a_full_one(tmp_path: Path, loss: Loss, allocator: Allocator) -> None:
+def test_a_memory_only_trial_has_the_peak_of_a_full_one(
+    tmp_path: Path, loss: Loss, allocator: Allocator
+) -> None:
     full, memory_only = (trial(tmp_path, 32_768, loss, allocator, depth) for depth in (None, 1))
     assert full.outcome is Outcome.FIT, full.reason
     assert memory_only.outcome is Outcome.MEMORY_ONLY_FIT, memory_only.reason
-    assert memory_only.peak_reserved_bytes == pytest.approx(full.peak_reserved_bytes, rel=TRIAL_TOLERANCE)
+    assert memory_only.peak_reserved_bytes == pytest.approx(
+        full.peak_reserved_bytes, rel=TRIAL_TOLERANCE
+    )
     assert memory_only.ranks[0].memory.peak_allocated_bytes == pytest.approx(
         full.ranks[0].memory.peak_allocated_bytes, rel=TRIAL_TOLERANCE
     )

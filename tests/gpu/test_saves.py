@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from highwater.launch.local import LocalRunner
+from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -29,10 +29,15 @@ def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_pat
         length_tokens=8192,
         memory_budget_bytes=20 * GIB,
     )
-    saving = msgspec.structs.replace(plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always"))
+    saving = msgspec.structs.replace(
+        plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always")
+    )
     runner = LocalRunner(log_directory=tmp_path, timeout_s=280)
     without, result = runner.run(plain), runner.run(saving)
-    assert (without.outcome, result.outcome) == (Outcome.FIT, Outcome.FIT), (without.reason, result.reason)
+    assert (without.outcome, result.outcome) == (Outcome.FIT, Outcome.FIT), (
+        without.reason,
+        result.reason,
+    )
     (rank,) = result.ranks
     parameters = rank.parameters or 0
     assert [save.kind for save in rank.saves] == ["hf", "sharded", "hf"]

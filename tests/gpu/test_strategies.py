@@ -1,11 +1,13 @@
-"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training, and what of the states leaves the GPU."""
+"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training, and what of the
+states leaves the GPU.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from highwater.launch.local import LocalRunner
-from highwater.launch.probe import probe
+from highwater.run.local import LocalRunner
+from highwater.run.probe import probe
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Objective, Settings, Strategy
@@ -14,20 +16,34 @@ from highwater.units import GIB
 
 GPUS = [count for count in (1, 2, 4) if count <= max(1, len(probe().gpus))]
 TOLERANCE = 1e-3
-"""Relative. The kernels and the weights are the same; sums over ranks, and over a norm's parts, have another order."""
+"""Relative. The kernels and the weights are the same; sums over ranks, and over a norm's parts,
+have another order."""
 NOTHING = 1e-6
-"""Absolute: GRPO's loss is the mean of its normalised advantages while the policy is the old one, which is 0 but for rounding."""
+"""Absolute: GRPO's loss is the mean of its normalised advantages while the policy is the old one,
+which is 0 but for rounding."""
 LENGTH = 1024
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """320 million parameters, without weights: every placement of the shards starts from the same random ones."""
+    """320 million parameters, without weights: every placement of the shards starts from the same
+    random ones.
+    """
     from transformers import Qwen3Config
 
     directory = tmp_path_factory.mktemp("model")
-    shape = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
-    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 4096}
+    shape = {
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    sizes = {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 4096,
+    }
     Qwen3Config(**shape, **sizes, tie_word_embeddings=True).save_pretrained(directory)
     return directory
 
@@ -41,10 +57,15 @@ def test_every_strategy_trains_the_same_and_offload_empties_the_gpu_as_far_as_it
     for strategy, offload, saved in (("fsdp", False, 0), ("fsdp2", True, 16), ("fsdp", True, 12)):
         other = trained(model, tmp_path, gpus, strategy, offload=offload)
         assert other.losses == pytest.approx(plain.losses, rel=TOLERANCE), (strategy, offload)
-        assert other.gradient_norms == pytest.approx(plain.gradient_norms, rel=TOLERANCE), (strategy, offload)
+        assert other.gradient_norms == pytest.approx(plain.gradient_norms, rel=TOLERANCE), (
+            strategy,
+            offload,
+        )
         assert other.parameters == plain.parameters
         if offload:
-            less = (plain.memory.peak_allocated_bytes or 0) - (other.memory.peak_allocated_bytes or 0)
+            less = (plain.memory.peak_allocated_bytes or 0) - (
+                other.memory.peak_allocated_bytes or 0
+            )
             # A unit's float32 shard passes through the GPU on its way to the narrow copy.
             assert less > 0.8 * saved * state_bytes, (strategy, less / state_bytes)
 
@@ -63,7 +84,9 @@ def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(
 
 def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: bool) -> RankReport:
     """Data parallel over ``gpus``."""
-    return report(model, logs, Layout(gpus=gpus), Settings(strategy=strategy, offload=offload, loss="chunked"))
+    return report(
+        model, logs, Layout(gpus=gpus), Settings(strategy=strategy, offload=offload, loss="chunked")
+    )
 
 
 def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankReport:

@@ -1,12 +1,14 @@
-"""Traces made beside a GPU, with the CUDA build that trains there, against trials: the same peaks."""
+"""Traces made beside a GPU, with the CUDA build that trains there, against trials: the same
+peaks.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from highwater.launch.local import LocalRunner
-from highwater.launch.tracing import CachedTracer
-from highwater.prediction.replay import replay
+from highwater.memory.trace.replay import replay
+from highwater.run.local import LocalRunner
+from highwater.run.tracing import CachedTracer
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -15,11 +17,21 @@ from highwater.units import GIB
 
 TOLERANCE = 0.001
 """Relative. Held-out trials of this size were off by 0.02 % at most (docs/results/predict)."""
-GRPO = Settings(objective="grpo", loss="full", entropy="full", sequences_per_micro_batch=2, allocator="expandable")
+GRPO = Settings(
+    objective="grpo",
+    loss="full",
+    entropy="full",
+    sequences_per_micro_batch=2,
+    allocator="expandable",
+)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("settings", [Settings(loss="full"), Settings(loss="chunked", offload=True), GRPO], ids=lambda s: s.slug)
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(loss="full"), Settings(loss="chunked", offload=True), GRPO],
+    ids=lambda s: s.slug,
+)
 def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -> None:
     model = load_model("Qwen3-0.6B")
     spec = TrialSpec(
@@ -39,5 +51,7 @@ def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -
     assert "+cu" in log.versions["torch"], "the build that trains here, not a CPU build beside it"
     replayed = replay(log, allocator=settings.allocator)
     memory = result.ranks[0].memory
-    assert replayed.peak_allocated_bytes == pytest.approx(memory.peak_allocated_bytes, rel=TOLERANCE)
+    assert replayed.peak_allocated_bytes == pytest.approx(
+        memory.peak_allocated_bytes, rel=TOLERANCE
+    )
     assert replayed.peak_reserved_bytes == pytest.approx(memory.peak_reserved_bytes, rel=TOLERANCE)

@@ -1,4 +1,6 @@
-"""Two ways to train the same tiny model on the same real text: our engine, and Hugging Face as its documentation has it."""
+"""Two ways to train the same tiny model on the same real text: our engine, and Hugging Face as its
+documentation has it.
+"""
 
 from pathlib import Path
 from typing import cast
@@ -9,16 +11,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.attention.dense import register, select_kernel
-from highwater.engine.data import Document, pack
-from highwater.engine.model import build, read_config
-from highwater.engine.step import Trainer, make_optimizer, train_step
+from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.train.data import Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
 
 STEPS = 200
 HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)
-"""At 1e-3 this model amplifies the rounding of the first steps a thousandfold: the curves would tell of chaos, not of gradients."""
+"""At 1e-3 this model amplifies the rounding of the first steps a thousandfold: the curves would
+tell of chaos, not of gradients."""
 TEXT = Path(__file__).parents[2] / "LICENSE"
 """Real text, 11 KB of it, a byte a token."""
 DOCUMENT_TOKENS = (64, 33, 95)
@@ -44,7 +48,9 @@ def save_model(folder: Path) -> str:
 
 
 def text_batches() -> list[list[list[Tensor]]]:
-    """By step and micro-batch: documents of several lengths, cut from the text one after another, over and over."""
+    """By step and micro-batch: documents of several lengths, cut from the text one after another,
+    over and over.
+    """
     ids = torch.tensor(list(TEXT.read_bytes()))
     start, steps = 0, []
     for _ in range(STEPS):
@@ -60,32 +66,55 @@ def text_batches() -> list[list[list[Tensor]]]:
 
 
 def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
-    """The loss of every step; packed, sharded, recomputed, chunked. A process group has to be there."""
+    """The loss of every step; packed, sharded, recomputed, chunked. A process group has to be
+    there.
+    """
     mesh = process_mesh.shard_mesh(Layout(), device)
     model = build(
         read_config(directory, length_tokens=128, rope="auto"),
         directory=directory,
         mesh=mesh,
-        attention=register(select_kernel(device, compute_dtype, query_heads=4, kv_heads=2, head_dim=32)),
+        attention=register(
+            select_kernel(device, compute_dtype, query_heads=4, kv_heads=2, head_dim=32)
+        ),
         loss="chunked",
         recompute="layer",
         compute_dtype=compute_dtype,
     )
-    trainer = Trainer(policy=model, optimizer=make_optimizer(model, HYPERPARAMETERS), mesh=mesh, hyperparameters=HYPERPARAMETERS)
+    training = Training(
+        policy=model,
+        optimizer=make_optimizer(model, HYPERPARAMETERS),
+        mesh=mesh,
+        hyperparameters=HYPERPARAMETERS,
+    )
     losses = []
     for micro_batches in text_batches():
         packed = [pack([Document(ids, ids) for ids in documents]) for documents in micro_batches]
-        losses.append(float(train_step(trainer, packed)[0]))
+        losses.append(float(train_step(training, packed)[0]))
     return torch.tensor(losses, dtype=torch.float64)
 
 
 def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
-    """The loss of every step; float32 parameters, autocast, one document at a time, nothing packed."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
+    """The loss of every step; float32 parameters, autocast, one document at a time, nothing
+    packed.
+    """
+    model = (
+        AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        .to(device)
+        .train()
+    )
     decays = transformers.Trainer.get_decay_parameter_names(cast(transformers.Trainer, None), model)
     groups = [
-        {"params": [p for name, p in model.named_parameters() if name in decays], "weight_decay": HYPERPARAMETERS.weight_decay},
-        {"params": [p for name, p in model.named_parameters() if name not in decays], "weight_decay": 0.0},
+        {
+            "params": [p for name, p in model.named_parameters() if name in decays],
+            "weight_decay": HYPERPARAMETERS.weight_decay,
+        },
+        {
+            "params": [p for name, p in model.named_parameters() if name not in decays],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=HYPERPARAMETERS.learning_rate)
     losses = []
@@ -95,8 +124,14 @@ def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torc
         total = 0.0
         for ids in documents:
             row = ids[None].to(device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
-                loss = model(input_ids=row, labels=row, use_cache=False).loss * (len(ids) - 1) / trained
+            with torch.autocast(
+                device.type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16
+            ):
+                loss = (
+                    model(input_ids=row, labels=row, use_cache=False).loss
+                    * (len(ids) - 1)
+                    / trained
+                )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), HYPERPARAMETERS.max_grad_norm)

@@ -1,4 +1,6 @@
-"""Small graphs where gradients meet, on any device: alone, shared, held, viewed, expanded, and inside a backward formula."""
+"""Small graphs where gradients meet, on any device: alone, shared, held, viewed, expanded, and
+inside a backward formula.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -93,22 +95,33 @@ GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
     "tied embedding, a view's head": lambda x: _tied(x, lambda hidden, weight: hidden @ weight.T),
     "tied embedding, a product's head": lambda x: _tied(x, _Head.apply),
     "transposed": lambda x: (x.T * torch.ones(8, 8, device=x.device)).sum() + (x.T * 3).sum(),
-    "made with other strides": lambda x: (x * torch.ones(8, 8, device=x.device).T).sum() + (x * 3).sum(),
+    "made with other strides": lambda x: (
+        (x * torch.ones(8, 8, device=x.device).T).sum() + (x * 3).sum()
+    ),
     "viewed": lambda x: (x.view(-1) * 2).sum() + (x.view(-1) * 3).sum(),
     "viewed first": lambda x: (x * 2).sum() + (x.view(-1) * 3).sum(),
     "viewed last": lambda x: (x.view(-1) * 3).sum() + (x * 2).sum(),
     "parts": lambda x: (x[:4] * 2).sum() + (x[4:] * 2).sum(),
     "parts and whole": lambda x: sum(((part * 2).sum() for part in x.chunk(2)), (x * 2).sum()),
-    "products": lambda x: (x @ torch.ones(8, 8, device=x.device)).sum() + (x @ torch.ones(8, 8, device=x.device)).sum(),
+    "products": lambda x: (
+        (x @ torch.ones(8, 8, device=x.device)).sum()
+        + (x @ torch.ones(8, 8, device=x.device)).sum()
+    ),
     "other dtype": lambda x: (x.double() * 2).sum() + (x.double() * 3).sum(),
-    "from Python": lambda x: (_Doubled.apply(x, False) * 2).sum() + (_Doubled.apply(x, False) * 3).sum(),
+    "from Python": lambda x: (
+        (_Doubled.apply(x, False) * 2).sum() + (_Doubled.apply(x, False) * 3).sum()
+    ),
     "from Python first": lambda x: (x * 3).sum() + (_Doubled.apply(x, False) * 2).sum(),
     "from Python last": lambda x: (_Doubled.apply(x, False) * 2).sum() + (x * 3).sum(),
-    "held by Python": lambda x: (_Doubled.apply(x, True) * 2).sum() + (_Doubled.apply(x, True) * 3).sum(),
+    "held by Python": lambda x: (
+        (_Doubled.apply(x, True) * 2).sum() + (_Doubled.apply(x, True) * 3).sum()
+    ),
     "held by Python, last": lambda x: (_Doubled.apply(x, True) * 2).sum() + (x * 3).sum(),
     "hooked": _hooked,
     "retained": _retained,
-    "recomputed": lambda x: checkpoint(lambda y: (y * 2 + y) * 3, x, use_reentrant=False).sum() + (x * 2).sum(),
+    "recomputed": lambda x: (
+        checkpoint(lambda y: (y * 2 + y) * 3, x, use_reentrant=False).sum() + (x * 2).sum()
+    ),
     "added up in Python": lambda x: _AddsUp.apply(x).sum(),
     "added up in C++": lambda x: sum(torch.var_mean(x)),
 }

@@ -1,12 +1,14 @@
-"""Dense attention against the float64 textbook: output and every gradient, odd lengths, packed documents, grouped heads."""
+"""Dense attention against the float64 textbook: output and every gradient, odd lengths, packed
+documents, grouped heads.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import attend, register, select_kernel  # noqa: E402
-from highwater.attention.reference import reference_attention  # noqa: E402
-from highwater.errors import ModelError  # noqa: E402
+from highwater.attention.dense import attend, register, select_kernel
+from highwater.attention.reference import reference_attention
+from highwater.errors import ModelError
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""
@@ -16,11 +18,14 @@ PACKINGS = [(1,), (33,), (7, 7, 7), (5, 5, 1, 13), (1, 1, 1), (64, 3, 3)]
 
 @pytest.mark.parametrize("document_lengths", PACKINGS)
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (7, 1)])
-def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...], query_heads: int, kv_heads: int) -> None:
+def test_packed_attention_equals_the_textbook(
+    document_lengths: tuple[int, ...], query_heads: int, kv_heads: int
+) -> None:
     torch.manual_seed(0)
     tokens, size = sum(document_lengths), 8
     q, k, v = (
-        torch.randn(tokens, heads, size, dtype=torch.float64, requires_grad=True) for heads in (query_heads, kv_heads, kv_heads)
+        torch.randn(tokens, heads, size, dtype=torch.float64, requires_grad=True)
+        for heads in (query_heads, kv_heads, kv_heads)
     )
     upstream = torch.randn(tokens, query_heads, size, dtype=torch.float64)
     as_heads = [t.transpose(0, 1)[None] for t in (q, k, v)]
@@ -28,9 +33,14 @@ def test_packed_attention_equals_the_textbook(document_lengths: tuple[int, ...],
     expected = reference_attention(q, k, v, document_lengths=document_lengths, scaling=0.3)
     assert deviation(ours, expected) < TOLERANCE
     gradients = torch.autograd.grad(ours, (q, k, v), upstream)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
-        # Of documents of one token the attention is their value: what is exactly 0 in the textbook is here what did not cancel.
-        assert deviation(gradient, wanted) < TOLERANCE or (not wanted.any() and gradient.norm() < TOLERANCE * upstream.norm())
+    for gradient, wanted in zip(
+        gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True
+    ):
+        # Of documents of one token the attention is their value: what is exactly 0 in the textbook
+        # is here what did not cancel.
+        assert deviation(gradient, wanted) < TOLERANCE or (
+            not wanted.any() and gradient.norm() < TOLERANCE * upstream.norm()
+        )
 
 
 def test_a_document_does_not_see_the_one_before_it() -> None:
@@ -49,7 +59,10 @@ def test_a_kernel_that_cannot_run_is_an_error_and_not_the_quadratic_one() -> Non
 
 
 def test_the_kernel_of_a_cpu_is_flash() -> None:
-    assert select_kernel(torch.device("cpu"), torch.float32, query_heads=4, kv_heads=2, head_dim=16) == "flash"
+    assert (
+        select_kernel(torch.device("cpu"), torch.float32, query_heads=4, kv_heads=2, head_dim=16)
+        == "flash"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,13 @@ def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str
     interface = ALL_ATTENTION_FUNCTIONS[register("flash").name]
     q = torch.randn(1, 2, 4, 4)
     with pytest.raises(ModelError, match=said):
-        interface(torch.nn.Identity(), q, q, q, **{"attention_mask": None, "document_lengths": (4,), **arguments})
+        interface(
+            torch.nn.Identity(),
+            q,
+            q,
+            q,
+            **{"attention_mask": None, "document_lengths": (4,), **arguments},
+        )
 
 
 def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:

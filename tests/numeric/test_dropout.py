@@ -1,30 +1,44 @@
-"""Dropout: recomputed as it was drawn, a stream for each rank and step, and off where no gradient is recorded."""
+"""Dropout: recomputed as it was drawn, a stream for each rank and step, and off where no gradient
+is recorded.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch import nn  # noqa: E402
-from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfig  # noqa: E402
+from torch import nn
+from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfig
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.data import Document, pack  # noqa: E402
-from highwater.engine.dropout import draws_in_training, seeded  # noqa: E402
-from highwater.engine.experience import forward_batch  # noqa: E402
-from highwater.engine.model import Decoder, Fill, build_on_meta  # noqa: E402
-from highwater.engine.recompute import recompute_layers  # noqa: E402
+from highwater.activations.dropout import draws_in_training, seeded
+from highwater.activations.recompute import recompute_layers
+from highwater.attention.dense import register
+from highwater.models.build import build_on_meta
+from highwater.models.decoder import Decoder
+from highwater.models.fill import Fill
+from highwater.train.data import Document, pack
+from highwater.train.experience import forward_batch
 
 CPU = torch.device("cpu")
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-FUNCTIONAL = SeedOssConfig(**SHAPE, **HEADS, head_dim=8, attention_dropout=0.0, residual_dropout=0.3, initializer_range=0.2)
+FUNCTIONAL = SeedOssConfig(
+    **SHAPE, **HEADS, head_dim=8, attention_dropout=0.0, residual_dropout=0.3, initializer_range=0.2
+)
 """Its layers keep a rate, and have no module of dropout."""
 MODULES = Phi3Config(**SHAPE, **HEADS, resid_pdrop=0.3, initializer_range=0.2, pad_token_id=0)
 NONE = Qwen3Config(**SHAPE, **HEADS, head_dim=8)
 
 
 def built(config: PreTrainedConfig, *, recompute: str = "none") -> Decoder:
-    model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+    model = build_on_meta(
+        config, attention=register("flash"), loss="full", master_dtype=torch.float32
+    )
     if recompute != "none":
         recompute_layers(model.layers, keep_attention=recompute == "all-but-attention")
     Fill(model, None, device=CPU, seed=3).one_unit(model)
@@ -36,12 +50,20 @@ def batch():
     return pack([Document(ids, ids), Document(ids[:9], ids[:9])])
 
 
-def trained(model: Decoder, *, seed: int = 0, rank: int = 0, step: int = 1) -> tuple[float, list["torch.Tensor"]]:
+def trained(
+    model: Decoder, *, seed: int = 0, rank: int = 0, step: int = 1
+) -> tuple[float, list["torch.Tensor"]]:
     """Loss and every gradient of one step's draws."""
     one = batch()
     model.zero_grad()
     with seeded(seed=seed, rank=rank, step=step, device=CPU):
-        statistics = model(one.input_ids_T, one.position_ids_T, one.trained_positions_N, one.labels_N, one.document_lengths)
+        statistics = model(
+            one.input_ids_T,
+            one.position_ids_T,
+            one.trained_positions_N,
+            one.labels_N,
+            one.document_lengths,
+        )
         loss = -statistics.logprobs_N.mean()
         loss.backward()
     return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
@@ -60,14 +82,20 @@ def test_a_recomputed_layer_drops_what_it_dropped(config: PreTrainedConfig, reco
 def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_else() -> None:
     model = built(FUNCTIONAL)
     before = torch.get_rng_state()
-    losses = [trained(model, **which)[0] for which in ({}, {}, {"rank": 1}, {"step": 2}, {"seed": 1})]
+    losses = [
+        trained(model, **which)[0] for which in ({}, {}, {"rank": 1}, {"step": 2}, {"seed": 1})
+    ]
     assert losses[0] == losses[1]
     assert len(set(losses)) == 4
-    assert torch.equal(torch.get_rng_state(), before), "a user's data source draws as if there were no dropout"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "a user's data source draws as if there were no dropout"
+    )
 
 
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
-def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(config: PreTrainedConfig) -> None:
+def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(
+    config: PreTrainedConfig,
+) -> None:
     model = built(config)
     first, second = (forward_batch(model, [batch()], device=CPU)[0] for _ in range(2))
     assert torch.equal(first, second)

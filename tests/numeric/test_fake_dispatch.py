@@ -1,4 +1,6 @@
-"""Fake tensors at less cost: whatever they differ in, an operator answers what PyTorch's own mode answers, also the second time."""
+"""Fake tensors at less cost: whatever they differ in, an operator answers what PyTorch's own mode
+answers, also the second time.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from highwater.engine.fake_dispatch import QuickFakeMode
+from highwater.tracer.fake_dispatch import QuickFakeMode
 
 OPERATORS: dict[str, Callable[[Tensor], object]] = {
     "new": torch.empty_like,
@@ -24,7 +26,9 @@ OPERATORS: dict[str, Callable[[Tensor], object]] = {
     "several": lambda x: x.split([1, x.shape[0] - 1]),
     "of a list": lambda x: torch.cat([x, x]),
     "of two lists": lambda x: torch._foreach_mul([x, x], [x, x]),
-    "written over": lambda x: torch.mm(x.detach(), x.detach().T, out=torch.empty(x.shape[0], x.shape[0], dtype=x.dtype)),
+    "written over": lambda x: torch.mm(
+        x.detach(), x.detach().T, out=torch.empty(x.shape[0], x.shape[0], dtype=x.dtype)
+    ),
 }
 
 
@@ -48,7 +52,12 @@ def told(answer: object) -> list[tuple[object, ...]]:
     found = []
     for tensor in each:
         assert isinstance(tensor, FakeTensor)
-        shape = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+        shape = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.untyped_storage().nbytes(),
+        )
         found.append((tensor.dtype, *shape, tensor.device, tensor.is_conj(), tensor.requires_grad))
     return found
 
@@ -74,7 +83,9 @@ def test_whatever_a_tensor_differs_in_it_is_answered_as_pytorch_answers() -> Non
     assert answers(QuickFakeMode()) == answers(FakeTensorMode())
 
 
-def test_what_was_answered_once_is_found_by_the_shorter_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_answered_once_is_found_by_the_shorter_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else this PyTorch no longer asks for it, and a trace takes half as long again."""
 
     def slow(*_: object) -> None:

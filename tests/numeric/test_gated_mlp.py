@@ -1,4 +1,6 @@
-"""The gated MLP in tiles against the families' own: output and every gradient, odd tokens, tiles that do not divide."""
+"""The gated MLP in tiles against the families' own: output and every gradient, odd tokens, tiles
+that do not divide.
+"""
 
 import copy
 
@@ -6,45 +8,66 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch import nn  # noqa: E402
-from transformers import Gemma2Config, GemmaConfig, LlamaConfig, Phi3Config, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
-from transformers.models.phi3.modeling_phi3 import Phi3MLP  # noqa: E402
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP  # noqa: E402
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine import fused as fused_module  # noqa: E402
-from highwater.engine import gate_kernels, gated_mlp  # noqa: E402
-from highwater.engine.fused import RmsNorm, fuse_mlps  # noqa: E402
-from highwater.engine.gated_mlp import GatedMlp, tile_rows  # noqa: E402
-from highwater.engine.model import build_on_meta, tile_mlps  # noqa: E402
-from highwater.engine.recompute import PREFIX, recompute_layers  # noqa: E402
-from highwater.errors import ModelError  # noqa: E402
+from highwater.activations.recompute import PREFIX, recompute_layers
+from highwater.attention.dense import register
+from highwater.errors import ModelError
+from highwater.kernels import gates as gate_kernels
+from highwater.models.build import build_on_meta, tile_mlps
+from highwater.models.fused import fused as fused_module
+from highwater.models.fused import gated_mlp
+from highwater.models.fused.fused import RmsNorm, fuse_mlps
+from highwater.models.fused.gated_mlp import GatedMlp, tile_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
-"""Norm-relative against the family's own in float64; in bfloat16 each product of matrices is rounded to 8 bits."""
+"""Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
+rounded to 8 bits."""
 
 _SIZES = {"hidden_size": 24, "intermediate_size": 40}
 FAMILIES = {
     "qwen3": lambda: Qwen3MLP(Qwen3Config(**_SIZES)),
-    "llama with biases": lambda: LlamaMLP(LlamaConfig(**_SIZES, num_attention_heads=4, mlp_bias=True)),
+    "llama with biases": lambda: LlamaMLP(
+        LlamaConfig(**_SIZES, num_attention_heads=4, mlp_bias=True)
+    ),
     "phi3, gate and up in one": lambda: Phi3MLP(Phi3Config(**_SIZES, pad_token_id=0)),
 }
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, None), (37, None), (37, 1), (37, 2), (37, 5), (37, 37), (37, 50), (301, None)])
+@pytest.mark.parametrize(
+    ("tokens", "tiles"),
+    [(1, None), (37, None), (37, 1), (37, 2), (37, 5), (37, 37), (37, 50), (301, None)],
+)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_tiles_equal_the_familys_own(
-    family: str, tokens: int, tiles: int | None, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
+    family: str,
+    tokens: int,
+    tiles: int | None,
+    dtype: "torch.dtype",
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(gated_mlp.TILE_BYTES, "cpu", 1)  # the smallest tile: 301 tokens make three
     torch.manual_seed(0)
     holder = nn.ModuleDict({"mlp": FAMILIES[family]()}).to(dtype)
     exact = copy.deepcopy(holder).double()
     assert fuse_mlps(holder, tiles=tiles) == 1
-    assert [name for name, _ in holder.named_parameters()] == [name for name, _ in exact.named_parameters()]
+    assert [name for name, _ in holder.named_parameters()] == [
+        name for name, _ in exact.named_parameters()
+    ]
     x = torch.randn(1, tokens, 24, dtype=dtype, requires_grad=True)
     wide = x.detach().double().requires_grad_()
     upstream = torch.randn(1, tokens, 24, dtype=dtype)
@@ -65,41 +88,62 @@ def test_many_tiles_lose_nothing_that_one_would_keep() -> None:
     x = torch.randn(4096, 24).bfloat16()
     for model in (whole, tiled, exact):
         model["mlp"](x.to(next(model.parameters()).dtype)).sum().backward()
-    for one, many, true in zip(whole.parameters(), tiled.parameters(), exact.parameters(), strict=True):
+    for one, many, true in zip(
+        whole.parameters(), tiled.parameters(), exact.parameters(), strict=True
+    ):
         assert deviation(many.grad, true.grad) < 1.05 * deviation(one.grad, true.grad)
 
 
 def test_an_mlp_of_another_activation_or_form_is_left_alone() -> None:
     gelu = Gemma2MLP(Gemma2Config(**_SIZES))
     swapped = FAMILIES["qwen3"]()
-    swapped.forward = lambda x: swapped.down_proj(swapped.act_fn(swapped.up_proj(x)) * swapped.gate_proj(x))
+    swapped.forward = lambda x: swapped.down_proj(
+        swapped.act_fn(swapped.up_proj(x)) * swapped.gate_proj(x)
+    )
 
     class Scaled(Qwen3MLP):
         def forward(self, x: "torch.Tensor") -> "torch.Tensor":
             return 2 * super().forward(x)
 
-    model = nn.ModuleDict({"gelu": gelu, "scaled": Scaled(Qwen3Config(**_SIZES)), "linear": nn.Linear(3, 3)})
+    model = nn.ModuleDict(
+        {"gelu": gelu, "scaled": Scaled(Qwen3Config(**_SIZES)), "linear": nn.Linear(3, 3)}
+    )
     assert fuse_mlps(model, tiles=None) == 0
     assert model["gelu"] is gelu
 
 
 def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused() -> None:
-    config = GemmaConfig(**_SIZES, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64)
-    model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+    config = GemmaConfig(
+        **_SIZES,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    )
+    model = build_on_meta(
+        config, attention=register("flash"), loss="full", master_dtype=torch.float32
+    )
     tile_mlps(model, None)
-    with pytest.raises(ModelError, match="gemma has no MLP of the form"):
+    with pytest.raises(ModelError, match="gemma has no MLP"):
         tile_mlps(model, 4)
 
 
-def test_nothing_but_the_input_is_kept_and_a_recomputation_ends_before_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_the_input_is_kept_and_a_recomputation_ends_before_the_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     products: list[int] = []
     plain = gate_kernels.product_
-    monkeypatch.setattr(gate_kernels, "product_", lambda gate, up: (products.append(len(gate)), plain(gate, up))[1])
+    monkeypatch.setattr(
+        gate_kernels, "product_", lambda gate, up: (products.append(len(gate)), plain(gate, up))[1]
+    )
     layers = nn.ModuleList([nn.ModuleDict({"mlp": FAMILIES["qwen3"]()})])
     fuse_mlps(layers, tiles=2)
     layers[0].forward = lambda x: x + layers[0].get_submodule("mlp")(x)
     kept: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t
+    ):
         layers[0].forward(torch.randn(9, 24, requires_grad=True)).sum()
     assert [shape for shape in kept if 9 in shape] == [(9, 24)]
     wrapped = nn.ModuleList([_Block()])
@@ -120,7 +164,14 @@ class _Block(nn.Module):
 
 
 def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one() -> None:
-    config = Qwen3Config(**_SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, head_dim=8)
+    config = Qwen3Config(
+        **_SIZES,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        head_dim=8,
+    )
     torch.manual_seed(0)
     plain = Qwen3ForCausalLM(config).double()
     tiled = copy.deepcopy(plain)
@@ -144,7 +195,9 @@ def test_a_tile_holds_what_its_bytes_allow() -> None:
 
 def test_no_token_gives_zero_gradients() -> None:
     mlp = FAMILIES["qwen3"]()
-    tiled = GatedMlp({name: getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}, tiles=None)
+    tiled = GatedMlp(
+        {name: getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}, tiles=None
+    )
     tiled(torch.randn(0, 24, requires_grad=True)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in tiled.parameters())
 

@@ -1,4 +1,6 @@
-"""The table of a step's kernels: kinds are read off names as GPUs have them, and the page has what its records say."""
+"""The table of a step's kernels: kinds are read off names as GPUs have them, and the page has what
+its records say.
+"""
 
 import json
 from pathlib import Path
@@ -9,20 +11,31 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.bench.kernels import KINDS, REST, kind_of, table
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
 RECORDS = sorted(RESULTS.glob("kernels-*.json"))
 
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128", "attention"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128",
+            "attention",
+        ),
         ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*", "attention"),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>", "norms and rotations"),
+        (
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, "
+            "float, true>",
+            "norms and rotations",
+        ),
         ("_rotary_backward_kernel", "norms and rotations"),
         ("_triton_rope", "norms and rotations"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizer", "optimizer"),
+        (
+            "void at::native::(anonymous "
+            "namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizer",
+            "optimizer",
+        ),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("_gate_backward_kernel", REST),
         ("liger_cross_entropy_kernel", REST),
@@ -42,7 +55,10 @@ def test_the_page_has_the_table_of_each_record(record: Path) -> None:
 
 def test_kinds_add_up_to_all() -> None:
     cells = [
-        line.split("|") for line in table({"ours": {"nvjet_a": (1.0, 2), "Memcpy DtoD": (0.5, 3), "other": (0.25, 4)}}).splitlines()
+        line.split("|")
+        for line in table(
+            {"ours": {"nvjet_a": (1.0, 2), "Memcpy DtoD": (0.5, 3), "other": (0.25, 4)}}
+        ).splitlines()
     ]
     assert cells[-1][2:4] == [" 1.750 ", " 9 "]
     assert sum(float(row[2]) for row in cells[2:-1]) == 1.75

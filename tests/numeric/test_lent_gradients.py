@@ -1,4 +1,6 @@
-"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart: lent, moved there, or left."""
+"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart:
+lent, moved there, or left.
+"""
 
 import os
 import subprocess
@@ -22,80 +24,99 @@ import os
 from types import SimpleNamespace
 import torch
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from highwater.engine import fake_cuda
-from highwater.engine.fake_dispatch import QuickFakeMode
-from highwater.engine.ledger import EventLedger
+from highwater.tracer import fake_cuda
+from highwater.tracer.fake_dispatch import QuickFakeMode
+from highwater.tracer.allocation_recorder import AllocationRecorder
 from highwater.spec.codec import to_json
 from highwater.spec.events import EventLog
 
 fake_cuda.install()
 side = fake_cuda.Stream()
 side.stream_id = 7
-each = {"_numels": 2**20, "_shapes": (2**20,), "_contiguities": True, "_strides": (1,), "_param_extensions": None}
+each = {"_numels": 2**20, "_shapes": (2**20,), "_contiguities": True, "_strides": (1,)}
+each["_param_extensions"] = None
 vector = SimpleNamespace(**{name: [of_one] * 2 for name, of_one in each.items()})
 handle = SimpleNamespace(flat_param=vector, _fsdp_extension=None)
 
 def events(*, is_used_twice=False, stream=None):
-    ledger = EventLedger()
-    fake_cuda.heard_gradient[:] = [ledger.pass_on]
-    with QuickFakeMode(), ledger:
+    recorder = AllocationRecorder()
+    fake_cuda.heard_gradient[:] = [recorder.pass_on]
+    with QuickFakeMode(), recorder:
         leaf = torch.ones(2**21, device="cuda", requires_grad=True)
         with torch.cuda.stream(side):
             one, other = FlatParamHandle._get_unflat_views_unaligned(handle, leaf * 1)
         loss = (one * 2).sum() + (other * 3).sum()
         if is_used_twice:
             loss = loss + (one * 5).sum()
-        ledger.enter("backward")
+        recorder.enter("backward")
         with torch.cuda.stream(stream):
             loss.backward()
-        ledger.enter("over")
-        ledger.wait()
-        ledger.is_closed = True
-    return EventLog(source="traced", versions={}, operators=tuple(ledger.operators), events=tuple(ledger.events))
+        recorder.enter("over")
+        recorder.wait()
+        recorder.is_closed = True
+    told = {"operators": tuple(recorder.operators), "events": tuple(recorder.events)}
+    return EventLog(source="traced", versions={}, **told)
 
 def waits(*, is_waited_for=False):
-    ledger = EventLedger()
-    fake_cuda.heard_record_stream[:] = [ledger.lend]
-    fake_cuda.heard_wait[:] = [ledger.wait_for]
-    with QuickFakeMode(), ledger:
+    recorder = AllocationRecorder()
+    fake_cuda.heard_record_stream[:] = [recorder.lend]
+    fake_cuda.heard_wait[:] = [recorder.wait_for]
+    with QuickFakeMode(), recorder:
         lent = torch.empty(2**20, device="cuda")
         lent.record_stream(side)
         del lent
         if is_waited_for:
             torch.cuda.current_stream().wait_stream(side)
         for name in ("first wait", "second wait"):
-            ledger.enter(name)
+            recorder.enter(name)
             torch.cuda.current_stream().synchronize()
-        ledger.is_closed = True
-    return EventLog(source="traced", versions={}, operators=tuple(ledger.operators), events=tuple(ledger.events))
+        recorder.is_closed = True
+    told = {"operators": tuple(recorder.operators), "events": tuple(recorder.events)}
+    return EventLog(source="traced", versions={}, **told)
 
-logs = {"apart": events(), "used twice": events(is_used_twice=True), "together": events(stream=side)}
+logs = {"apart": events(), "used twice": events(is_used_twice=True)}
+logs["together"] = events(stream=side)
 print(to_json(logs | {"side": waits(), "side, waited for": waits(is_waited_for=True)}), flush=True)
 os._exit(0)  # the interpreter's end would let go of fakes that C++ still knows
 """
-"""A vector taken apart on another stream, each part used; the backward pass on a stream of its own, or on that one. Then a tensor
-that another stream uses, while the host waits twice for the current one.
+"""A vector taken apart on another stream, each part used; the backward pass on a stream of its own,
+or on that one. Then a tensor that another stream uses, while the host waits twice for the current
+one.
 """
 
 Life = tuple[str, int, str]
-"""What allocated a gradient of one part, on which stream, and its end: ``freed`` at once, or ``lent`` until the GPU is done."""
+"""What allocated a gradient of one part, on which stream, and its end: ``freed`` at once, or
+``lent`` until the GPU is done."""
 
 
 def test_a_gradient_that_is_handed_to_another_stream_is_free_when_the_gpu_is_done_there() -> None:
     assert gradients("apart") == [("aten.mul.Tensor", COMPUTE, "lent")] * 2
 
 
-def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_what_was_added_up_is_lent() -> None:
-    """As H200s recorded of a tied embedding's two gradients (docs/results/predict/trinity_trials.py)."""
-    assert sorted(gradients("used twice")) == [("aten.add.Tensor", SIDE, "freed"), *[("aten.mul.Tensor", COMPUTE, "lent")] * 3]
+def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_its_parts_are_lent() -> None:
+    """As H200s recorded of a tied embedding's two gradients
+    (docs/results/lab/trinity_trials.py).
+    """
+    assert sorted(gradients("used twice")) == [
+        ("aten.add.Tensor", SIDE, "freed"),
+        *[("aten.mul.Tensor", COMPUTE, "lent")] * 3,
+    ]
 
 
-@pytest.mark.parametrize(("name", "wait"), [("side, waited for", "first wait"), ("side", "second wait")])
-def test_what_a_stream_uses_is_free_at_the_first_wait_for_one_that_waited_for_it_and_else_at_the_second(
+@pytest.mark.parametrize(
+    ("name", "wait"), [("side, waited for", "first wait"), ("side", "second wait")]
+)
+def test_what_a_stream_uses_is_free_at_the_wait_for_one_that_waited_for_it(
     name: str, wait: str
 ) -> None:
-    assert list(dropwhile(lambda event: event != Enter(wait), logs()[name].events))[:2] == [Enter(wait), Free(1)]
-    assert [event for event in logs()[name].events if isinstance(event, GiveBack | Free)] == [GiveBack(1), Free(1)]
+    assert list(dropwhile(lambda event: event != Enter(wait), logs()[name].events))[:2] == [
+        Enter(wait),
+        Free(1),
+    ]
+    assert [event for event in logs()[name].events if isinstance(event, GiveBack | Free)] == [
+        GiveBack(1),
+        Free(1),
+    ]
 
 
 def test_a_gradient_that_stays_on_its_stream_is_free_at_once() -> None:
@@ -105,8 +126,14 @@ def test_a_gradient_that_stays_on_its_stream_is_free_at_once() -> None:
 @pytest.mark.parametrize("name", ["apart", "used twice", "together"])
 def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name: str) -> None:
     log = logs()[name]
-    kinds = [(log.operators[event.operator], event.bytes, event.stream) for event in log.events if isinstance(event, Allocate)]
-    assert [kind for kind in kinds if kind[0] == "aten.cat.default"] == [("aten.cat.default", 2 * PART_BYTES, SIDE)]
+    kinds = [
+        (log.operators[event.operator], event.bytes, event.stream)
+        for event in log.events
+        if isinstance(event, Allocate)
+    ]
+    assert [kind for kind in kinds if kind[0] == "aten.cat.default"] == [
+        ("aten.cat.default", 2 * PART_BYTES, SIDE)
+    ]
 
 
 def gradients(name: str) -> list[Life]:
@@ -115,10 +142,15 @@ def gradients(name: str) -> list[Life]:
     backward = list(dropwhile(lambda event: event != Enter("backward"), log.events))
     over = backward.index(Enter("over"))
     return [
-        (log.operators[event.operator], event.stream, "freed" if Free(event.id) in backward[:over] else "lent")
+        (
+            log.operators[event.operator],
+            event.stream,
+            "freed" if Free(event.id) in backward[:over] else "lent",
+        )
         for event in backward
         if isinstance(event, Allocate) and event.bytes == PART_BYTES
-        if Free(event.id) in backward[:over] or (GiveBack(event.id) in backward[:over] and Free(event.id) in backward[over:])
+        if Free(event.id) in backward[:over]
+        or (GiveBack(event.id) in backward[:over] and Free(event.id) in backward[over:])
     ]
 
 
@@ -126,6 +158,8 @@ def gradients(name: str) -> list[Life]:
 def logs() -> dict[str, EventLog]:
     """Traced in a process of its own: what lets fake CUDA tensors work is not undone."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return from_json(done.stdout, dict[str, EventLog])

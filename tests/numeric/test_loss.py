@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies against log_softmax in float64: values, both gradients, several chunks, odd sizes, no token."""
+"""Log-probabilities and entropies against log_softmax in float64: values, both gradients, several
+chunks, odd sizes, no token.
+"""
 
 import dataclasses
 import math
@@ -9,18 +11,19 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode
 
-from highwater.engine import loss as loss_module  # noqa: E402
-from highwater.engine import row_kernels  # noqa: E402
-from highwater.engine.data import Document, pack  # noqa: E402
-from highwater.engine.loss import chunk_rows, token_statistics  # noqa: E402
-from highwater.engine.model import MicroBatchStatistics  # noqa: E402
-from highwater.engine.objective import sft, sft_slope  # noqa: E402
-from highwater.engine.step import Trainer, backward_of  # noqa: E402
+from highwater.kernels import rows as row_kernels
+from highwater.models import loss as loss_module
+from highwater.models.decoder import MicroBatchStatistics
+from highwater.models.loss import chunk_rows, token_statistics
+from highwater.train.data import Document, pack
+from highwater.train.objectives import sft, sft_logprob_gradient
+from highwater.train.step import Training, backward_of
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
-"""Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and their gradients once each."""
+"""Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and
+their gradients once each."""
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -29,7 +32,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 def test_logprobs_and_entropies_equal_those_of_log_softmax(
     dtype: str, path: str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)  # the smallest chunk: 301 tokens make three
+    monkeypatch.setitem(
+        loss_module.CHUNK_BYTES, "cpu", 1
+    )  # the smallest chunk: 301 tokens make three
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 16, dtype=getattr(torch, dtype), requires_grad=True)
     weight = (torch.randn(vocabulary, 16) / 4).to(getattr(torch, dtype)).requires_grad_()
@@ -39,10 +44,14 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     log_p = torch.log_softmax(wide[0] @ wide[1].T, -1)
     expected = (log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
-    gradients = torch.autograd.grad(ours, (hidden, weight), [g.to(ours.logprobs_N.dtype) for g in upstream])
+    gradients = torch.autograd.grad(
+        ours, (hidden, weight), [g.to(ours.logprobs_N.dtype) for g in upstream]
+    )
     wanted = torch.autograd.grad(expected, wide, list(upstream))
     for a, b in zip((*ours, *gradients), (*expected, *wanted), strict=True):
-        assert float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < TOLERANCE[dtype]
+        assert (
+            float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -56,8 +65,10 @@ def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
     weight = (torch.randn(1009, 16) / 4).to(getattr(torch, dtype)).requires_grad_()
     labels = torch.randint(1009, (tokens,))
     found = []
-    for slope in (sft_slope(trained_tokens=7), None):
-        statistics = token_statistics(hidden, weight, labels, loss="chunked", slope=slope)
+    for logprob_gradient in (sft_logprob_gradient(trained_tokens=7), None):
+        statistics = token_statistics(
+            hidden, weight, labels, loss="chunked", logprob_gradient=logprob_gradient
+        )
         loss = sft(statistics.logprobs_N, trained_tokens=7)
         found.append((*statistics, *torch.autograd.grad(loss, (hidden, weight))))
     for forward, backward in zip(*found, strict=True):
@@ -65,29 +76,50 @@ def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_a_known_slope_saves_computing_logits_twice(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_slope_saves_computing_logits_twice(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``full`` has them once anyway."""
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels = torch.randint(11, (256,))
     flops = []
-    for slope in (None, -1.0):
+    for logprob_gradient in (None, -1.0):
         with FlopCounterMode(display=False) as counter:
-            (-token_statistics(hidden, weight, labels, loss=loss, slope=slope).logprobs_N.sum()).backward()
+            (
+                -token_statistics(
+                    hidden, weight, labels, loss=loss, logprob_gradient=logprob_gradient
+                ).logprobs_N.sum()
+            ).backward()
         flops.append(counter.get_total_flops())
     logits = 2 * 256 * 8 * 11
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
 
 
-def test_a_step_of_sft_tells_its_loss_the_slope_that_its_objective_has_and_no_other_step_does() -> None:
+def test_a_step_of_sft_tells_its_loss_the_slope_that_its_objective_has_and_no_other_step_does() -> (
+    None
+):
     """Of all trained tokens, not of one micro-batch's."""
     batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
-    for asked, slope in (("sft", sft_slope(trained_tokens=4 + 8)), ("ppo", None)):
+    for asked, logprob_gradient in (
+        ("sft", sft_logprob_gradient(trained_tokens=4 + 8)),
+        ("ppo", None),
+    ):
         policy = Listening()
         mesh: Any = SimpleNamespace(size=lambda: 1, device_type="cpu")
-        trainer = Trainer(policy=policy, optimizer=torch.optim.SGD(policy.parameters()), mesh=mesh, objective=asked)
-        backward_of(trainer, batches if asked == "sft" else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches])
-        assert policy.slopes == [slope, slope]
+        training = Training(
+            policy=policy,
+            optimizer=torch.optim.SGD(policy.parameters()),
+            mesh=mesh,
+            objective=asked,
+        )
+        backward_of(
+            training,
+            batches
+            if asked == "sft"
+            else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches],
+        )
+        assert policy.slopes == [logprob_gradient, logprob_gradient]
 
 
 class Listening(torch.nn.Module):
@@ -101,21 +133,27 @@ class Listening(torch.nn.Module):
         self.slopes: list[float | None] = []
 
     def forward(self, *batch: Any) -> MicroBatchStatistics:
-        _, _, positions_N, _, _, _, slope = batch
-        self.slopes.append(slope)
-        return MicroBatchStatistics(self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None)
+        _, _, positions_N, _, _, _, logprob_gradient = batch
+        self.slopes.append(logprob_gradient)
+        return MicroBatchStatistics(
+            self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None
+        )
 
 
 def test_entropies_of_a_loss_with_a_slope_are_no_part_of_it() -> None:
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    statistics = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", slope=1.0)
+    statistics = token_statistics(
+        hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
+    )
     assert statistics.logprobs_N.requires_grad
     assert not statistics.entropies_N.requires_grad
 
 
 def test_what_was_made_forward_is_handed_over_once() -> None:
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    loss = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", slope=1.0).logprobs_N.sum()
+    loss = token_statistics(
+        hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
+    ).logprobs_N.sum()
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="once"):
         loss.backward()
@@ -126,7 +164,9 @@ def test_the_slope_of_sft_is_what_autograd_finds(trained_tokens: int) -> None:
     for dtype in (torch.float32, torch.float64):
         logprobs = torch.randn(5, dtype=dtype, requires_grad=True)
         (found,) = torch.autograd.grad(sft(logprobs, trained_tokens=trained_tokens), logprobs)
-        assert torch.equal(found, torch.full_like(found, sft_slope(trained_tokens=trained_tokens)))
+        assert torch.equal(
+            found, torch.full_like(found, sft_logprob_gradient(trained_tokens=trained_tokens))
+        )
 
 
 def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> None:
@@ -142,7 +182,10 @@ def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> No
 @pytest.mark.parametrize("path", ["full", "chunked"])
 def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(path: str) -> None:
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    loss = sft(token_statistics(hidden, weight, torch.zeros(0, dtype=torch.long), loss=path).logprobs_N, trained_tokens=7)
+    loss = sft(
+        token_statistics(hidden, weight, torch.zeros(0, dtype=torch.long), loss=path).logprobs_N,
+        trained_tokens=7,
+    )
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad is not None

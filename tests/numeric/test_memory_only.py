@@ -1,32 +1,43 @@
-"""Memory-only attention allocates what attention over whole documents does: every block, in the same order, scratch included.
+"""Memory-only attention allocates what attention over whole documents does: every block, in the
+same order, scratch included.
 
-Every allocation and release of PyTorch's CPU allocator is compared, those inside kernels too; and the live bytes that a dispatch
-mode sees, whose peak is the trial's.
+Every allocation and release of PyTorch's CPU allocator is compared, those inside kernels too; and
+the live bytes that a dispatch mode sees, whose peak is the trial's.
 """
 
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from highwater.attention import dense  # noqa: E402
-from highwater.attention.dense import attend, register  # noqa: E402
-from highwater.errors import ModelError  # noqa: E402
-from highwater.spec.pieces import pieces  # noqa: E402
+from highwater.attention import dense
+from highwater.attention.dense import attend, register
+from highwater.errors import ModelError
+from highwater.spec.pieces import pieces
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
+EVERY = [*product(PACKINGS, HEADS, (False, True))]
+FEW = {
+    (packing, HEADS[(at + by_heads) % len(HEADS)], by_heads)
+    for at, packing in enumerate(PACKINGS)
+    for by_heads in (False, True)
+}
+"""Each packing in both layouts, each number of heads in turn: `make test-all` has all."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that tensors made under it still hold; ``history`` after every operation."""
+    """Bytes of all storages that tensors made under it still hold; ``history`` after every
+    operation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +47,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        before = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage(), before)
@@ -56,19 +71,29 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def step(lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool) -> Callable[[], None]:
-    """Forward and backward of one attention; ``by_heads`` lays out q, k and v head by head, as some families do."""
+def step(
+    lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool
+) -> Callable[[], None]:
+    """Forward and backward of one attention; ``by_heads`` lays out q, k and v head by head, as some
+    families do.
+    """
     tokens, size = sum(lengths), 16
 
     def make(count: int) -> Any:
-        tensor = torch.randn(1, count, tokens, size) if by_heads else torch.randn(1, tokens, count, size).transpose(1, 2)
+        tensor = (
+            torch.randn(1, count, tokens, size)
+            if by_heads
+            else torch.randn(1, tokens, count, size).transpose(1, 2)
+        )
         return tensor.requires_grad_()
 
     q, k, v = make(heads[0]), make(heads[1]), make(heads[1])
     upstream = torch.randn(1, tokens, heads[0], size)
 
     def run() -> None:
-        attend(q, k, v, document_lengths=lengths, scaling=0.25, kernel="flash", in_pieces=in_pieces).backward(upstream)
+        attend(
+            q, k, v, document_lengths=lengths, scaling=0.25, kernel="flash", in_pieces=in_pieces
+        ).backward(upstream)
 
     return run
 
@@ -79,7 +104,10 @@ def allocations(run: Callable[[], None]) -> list[int]:
         run()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
-    return [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    return [
+        size
+        for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    ]
 
 
 def live_bytes(run: Callable[[], None]) -> list[int]:
@@ -88,20 +116,33 @@ def live_bytes(run: Callable[[], None]) -> list[int]:
     return mode.history
 
 
-@pytest.mark.parametrize("lengths", PACKINGS)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("by_heads", [False, True])
-def test_every_allocation_is_that_of_whole_documents(lengths: tuple[int, ...], heads: tuple[int, int], by_heads: bool) -> None:
-    whole, cut = (allocations(step(lengths, heads, in_pieces=flag, by_heads=by_heads)) for flag in (False, True))
-    assert sum(size > 0 for size in whole) >= 6, "output, log-sum-exp, scratch and three gradients at least"
+@pytest.mark.parametrize(
+    ("lengths", "heads", "by_heads"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in EVERY],
+)
+def test_every_allocation_is_that_of_whole_documents(
+    lengths: tuple[int, ...], heads: tuple[int, int], by_heads: bool
+) -> None:
+    whole, cut = (
+        allocations(step(lengths, heads, in_pieces=flag, by_heads=by_heads))
+        for flag in (False, True)
+    )
+    assert sum(size > 0 for size in whole) >= 6, (
+        "output, log-sum-exp, scratch and three gradients at least"
+    )
     assert cut == whole
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads: tuple[int, int]) -> None:
-    whole, cut = (live_bytes(step((4096, 4096), heads, in_pieces=flag, by_heads=False)) for flag in (False, True))
+    whole, cut = (
+        live_bytes(step((4096, 4096), heads, in_pieces=flag, by_heads=False))
+        for flag in (False, True)
+    )
     least = 8192 * 16 * 4 * (2 * heads[0] + 2 * heads[1])
-    assert max(whole) == max(cut) >= least, "output and the gradients of q, k and v are alive together"
+    assert max(whole) == max(cut) >= least, (
+        "output and the gradients of q, k and v are alive together"
+    )
     assert whole[-1] == cut[-1]
 
 

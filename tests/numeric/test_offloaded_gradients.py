@@ -1,4 +1,6 @@
-"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their sums are what they were."""
+"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their
+sums are what they were.
+"""
 
 import json
 import weakref
@@ -10,17 +12,19 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine import step  # noqa: E402
-from highwater.engine.data import Batch, Document, pack  # noqa: E402
-from highwater.engine.model import LanguageModel, build, read_config  # noqa: E402
-from highwater.engine.step import Trainer, backward_of, clip, make_optimizer, train_step  # noqa: E402
-from highwater.parallel import mesh as process_mesh  # noqa: E402
-from highwater.parallel.fsdp import local_shard, release  # noqa: E402
-from highwater.parallel.offload import LAYERS_BEHIND  # noqa: E402
-from highwater.spec.footprint import STAGED_LAYERS  # noqa: E402
-from highwater.spec.hyperparameters import Hyperparameters  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
+from highwater.attention.dense import register
+from highwater.models.build import build, read_config
+from highwater.models.decoder import LanguageModel
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard, release
+from highwater.parallel.offload import LAYERS_BEHIND
+from highwater.spec.footprint import STAGED_LAYERS
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.train import step
+from highwater.train.data import Batch, Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, backward_of, clip, train_step
 
 LAYERS = 6
 MICRO_BATCHES = 3
@@ -49,8 +53,12 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recompute", ["layer", "none"])
-def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(recompute: str, tmp_path: Path) -> None:
-    plain, offloaded = (trainer(tmp_path, offload=offload, recompute=recompute) for offload in (False, True))
+def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(
+    recompute: str, tmp_path: Path
+) -> None:
+    plain, offloaded = (
+        training(tmp_path, offload=offload, recompute=recompute) for offload in (False, True)
+    )
     for _ in range(2):
         results = [train_step(each, micro_batches()) for each in (plain, offloaded)]
         assert torch.equal(results[0][0], results[1][0])
@@ -59,12 +67,14 @@ def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(recompute: str, t
         backward_of(each, micro_batches())
     expected, found = gradients(plain), gradients(offloaded)
     assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) and expected[name].any() for name in expected)
+    assert all(
+        torch.equal(expected[name], found[name]) and expected[name].any() for name in expected
+    )
 
 
 def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Path) -> None:
     """Beside a gradient it would wait for every copy."""
-    trained = trainer(tmp_path, offload=True)
+    trained = training(tmp_path, offload=True)
     lasting = {name: parameter.grad for name, parameter in trained.policy.named_parameters()}
     left, most = weakref.WeakKeyDictionary[Any, str](), []
 
@@ -79,28 +89,38 @@ def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path: Pat
     ]
     backward_of(trained, micro_batches())
     assert len(most) == MICRO_BATCHES * len(hooks)
-    assert max(most) <= LAYERS_BEHIND + 2 == STAGED_LAYERS, "those whose copies may run, the one that is reduced, and the root"
+    assert max(most) <= LAYERS_BEHIND + 2 == STAGED_LAYERS, (
+        "those whose copies may run, the one that is reduced, and the root"
+    )
     assert not left
-    assert all(parameter.grad is lasting[name] for name, parameter in trained.policy.named_parameters())
+    assert all(
+        parameter.grad is lasting[name] for name, parameter in trained.policy.named_parameters()
+    )
 
 
 def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path: Path) -> None:
-    trained = trainer(tmp_path, offload=True)
+    trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
     expected = gradients(trained)
     trained.optimizer.zero_grad(set_to_none=True)
     backward_of(trained, micro_batches())
     for parameter in trained.policy.parameters():
         own = local_shard(parameter.grad)
-        assert own.untyped_storage().nbytes() == own.nbytes, "not FSDP2's, which holds the whole unit's"
+        assert own.untyped_storage().nbytes() == own.nbytes, (
+            "not FSDP2's, which holds the whole unit's"
+        )
     found = gradients(trained)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(tmp_path: Path) -> None:
-    trained = trainer(tmp_path, offload=True)
+def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(
+    tmp_path: Path,
+) -> None:
+    trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
-    layer = next(module for name, module in trained.policy.named_modules() if name.endswith("layers.2"))
+    layer = next(
+        module for name, module in trained.policy.named_modules() if name.endswith("layers.2")
+    )
     hook = layer.register_full_backward_hook(_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         backward_of(trained, micro_batches())
@@ -115,7 +135,7 @@ def _out_of_memory(*_: object) -> None:
 
 
 def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Path) -> None:
-    trained = trainer(tmp_path, offload=True)
+    trained = training(tmp_path, offload=True)
     frozen = "causal_lm.model.layers.2."
     for name, parameter in trained.policy.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
@@ -125,8 +145,10 @@ def test_a_parameter_that_no_micro_batch_trains_keeps_its_gradient(tmp_path: Pat
         assert bool((gradient == 1).all()) == name.startswith(frozen), name
 
 
-def test_a_backward_pass_of_somebody_elses_is_fsdp2s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = trainer(tmp_path, offload=True), trainer(tmp_path, offload=True)
+def test_a_backward_pass_of_somebody_elses_is_fsdp2s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = training(tmp_path, offload=True), training(tmp_path, offload=True)
     backward_of(ours, micro_batches())
     monkeypatch.setattr(step, "adding_up", lambda _: nullcontext())
     backward_of(theirs, micro_batches())
@@ -135,17 +157,21 @@ def test_a_backward_pass_of_somebody_elses_is_fsdp2s(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("size", "is_clipped"), [(1e-6, False), (1.0, True)])
-def test_offloaded_gradients_are_clipped_as_others_are(size: float, is_clipped: bool, tmp_path: Path) -> None:
-    trained = trainer(tmp_path, offload=True)
+def test_offloaded_gradients_are_clipped_as_others_are(
+    size: float, is_clipped: bool, tmp_path: Path
+) -> None:
+    trained = training(tmp_path, offload=True)
     for parameter in trained.policy.parameters():
         local_shard(parameter.grad).fill_(size)
     norm = float(clip(trained.policy, mesh=trained.mesh, max_norm=1.0))
     expected = size / norm if is_clipped else size
     for gradient in gradients(trained).values():
-        torch.testing.assert_close(gradient, torch.full_like(gradient, expected), rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(
+            gradient, torch.full_like(gradient, expected), rtol=1e-4, atol=0.0
+        )
 
 
-def trainer(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Trainer:
+def training(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Training:
     """The same random weights every time."""
     directory = tmp_path / "model"
     directory.mkdir(exist_ok=True)
@@ -162,7 +188,7 @@ def trainer(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Train
         offload=offload,
     )
     assert isinstance(model, LanguageModel)
-    return Trainer(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
+    return Training(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
 
 def micro_batches() -> list[Batch]:
@@ -171,5 +197,8 @@ def micro_batches() -> list[Batch]:
     return [pack([Document(each, each)]) for each in ids]
 
 
-def gradients(trained: Trainer) -> dict[str, Any]:
-    return {name: local_shard(parameter.grad).clone() for name, parameter in trained.policy.named_parameters()}
+def gradients(trained: Training) -> dict[str, Any]:
+    return {
+        name: local_shard(parameter.grad).clone()
+        for name, parameter in trained.policy.named_parameters()
+    }

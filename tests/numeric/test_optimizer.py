@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from transformers import (  # noqa: E402
+from transformers import (
     LlamaConfig,
     OlmoConfig,
     PreTrainedConfig,
@@ -17,12 +17,13 @@ from transformers import (  # noqa: E402
     Trainer,
 )
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.model import build_on_meta  # noqa: E402
-from highwater.engine.step import clip, make_optimizer  # noqa: E402
-from highwater.parallel import mesh as process_mesh  # noqa: E402
-from highwater.spec.hyperparameters import Hyperparameters  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
+from highwater.attention.dense import register
+from highwater.models.build import build_on_meta
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import clip
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -43,10 +44,14 @@ FAMILIES = [
 
 @pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
 def test_what_decays_is_what_transformers_trainer_lets_decay(config: PreTrainedConfig) -> None:
-    model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32).to_empty(device="cpu")
+    model = build_on_meta(
+        config, attention=register("flash"), loss="full", master_dtype=torch.float32
+    ).to_empty(device="cpu")
     decays = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
     optimizer = make_optimizer(model, Hyperparameters(weight_decay=0.3))
-    found = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     wanted = {name: 0.3 if name in decays else 0.0 for name, _ in model.named_parameters()}
     assert {name: found[id(p)] for name, p in model.named_parameters()} == wanted
     assert len(found) == sum(len(group["params"]) for group in optimizer.param_groups)
@@ -59,7 +64,9 @@ def test_adamw_is_set_as_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (1.0, 0.2), (0.25, 0.05), (0.0, 1.0)])
-def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(most: float, factor: float, alone: None) -> None:
+def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(
+    most: float, factor: float, alone: None
+) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     norm = clip(model, mesh=process_mesh.shard_mesh(Layout(), torch.device("cpu")), max_norm=most)

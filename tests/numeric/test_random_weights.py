@@ -1,19 +1,23 @@
-"""Random weights: the numbers at a place of a parameter, whatever part of it is drawn, into whatever memory."""
+"""Random weights: the numbers at a place of a parameter, whatever part of it is drawn, into
+whatever memory.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from highwater.engine.random_weights import CHUNK_NUMBERS, draw, fill_random  # noqa: E402
+from highwater.models.random_weights import CHUNK_NUMBERS, draw, fill_random
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 2100, 1000
 """Three chunks, the last one short, whose ends are within rows."""
 
 
-def drawn(name: str = "layers.0.weight", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def drawn(
+    name: str = "layers.0.weight", *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     parameter = nn.Parameter(torch.full((ROWS, WIDTH), torch.nan, dtype=dtype))
     fill_random(name, parameter, std=0.02, seed=seed, device=CPU)
     return parameter.detach()
@@ -27,10 +31,19 @@ def test_they_are_normal_and_no_chunk_repeats_another() -> None:
     assert not torch.equal(whole[:1000], whole[CHUNK_NUMBERS : CHUNK_NUMBERS + 1000])
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, ROWS), (700, 1400), (1048, 1049), (ROWS - 1, ROWS), (5, 5)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 1), (0, ROWS), (700, 1400), (1048, 1049), (ROWS - 1, ROWS), (5, 5)]
+)
 def test_any_rows_are_those_of_the_whole(first: int, last: int) -> None:
     rows = torch.full(((last - first) * WIDTH,), torch.nan)
-    draw(rows, first=first * WIDTH, total=ROWS * WIDTH, stream="0 layers.0.weight", std=0.02, device=CPU)
+    draw(
+        rows,
+        first=first * WIDTH,
+        total=ROWS * WIDTH,
+        stream="0 layers.0.weight",
+        std=0.02,
+        device=CPU,
+    )
     assert torch.equal(rows.view(-1, WIDTH), drawn()[first:last])
 
 

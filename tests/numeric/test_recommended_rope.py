@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from highwater.engine.rope import scale_rope
+from highwater.models.rope import scale_rope
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.rope import yarn
 
@@ -25,5 +25,7 @@ def test_the_block_is_the_engines(name, rope):
         if found is None:
             assert json.dumps(config.rope_parameters, default=str) == before
         else:
-            assert config.rope_parameters == found.rope_parameters, "a base that config.json leaves out is its family's"
+            assert config.rope_parameters == found.rope_parameters, (
+                "a base that config.json leaves out is its family's"
+            )
             assert config.max_position_embeddings == found.max_position_embeddings == length

@@ -1,4 +1,6 @@
-"""Recomputation: what runs again in the backward pass, what is kept, and that nothing else changes."""
+"""Recomputation: what runs again in the backward pass, what is kept, and that nothing else
+changes.
+"""
 
 from collections import Counter
 
@@ -6,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.fused import fuse_attentions, fuse_mlps, fuse_norms  # noqa: E402
-from highwater.engine.recompute import recompute_layers  # noqa: E402
+from highwater.activations.recompute import recompute_layers
+from highwater.attention.dense import register
+from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LAYERS, TOKENS, HEADS, SIZE = 3, 24, 4, 8
@@ -32,11 +34,20 @@ class Calls(TorchDispatchMode):
 
 def layers_of() -> nn.ModuleList:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_hidden_layers": LAYERS}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "num_hidden_layers": LAYERS,
+    }
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).double()
     model.config._attn_implementation = register("flash").name
-    assert (fuse_norms(model), fuse_attentions(model), fuse_mlps(model, tiles=2)) == (4 * LAYERS + 1, LAYERS, LAYERS)
+    assert (fuse_norms(model), fuse_attentions(model), fuse_mlps(model, tiles=2)) == (
+        4 * LAYERS + 1,
+        LAYERS,
+        LAYERS,
+    )
     return model.model.layers
 
 
@@ -54,7 +65,9 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
 
 
 @pytest.mark.parametrize(("keep_attention", "times"), [(None, 1), (False, 2), (True, 1)])
-def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradients_are_the_same(keep_attention, times) -> None:
+def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradients_are_the_same(
+    keep_attention, times
+) -> None:
     plain = run(layers_of())
     layers = layers_of()
     if keep_attention is not None:

@@ -1,4 +1,6 @@
-"""The attention with fused norm and rotation against the families' own: every gradient, and who is left alone."""
+"""The attention with fused norm and rotation against the families' own: every gradient, and who is
+left alone.
+"""
 
 import copy
 
@@ -6,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-import transformers  # noqa: E402
-from torch import nn  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
+import transformers
+from torch import nn
+from transformers import AttentionInterface
 
-from highwater.engine import rotary_kernels  # noqa: E402
-from highwater.engine.fused import RmsNorm, fuse_attentions, fuse_norms  # noqa: E402
-from highwater.engine.rotary_attention import RotaryAttention  # noqa: E402
+from highwater.kernels import rotary as rotary_kernels
+from highwater.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
+from highwater.models.fused.rotary_attention import RotaryAttention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 """Norm-relative against the family's own in float64."""
@@ -35,12 +37,19 @@ FAMILIES = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
     "Mistral": {"sliding_window": 512},
     "SmolLM3": {"no_rope_layers": [1, 0, 1, 1]},
-    "Glm4Moe": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
+    "Glm4Moe": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+    },
     "Olmo": {"clip_qkv": 30.0},
 }
 FUSED = list(FAMILIES)[:5]
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [3, 37])
 @pytest.mark.parametrize("family", FUSED)
@@ -55,7 +64,9 @@ def test_fused_attention_equals_the_familys_own(
     exact = copy.deepcopy(model).double()
     layers = _SIZES["num_hidden_layers"] - (family == "SmolLM3")
     assert fuse_attentions(model) == layers
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in exact.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in exact.named_parameters()
+    ]
     attention, theirs = (m.model.layers[3].self_attn for m in (model, exact))
     assert isinstance(attention, RotaryAttention)
     assert not isinstance(theirs, RotaryAttention)
@@ -64,13 +75,19 @@ def test_fused_attention_equals_the_familys_own(
     cosines, sines = (torch.randn(1, tokens, attention.head_dim, dtype=dtype) for _ in range(2))
     upstream = torch.randn(1, tokens, 24, dtype=dtype)
     ours, expected = (
-        module(hidden_states=inputs, position_embeddings=(cosines.to(inputs), sines.to(inputs)), attention_mask=None)[0]
+        module(
+            hidden_states=inputs,
+            position_embeddings=(cosines.to(inputs), sines.to(inputs)),
+            attention_mask=None,
+        )[0]
         for module, inputs in ((attention, x), (theirs, wide))
     )
     assert deviation(ours, expected) < TOLERANCE[dtype]
     mine = torch.autograd.grad(ours, [x, *attention.parameters()], upstream)
     wanted = torch.autograd.grad(expected, [wide, *theirs.parameters()], upstream.double())
-    for name, a, b in zip(["input", *(n for n, _ in attention.named_parameters())], mine, wanted, strict=True):
+    for name, a, b in zip(
+        ["input", *(n for n, _ in attention.named_parameters())], mine, wanted, strict=True
+    ):
         assert a.dtype == dtype
         assert deviation(a, b) < TOLERANCE[dtype], name
 
@@ -93,7 +110,8 @@ def test_one_pass_equals_norm_and_rotation_in_float64(
     wanted = (expected, *torch.autograd.grad(expected, leaves, upstream.double()))
     for mine, other in zip([t for t in ours if t is not None], wanted, strict=True):
         assert mine.dtype == dtype
-        # A head of two numbers has next to no gradient along its length: what remains is rounding of what cancelled.
+        # A head of two numbers has next to no gradient along its length: what remains is rounding
+        # of what cancelled.
         assert deviation(mine, other) < STORED_TOLERANCE[dtype] * (20 if size == 2 else 1)
 
 
@@ -107,8 +125,12 @@ def test_a_layer_without_positions_is_left_alone_and_its_neighbours_are_not() ->
 def test_every_layer_tells_the_attention_what_it_told_before() -> None:
     told: list[dict] = []
 
-    def attend(module: nn.Module, query: "torch.Tensor", *_: object, **features: object) -> tuple["torch.Tensor", None]:
-        told.append({"layer": module.layer_idx, **{name: str(value) for name, value in features.items()}})
+    def attend(
+        module: nn.Module, query: "torch.Tensor", *_: object, **features: object
+    ) -> tuple["torch.Tensor", None]:
+        told.append(
+            {"layer": module.layer_idx, **{name: str(value) for name, value in features.items()}}
+        )
         return query.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("recorded", attend)
@@ -142,7 +164,9 @@ def test_an_attention_that_does_something_of_its_own_is_left_alone() -> None:
             self.scaling = self.head_dim**-0.5
             return super().forward(*args, **kwargs)
 
-    model = nn.ModuleDict({kind.__name__: kind(plain.config, layer_idx=0) for kind in (Scaled, Unscaled, type(plain))})
+    model = nn.ModuleDict(
+        {kind.__name__: kind(plain.config, layer_idx=0) for kind in (Scaled, Unscaled, type(plain))}
+    )
     fuse_norms(model)
     assert fuse_attentions(model) == 1
     assert isinstance(model[type(plain).__name__], RotaryAttention)
@@ -156,7 +180,9 @@ def test_of_a_normed_projection_its_input_and_a_number_per_head_are_kept() -> No
     kept: list[tuple[int, ...]] = []
     heads = attention.q_proj(torch.randn(1, 37, 24, dtype=torch.bfloat16))
     positions = torch.randn(2, 1, 37, 10, dtype=torch.bfloat16)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t
+    ):
         attention._rotated(heads, attention.q_norm, *positions)
     assert sorted(kept) == [(10,), (37, 6), (37, 6, 10), (37, 10), (37, 10)]
 
@@ -183,4 +209,7 @@ def randomise_norms(model: nn.Module) -> None:
 
 
 def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours.detach().double() - expected.detach()).norm() / expected.detach().norm().clamp_min(1e-300))
+    return float(
+        (ours.detach().double() - expected.detach()).norm()
+        / expected.detach().norm().clamp_min(1e-300)
+    )

@@ -10,14 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-import torch.distributed as dist  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import (  # noqa: E402
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,14 +26,16 @@ from transformers import (  # noqa: E402
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine import weights  # noqa: E402
-from highwater.engine.model import Decoder, Fill, build_on_meta, read_config  # noqa: E402
-from highwater.engine.pretrained import config_of  # noqa: E402
-from highwater.engine.weights import SavedWeights, dequantised  # noqa: E402
-from highwater.errors import ModelError  # noqa: E402
+from highwater.attention.dense import register
+from highwater.errors import ModelError
+from highwater.models import weights
+from highwater.models.build import build_on_meta, read_config
+from highwater.models.decoder import Decoder
+from highwater.models.fill import Fill
+from highwater.models.pretrained import config_of
+from highwater.models.weights import SavedWeights, dequantised
 
 SHAPE = {
     "vocab_size": 64,
@@ -58,14 +60,20 @@ def saved(directory: Path, *, tied: bool = False) -> Path:
 def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
     """Put tensors into the file, or take away those that are None."""
     held = {**load_file(directory / FILE), **tensors}
-    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, directory / FILE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in held.items() if tensor is not None},
+        directory / FILE,
+        metadata={"format": "pt"},
+    )
 
 
 def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
     """Our model, whole, its values from the directory."""
     config = read_config(str(directory), length_tokens=64, rope="auto")
     loss: Any = None if gives_scalars else "full"
-    model = build_on_meta(config, attention=register("flash"), loss=loss, master_dtype=torch.float32)
+    model = build_on_meta(
+        config, attention=register("flash"), loss=loss, master_dtype=torch.float32
+    )
     with weights.opened(str(directory)) as files:
         fill = Fill(model, files, device=torch.device("cpu"), seed=0)
         fill.one_unit(model)
@@ -75,7 +83,10 @@ def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
 
 def assert_as_transformers_loads_it(directory: Path) -> Decoder:
     model = filled(directory)
-    ours, theirs = model.causal_lm, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ours, theirs = (
+        model.causal_lm,
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+    )
     expected = dict(theirs.named_parameters(remove_duplicate=False))
     found = dict(ours.named_parameters(remove_duplicate=False))
     assert expected.keys() == found.keys()
@@ -83,7 +94,9 @@ def assert_as_transformers_loads_it(directory: Path) -> Decoder:
     computed = [dict(m.named_buffers()) for m in (ours, theirs)]
     assert computed[0].keys() == computed[1].keys()
     assert all(torch.equal(computed[0][name], computed[1][name]) for name in computed[0])
-    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (ours, theirs)]
+    tied = [
+        m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (ours, theirs)
+    ]
     assert tied[0] == tied[1]
     return model
 
@@ -93,17 +106,23 @@ def test_saved_weights_are_those_that_transformers_loads(tied: bool, tmp_path: P
     assert assert_as_transformers_loads_it(saved(tmp_path, tied=tied)).weights == "saved"
 
 
-def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_does(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, tied=True)
     change(tmp_path, **{HEAD: torch.randn(64, 32)})
     model = assert_as_transformers_loads_it(tmp_path)
     assert not torch.equal(model.head.weight, model.causal_lm.get_input_embeddings().weight)
     assert model.parameter_count == sum(p.numel() for p in model.causal_lm.parameters())
-    said = config_of(model.causal_lm, architecture="LlamaForCausalLM", dtype=torch.float32, source=tmp_path)
+    said = config_of(
+        model.causal_lm, architecture="LlamaForCausalLM", dtype=torch.float32, source=tmp_path
+    )
     assert said["tie_word_embeddings"] is False
 
 
-def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(tmp_path: Path) -> None:
+def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, tied=True)
     whole = load_file(tmp_path / FILE)[EMBEDDING]
     change(tmp_path, **{HEAD: whole.clone()})
@@ -112,12 +131,15 @@ def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_sta
     assert_as_transformers_loads_it(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "model.layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "model.layers.2.mlp.up_proj.weight"],
+)
 def test_what_the_config_has_no_place_for_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """A tensor that transformers drops with a warning."""
     saved(tmp_path)
     change(tmp_path, **{name: torch.ones(32)})
-    with pytest.raises(ModelError, match=f"hold what the config has no place for: {name}"):
+    with pytest.raises(ModelError, match=f"no place for: {name}"):
         filled(tmp_path)
 
 
@@ -151,7 +173,7 @@ def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path)
     with pytest.raises(ModelError, match=r"embed_tokens\.weight"):
         filled(tmp_path)
     twice = SavedWeights(str(tmp_path), {EMBEDDING: None, "embed_tokens.weight": None})
-    with pytest.raises(ModelError, match=rf"hold {EMBEDDING} twice, as {EMBEDDING} and as embed_tokens.weight"):
+    with pytest.raises(ModelError, match=rf"{EMBEDDING} twice, .* embed_tokens\.weight"):
         twice.renamed({EMBEDDING: EMBEDDING, "embed_tokens.weight": EMBEDDING})
 
 
@@ -159,7 +181,10 @@ def test_a_tensor_that_the_files_hold_under_two_names_is_refused(tmp_path: Path)
 def test_another_vocabulary_is_refused_and_not_cut(rows: int, tmp_path: Path) -> None:
     saved(tmp_path)
     change(tmp_path, **{EMBEDDING: torch.randn(rows, 32)})
-    with pytest.raises(ModelError, match=rf"embed_tokens.weight in .* is of shape \({rows}, 32\), the config asks for \(64, 32\)"):
+    with pytest.raises(
+        ModelError,
+        match=rf"\({rows}, 32\), .* \(64, 32\)",
+    ):
         filled(tmp_path)
 
 
@@ -175,17 +200,24 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **moe)).save_pretrained(tmp_path)
     assert_as_transformers_loads_it(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 3, "num_local_experts": 3}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "num_experts": 3, "num_local_experts": 3})
+    )
     with pytest.raises(
-        ModelError, match=r"hold what the config has no place for: .*experts\.3\.|mlp.gate.weight in .* is of shape"
+        ModelError,
+        match=r"no place for: .*experts\.3\.|mlp\.gate",
     ):
         filled(tmp_path)
 
 
-def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(tmp_path: Path) -> None:
+def test_a_models_weights_train_a_reward_model_whose_head_is_random_or_saved(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path)
     model = filled(tmp_path, gives_scalars=True)
-    assert torch.equal(model.causal_lm.get_input_embeddings().weight, load_file(tmp_path / FILE)[EMBEDDING])
+    assert torch.equal(
+        model.causal_lm.get_input_embeddings().weight, load_file(tmp_path / FILE)[EMBEDDING]
+    )
     assert 0 < float(model.head.weight.detach().abs().max()) < 0.2
     change(tmp_path, **{"score.weight": torch.ones(1, 32), HEAD: None})
     assert torch.equal(filled(tmp_path, gives_scalars=True).head.weight, torch.ones(1, 32))
@@ -201,13 +233,19 @@ def as_pickles(directory: Path, *, parts: int) -> None:
     names = [f"pytorch_model-{part + 1:05}-of-{parts:05}.bin" for part in range(parts)]
     where = {name: names[index % parts] for index, name in enumerate(held)}
     for name in names:
-        torch.save({key: tensor for key, tensor in held.items() if where[key] == name}, directory / name)
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        torch.save(
+            {key: tensor for key, tensor in held.items() if where[key] == name}, directory / name
+        )
+    (directory / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_pytorchs_own_files_are_read_as_transformers_reads_them(tied: bool, parts: int, tmp_path: Path) -> None:
+def test_pytorchs_own_files_are_read_as_transformers_reads_them(
+    tied: bool, parts: int, tmp_path: Path
+) -> None:
     saved(tmp_path, tied=tied)
     as_pickles(tmp_path, parts=parts)
     assert assert_as_transformers_loads_it(tmp_path).weights == "saved"
@@ -223,7 +261,9 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
+@pytest.mark.parametrize(
+    "write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))]
+)
 def test_a_file_that_runs_code_is_refused_and_runs_none(write: Any, tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / FILE).unlink()
@@ -252,11 +292,17 @@ EXPERTS, INPUTS, OUTPUTS = 3, 64, 12
 
 
 def packed() -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Blocks with every byte there is, and scales of weights as they are, of 0 and of very small and large ones."""
+    """Blocks with every byte there is, and scales of weights as they are, of 0 and of very small
+    and large ones.
+    """
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(
+        256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8
+    )
     blocks.view(-1)[:256] = torch.arange(256)
-    scales = torch.randint(100, 140, (EXPERTS, OUTPUTS, INPUTS // 32), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(
+        100, 140, (EXPERTS, OUTPUTS, INPUTS // 32), generator=generator, dtype=torch.uint8
+    )
     scales.view(-1)[:3] = torch.tensor([0, 3, 250])
     return blocks, scales
 
@@ -287,7 +333,11 @@ def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
     own = torch.full((1, INPUTS, OUTPUTS), torch.nan)
     mesh = init_device_mesh("cpu", (2,))
     whole = DTensor.from_local(
-        own, mesh, [Shard(0)], shape=torch.Size((EXPERTS, INPUTS, OUTPUTS)), stride=(INPUTS * OUTPUTS, OUTPUTS, 1)
+        own,
+        mesh,
+        [Shard(0)],
+        shape=torch.Size((EXPERTS, INPUTS, OUTPUTS)),
+        stride=(INPUTS * OUTPUTS, OUTPUTS, 1),
     )
     read: list[slice] = []
 
@@ -318,7 +368,9 @@ def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path: Path) -> None:
 def test_what_is_saved_of_a_dequantised_model_is_not_called_quantised(tmp_path: Path) -> None:
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
     model = filled(tmp_path).causal_lm
     said = config_of(model, architecture="LlamaForCausalLM", dtype=torch.float32, source=tmp_path)
     assert "quantization_config" not in said

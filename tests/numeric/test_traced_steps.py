@@ -1,4 +1,6 @@
-"""Reward models, PPO, FSDP1's offload and experts, traced: beside the closed form, shapes, and a real step on the CPU."""
+"""Reward models, PPO, FSDP1's offload and experts, traced: beside the closed form, shapes, and a
+real step on the CPU.
+"""
 
 import json
 import subprocess
@@ -12,19 +14,21 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from traces import alive_at, requested_bytes, traced, trial  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode
+from traces import alive_at, requested_bytes, traced, trial
 
-from highwater.engine.ledger import EventLedger  # noqa: E402
-from highwater.prediction.formula import footprint  # noqa: E402
-from highwater.prediction.replay import replay  # noqa: E402
-from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
-from highwater.spec.model import ModelShape, load_model  # noqa: E402
-from highwater.spec.settings import Settings  # noqa: E402
-from highwater.spec.trial import TrialSpec  # noqa: E402
+from highwater.memory.formula.formula import footprint
+from highwater.memory.trace.replay import replay
+from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+from highwater.tracer.allocation_recorder import AllocationRecorder
 
-TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {"vocab_size": 20_000}
+TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
+    "vocab_size": 20_000
+}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -44,18 +48,34 @@ EXPERTS = {
 """Many experts per token, and small ones: at the peak most bytes are copies of tokens for them."""
 WIDE = EXPERTS | {"moe_intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
 """Few and wide ones, as Mixtral has them: at the peak most bytes are their products."""
-DEEP = TINY | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 256}
+DEEP = TINY | {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "vocab_size": 256,
+}
 """Nearly all of its parameters are in its layers, each a small part of them."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
+PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
 TRIALS: dict[str, dict[str, Any]] = {
     "rw": {"settings": Settings(**PAIRS)},
+    "dpo": {"settings": Settings(**PREFERENCES)},
+    "dpo, shared": {
+        "settings": Settings(**PREFERENCES, loss="chunked"),
+        "layout": Layout(gpus=2, ulysses_degree=2),
+    },
     "ppo": {"settings": Settings(objective="ppo")},
     "ppo, critic": {"settings": Settings(objective="ppo", critic=True)},
     "ppo, critic, shared": {
         "settings": Settings(objective="ppo", critic=True),
         "layout": Layout(gpus=2, ulysses_degree=2),
     },
-    "fsdp, offload": {"settings": Settings(strategy="fsdp", offload=True), "config": DEEP, "length_tokens": 64, "micro_batches": 2},
+    "fsdp, offload": {
+        "settings": Settings(strategy="fsdp", offload=True),
+        "config": DEEP,
+        "length_tokens": 64,
+        "micro_batches": 2,
+    },
     "fsdp, offload, 2 shards": {
         "settings": Settings(strategy="fsdp", offload=True),
         "config": DEEP,
@@ -76,29 +96,46 @@ CPU_TOLERANCE = 0.005
 """Relative: the CPU's norms and attention keep another few numbers per token."""
 REAL = [
     pytest.param("Qwen3-0.6B", 32_768, PAIRS, Layout(), id="rw"),
-    pytest.param("Qwen3-0.6B", 131_072, {"objective": "ppo", "critic": True, "loss": "chunked"}, Layout(), id="ppo"),
-    pytest.param("Qwen3-30B-A3B", 131_072, {"loss": "chunked"}, Layout(gpus=8, ulysses_degree=8), id="experts"),
+    pytest.param(
+        "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
+    ),
+    pytest.param(
+        "Qwen3-0.6B",
+        131_072,
+        {"objective": "ppo", "critic": True, "loss": "chunked"},
+        Layout(),
+        id="ppo",
+    ),
+    pytest.param(
+        "Qwen3-30B-A3B",
+        131_072,
+        {"loss": "chunked"},
+        Layout(gpus=8, ulysses_degree=8),
+        id="experts",
+    ),
 ]
 REAL_TOLERANCE = 0.001
 """Relative: beside a whole model, a few rows of numbers per token are less than that."""
 ON_THE_CPU = """
 import sys, torch
 from highwater.bench import layer
-from highwater.engine.step import backward_of
+from highwater.train.step import backward_of
 from highwater.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))
 model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
-trainer = layer._trainer(model, mesh)
+trainer = layer._training(model, mesh)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if "mlp.gate." in name:
             parameter.mul_(float(sys.argv[2]))
 peaks = []
 for tokens in (256, 3072, 4096):  # the first makes the gradients
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         backward_of(trainer, [layer._batch(tokens)])
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    found = profile.profiler.kineto_results.events()
+    events = [event for event in found if event.name() == "[memory]"]
     alive = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
@@ -106,40 +143,73 @@ for tokens in (256, 3072, 4096):  # the first makes the gradients
     peaks.append(most)
 print((peaks[2] - peaks[1]) / 1024)
 """
-"""Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the operators."""
+"""Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the
+operators."""
 
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
     root = tmp_path_factory.mktemp("trials")
-    return {name: trial(root / name, **{"config": TINY, "length_tokens": LENGTH} | asked) for name, asked in TRIALS.items()}
+    return {
+        name: trial(root / name, **{"config": TINY, "length_tokens": LENGTH} | asked)
+        for name, asked in TRIALS.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def logs(specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
+def logs(
+    specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, EventLog]:
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo, critic", "ppo, critic, shared"])
-def test_ppo_peaks_where_the_formula_says(specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str) -> None:
-    assert peak_bytes(logs[name]) == pytest.approx(formula_bytes(specs[name]), rel=FORMULA_TOLERANCE)
+@pytest.mark.parametrize(
+    "name", ["ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared"]
+)
+def test_a_step_peaks_where_the_formula_says(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
+) -> None:
+    assert peak_bytes(logs[name]) == pytest.approx(
+        formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
+    )
 
 
-def test_a_critic_has_parameters_gradients_and_moments_of_its_own(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+def test_a_critic_has_parameters_gradients_and_moments_of_its_own(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
     shape = shape_of(specs["ppo"])
-    critic = shape.parameters + shape.hidden_size  # tied: the embedding stays, a number per token comes to it
-    alone, both = (sum(alive_at(logs[name], "rehearsal").values()) for name in ("ppo", "ppo, critic"))
+    critic = (
+        shape.parameters + shape.hidden_size
+    )  # tied: the embedding stays, a number per token comes to it
+    alone, both = (
+        sum(alive_at(logs[name], "rehearsal").values()) for name in ("ppo", "ppo, critic")
+    )
     assert alone == pytest.approx(16 * shape.parameters, rel=1e-3)
     assert both - alone == pytest.approx(16 * critic, rel=1e-3)
 
 
-def test_a_reward_model_has_states_and_no_logits(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+def test_a_reference_leaves_the_device_between_its_layers(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
+    states = sum(alive_at(logs["dpo"], "rehearsal").values())
+    assert states == pytest.approx(16 * shape_of(specs["dpo"]).parameters, rel=1e-3)
+    beforehand = requested_bytes(logs["dpo"])["experience"]
+    assert beforehand > states, "it runs"
+    assert beforehand < requested_bytes(logs["dpo"])["forward"]
+
+
+def test_a_reward_model_has_states_and_no_logits(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
     shape = shape_of(specs["rw"])
     states = sum(alive_at(logs["rw"], "rehearsal").values())
     assert states == pytest.approx(16 * (shape.parameters + shape.hidden_size), rel=1e-3)
     largest = max(event.bytes for event in logs["rw"].events if isinstance(event, Allocate))
     assert largest < 2 * LENGTH * shape.vocab_size / 10
-    pairs, ppo = (replay(logs[name], allocator="expandable", workspaces_bytes=()).peak_allocated_bytes for name in ("rw", "ppo"))
+    pairs, ppo = (
+        replay(logs[name], allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
+        for name in ("rw", "ppo")
+    )
     assert pairs < ppo / 4
 
 
@@ -154,33 +224,57 @@ def test_fsdp1s_offload_leaves_the_gpu_a_float32_gradient_until_the_backward_pas
     assert requested_bytes(logs["fsdp2, offload"])["backward"] < 0.5 * 4 * parameters
 
 
-def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(logs: dict[str, EventLog]) -> None:
-    """Autograd runs a node on the stream of its forward pass: so did H200s (docs/results/predict/trinity_trials.py). There, too,
-    FSDP1 frees the unit, so that nothing is lent that the backward pass gathers.
+def test_fsdp1s_gradients_are_gathered_where_their_parameters_were_taken_apart(
+    logs: dict[str, EventLog],
+) -> None:
+    """Autograd runs a node on the stream of its forward pass: so did H200s
+    (docs/results/lab/trinity_trials.py). There, too, FSDP1 frees the unit, so that nothing is
+    lent that the backward pass gathers.
     """
     log = logs["fsdp, offload, 2 shards"]
     after = dropwhile(lambda event: event != Enter("backward"), log.events)
-    backward = [event for event in takewhile(lambda event: event != Enter("optimizer"), after) if isinstance(event, Allocate)]
+    backward = [
+        event
+        for event in takewhile(lambda event: event != Enter("optimizer"), after)
+        if isinstance(event, Allocate)
+    ]
     gathered, gradients = (
         [event for event in backward if log.operators[event.operator] == name and event.stream != 0]
         for name in ("resize_", "aten.cat.default")
     )
     largest = max(event.bytes for event in gathered)
-    assert {event.stream for event in gathered if event.bytes == largest} == {event.stream for event in gradients}
-    assert sum(event.bytes == largest for event in gradients) == 2 * 8, "of each micro-batch and layer"
+    assert {event.stream for event in gathered if event.bytes == largest} == {
+        event.stream for event in gradients
+    }
+    assert sum(event.bytes == largest for event in gradients) == 2 * 8, (
+        "of each micro-batch and layer"
+    )
     of_layers = [event for event in gathered if event.bytes == largest]
-    phases = accumulate(log.events, lambda phase, event: event.phase if isinstance(event, Enter) else phase, initial="")
-    units = {event.id for event, phase in zip(log.events, phases, strict=False) if event in of_layers and phase == "backward"}
+    phases = accumulate(
+        log.events,
+        lambda phase, event: event.phase if isinstance(event, Enter) else phase,
+        initial="",
+    )
+    units = {
+        event.id
+        for event, phase in zip(log.events, phases, strict=False)
+        if event in of_layers and phase == "backward"
+    }
     given_back = {event.id for event in log.events if isinstance(event, GiveBack)}
     assert given_back & {event.id for event in gradients}
     assert units
     assert not units & given_back
 
 
-def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(logs: dict[str, EventLog]) -> None:
-    """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free before the next unit's is."""
+def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(
+    logs: dict[str, EventLog],
+) -> None:
+    """On one GPU FSDP1 copies each unit's gradient to the host and waits: what it gave back is free
+    before the next unit's is.
+    """
     log = logs["fsdp, offload"]
-    # On the main stream lie the gradients of a layer's parameters, which autograd lends and not FSDP1.
+    # On the main stream lie the gradients of a layer's parameters, which autograd lends and not
+    # FSDP1.
     units = {event.id for event in log.events if isinstance(event, Allocate) and event.stream != 0}
     waiting, most, phase = set[int](), 0, ""
     for event in log.events:
@@ -200,26 +294,44 @@ def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(
 ) -> None:
     shape = shape_of(specs["experts"])
     hidden, width, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
-    # The copy, gate and up, the activation, its product with up, what comes out, its gradient, and that times weight and output.
+    # The copy, gate and up, the activation, its product with up, what comes out, its gradient, and
+    # that times weight and output.
     copies = 2 * chosen * (hidden + 2 * width + width + width + hidden + hidden + 2 * hidden)
-    slope = experts_bytes_per_token(logs)
-    assert copies < slope < copies + 2 * (10 * hidden + 3 * (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
-    assert "aten.index_put.default" not in logs["experts"].operators, "a gradient is added up in place"
+    logprob_gradient = experts_bytes_per_token(logs)
+    assert (
+        copies
+        < logprob_gradient
+        < copies + 2 * (10 * hidden + 3 * (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
+    )
+    assert "aten.index_put.default" not in logs["experts"].operators, (
+        "a gradient is added up in place"
+    )
 
 
-def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
-    """And what a GPU computes in one kernel is not taken apart because this PyTorch has none for it."""
+def test_wide_experts_hold_their_products_and_one_gradient_of_each(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
+    """And what a GPU computes in one kernel is not taken apart because this PyTorch has none for
+    it.
+    """
     shape = shape_of(specs["wide experts"])
     products = 2 * 6 * shape.experts_per_token * shape.intermediate_size
-    slope = experts_bytes_per_token(logs, "wide experts")
-    assert products < slope < 1.5 * products
+    logprob_gradient = experts_bytes_per_token(logs, "wide experts")
+    assert products < logprob_gradient < 1.5 * products
     assert "aten.silu_backward.default" in logs["wide experts"].operators
     assert "aten.sigmoid.default" not in logs["wide experts"].operators
 
 
-@pytest.mark.parametrize("name", ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"])
-def test_experts_peak_where_the_formula_says(specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str) -> None:
-    assert peak_bytes(logs[name]) == pytest.approx(formula_bytes(specs[name]), rel=FORMULA_TOLERANCE)
+@pytest.mark.parametrize(
+    "name",
+    ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"],
+)
+def test_experts_peak_where_the_formula_says(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
+) -> None:
+    assert peak_bytes(logs[name]) == pytest.approx(
+        formula_bytes(specs[name]), rel=FORMULA_TOLERANCE
+    )
 
 
 @pytest.mark.slow
@@ -227,13 +339,17 @@ def test_experts_peak_where_the_formula_says(specs: dict[str, TrialSpec], logs: 
 def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog]
 ) -> None:
-    as_random, all_to_the_same = (measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0))
+    as_random, all_to_the_same = (
+        measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0)
+    )
     assert all_to_the_same == as_random
     assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
 
 
 @pytest.mark.slow
-def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(specs: dict[str, TrialSpec], logs: dict[str, EventLog]) -> None:
+def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog]
+) -> None:
     """But for one of its hidden states, more or less; each of their products is six."""
     hidden = 2 * shape_of(specs["wide experts"]).hidden_size
     measured = measured_on_the_cpu(specs["wide experts"], 1)
@@ -241,7 +357,7 @@ def test_wide_experts_cost_a_token_what_they_cost_on_the_cpu(specs: dict[str, Tr
 
 
 def test_a_quadratic_attention_is_an_error_and_a_router_is_none() -> None:
-    with FakeTensorMode(), EventLedger():
+    with FakeTensorMode(), AllocationRecorder():
         torch.softmax(torch.empty(64, 64), dim=-1)
         with pytest.raises(RuntimeError, match="tokens x tokens"):
             torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
@@ -254,7 +370,13 @@ def test_real_models_peak_where_the_formula_says(
     tmp_path: Path, model: str, length: int, settings: dict[str, Any], layout: Layout
 ) -> None:
     config = json.loads(Path(load_model(model).directory, "config.json").read_text())
-    spec = trial(tmp_path / "model", config, length_tokens=length, settings=Settings(**settings), layout=layout)
+    spec = trial(
+        tmp_path / "model",
+        config,
+        length_tokens=length,
+        settings=Settings(**settings),
+        layout=layout,
+    )
     (log,) = traced({"real": spec}, tmp_path).values()
     assert peak_bytes(log) == pytest.approx(formula_bytes(spec), rel=REAL_TOLERANCE)
 
@@ -269,7 +391,9 @@ def experts_bytes_per_token(logs: dict[str, EventLog], name: str = "experts") ->
 
 
 def formula_bytes(spec: TrialSpec) -> int:
-    return footprint(shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens).allocated_bytes
+    return footprint(
+        shape_of(spec), spec.settings, spec.layout, length_tokens=spec.length_tokens
+    ).allocated_bytes
 
 
 def shape_of(spec: TrialSpec) -> ModelShape:

@@ -1,6 +1,7 @@
-"""What is traced on this machine, replayed, beside what an H200 measured: the same trials, from docs/results/find."""
+"""What is traced on this machine, replayed, beside what an H200 measured: the same trials, from
+docs/results/find.
+"""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -12,14 +13,18 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from traces import trace
 
 import highwater
-from highwater.prediction.affine import affine
-from highwater.prediction.replay import Replayed, replay
-from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceOrder, Trainer
+from highwater.memory.trace.replay import Replayed, replay
+from highwater.memory.trace.scaled_trace import scaled_trace
+from highwater.spec.events import Allocate, EventLog, Free, GiveBack, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
+from highwater.spec.trainer import Trainer
 from highwater.spec.trial import RankMemory, TrialResult, TrialSpec
 from highwater.units import GIB, MIB
 
@@ -46,7 +51,9 @@ def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: i
     (rank,) = result.ranks
     assert rank.budget is not None
     capacity = rank.budget.allocator_cap_bytes
-    ours = replay(traced(spec), allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=True)
+    ours = replay(
+        traced(spec), allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=True
+    )
     assert ours.fits == result.outcome.is_fit
     if ours.fits:
         check(ours, rank.memory)
@@ -54,14 +61,18 @@ def test_a_replayed_trace_has_the_peaks_that_were_measured(study: str, length: i
 
 def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are() -> None:
     peaks = [
-        replay(traced(small(Layout(gpus=gpus, ulysses_degree=gpus))), allocator="expandable").peak_allocated_bytes
+        replay(
+            traced(small(Layout(gpus=gpus, ulysses_degree=gpus))), allocator="expandable"
+        ).peak_allocated_bytes
         for gpus in (1, 2)
     ]
     assert 0.4 * peaks[0] < peaks[1] < 0.8 * peaks[0]
 
 
 @pytest.mark.slow
-def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> None:
+def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_on_the_host() -> (
+    None
+):
     plain, offloaded, grpo = (
         replay(traced(small(Layout(), **settings)), allocator="expandable").peak_allocated_bytes
         for settings in ({}, {"offload": True}, {"objective": "grpo"})
@@ -71,27 +82,39 @@ def test_offload_leaves_the_device_a_layers_states_and_grpo_keeps_its_reference_
     assert abs(grpo - plain) < 0.2 * plain
 
 
-def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens() -> None:
-    settings = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens() -> (
+    None
+):
+    settings = Settings(
+        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
+    )
     logs: dict[int, EventLog] = {}
     for length in (4224, 4608, 8192, 139_264):
         spec = msgspec.structs.replace(small(Layout()), settings=settings, length_tokens=length)
         logs[2 * length] = traced(spec, trainer="trinity")
-    lines = affine(logs)  # which refuses a length between that is not on the line through two and under the longest's ceiling
+    # Refuses a length between that is not on the line through two and under the longest's ceiling.
+    lines = scaled_trace(logs)
     assert any(kind.most_bytes is not None for kind in lines.kinds), "sums over tokens"
-    peaks = [replay(lines.at(tokens), allocator="expandable").peak_allocated_bytes for tokens in (2**16, 2**17)]
+    peaks = [
+        replay(lines.at(tokens), allocator="expandable").peak_allocated_bytes
+        for tokens in (2**16, 2**17)
+    ]
     vocabulary = load_model("tiny").shape.vocab_size
-    assert (peaks[1] - peaks[0]) / 2**16 / vocabulary > 8, "four vectors of logits, and what else a token costs"
+    assert (peaks[1] - peaks[0]) / 2**16 / vocabulary > 8, (
+        "four vectors of logits, and what else a token costs"
+    )
 
 
 @pytest.mark.parametrize(("gpus", "layers_before", "never"), [(1, 0, 1), (2, 1, 0)])
-def test_the_reference_system_waits_in_every_layer_and_before_an_update_when_nothing_lent_is_held_any_more(
+def test_the_reference_system_waits_in_every_layer_and_before_an_update(
     gpus: int, layers_before: int, never: int
 ) -> None:
-    """In a backward pass of several ranks the gradient of the layer before is held: the host waits for another stream. Alone it is
-    free at the wait, as H200s recorded.
+    """In a backward pass of several ranks the gradient of the layer before is held: the host waits
+    for another stream. Alone it is free at the wait, as H200s recorded.
     """
-    settings = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+    settings = Settings(
+        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
+    )
     spec = msgspec.structs.replace(small(Layout(gpus=gpus)), settings=settings, length_tokens=4096)
     held: dict[str, set[int]] = {}
     for phase, given_back in given_back_by_phase(traced(spec, trainer="trinity")):
@@ -119,7 +142,9 @@ def check(ours: Replayed, measured: RankMemory) -> None:
     assert measured.peak_allocated_bytes is not None
     assert measured.peak_allocated_bytes > 11 * GIB
     assert ours.peak_allocated_bytes == measured.peak_allocated_bytes
-    assert ours.peak_reserved_bytes == pytest.approx(measured.peak_reserved_bytes, abs=RESERVED_TOLERANCE_BYTES)
+    assert ours.peak_reserved_bytes == pytest.approx(
+        measured.peak_reserved_bytes, abs=RESERVED_TOLERANCE_BYTES
+    )
 
 
 def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
@@ -139,26 +164,18 @@ def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
 
 @cache
 def traced(spec: TrialSpec, trainer: Trainer = "highwater") -> EventLog:
-    """A process of its own traces, as always."""
+    """What its first rank allocates and frees."""
+    here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
     with TemporaryDirectory() as folder:
-        target = Path(folder, "events.json")
-        done = run(spec, target, trainer)
-        assert done.returncode == 0, done.stderr
-        return msgspec.json.decode(target.read_bytes(), type=EventLog)
-
-
-def run(spec: TrialSpec, target: Path, trainer: Trainer) -> "subprocess.CompletedProcess[str]":
-    with TemporaryDirectory() as folder:
-        source = Path(folder, "order.json")
-        here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
-        source.write_bytes(msgspec.json.encode(TraceOrder(spec=here, trainer=trainer)))
-        return subprocess.run(
-            [sys.executable, "-m", "highwater.engine.tracer", str(source), str(target)], capture_output=True, text=True, check=False
-        )
+        return trace(TraceOrder(spec=here, trainer=trainer), Path(folder, "trace"))
 
 
 def trial(study: str, length: int) -> tuple[TrialSpec, TrialResult]:
     """One of a search on an H200."""
     trials = highwater.open_study(STUDIES / f"{study}.jsonl").trials
-    ((spec, result),) = [(trial.spec, trial.result) for trial in trials if trial.spec.length_tokens == length and trial.result]
+    ((spec, result),) = [
+        (trial.spec, trial.result)
+        for trial in trials
+        if trial.spec.length_tokens == length and trial.result
+    ]
     return spec, result

@@ -1,7 +1,13 @@
-"""Traces in processes of their own: made once, kept, and made again when what is traced has changed or the file is damaged."""
+"""Traces in processes of their own: made once, kept, and made again when what is traced has changed
+or the file is damaged.
+"""
 
 import json
+import os
 import pickle
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
@@ -12,12 +18,14 @@ pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 import highwater
 from highwater.errors import MachineError, UsageError
-from highwater.launch import tracing
-from highwater.launch.tracing import CachedTracer, fullest_rank
-from highwater.prediction.capacity import Prediction
-from highwater.prediction.replay import replay
-from highwater.prediction.timeline import timeline
-from highwater.spec.events import Allocate
+from highwater.memory.capacity import Prediction
+from highwater.memory.trace.replay import replay
+from highwater.memory.trace.timeline import timeline
+from highwater.run import tracing
+from highwater.run.imported_files import imported_files
+from highwater.run.tracing import CachedTracer, fullest_rank
+from highwater.spec.codec import to_json
+from highwater.spec.events import Allocate, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -47,14 +55,26 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
     first = tracer(trial())
     assert first.events
-    assert tracer(trial(settings=Settings(allocator="expandable"), memory_budget_bytes=20 * GIB)) == first
+    assert (
+        tracer(trial(settings=Settings(allocator="expandable"), memory_budget_bytes=20 * GIB))
+        == first
+    )
     assert len(made) == 1, "no event depends on the allocator"
     (kept,) = tmp_path.iterdir()
     whole = kept.read_bytes()
-    for damaged in (whole[:100], whole[:500] + bytes(600) + whole[1100:], b""):  # cut, overwritten, emptied
+    for damaged in (
+        whole[:100],
+        whole[:500] + bytes(600) + whole[1100:],
+        b"",
+    ):
+        # cut, overwritten, emptied
         kept.write_bytes(damaged)
         assert tracing._read(kept) is None
-    monkeypatch.setattr(CachedTracer, "_trace", lambda *_: b'{"source":"traced","versions":{},"operators":[],"events":[]}')
+    monkeypatch.setattr(
+        CachedTracer,
+        "_trace",
+        lambda *_: b'{"source":"traced","versions":{},"operators":[],"events":[]}',
+    )
     assert tracer(trial()).events == ()
     assert len(made) == 2
     assert tracer(trial()).events == ()
@@ -62,6 +82,25 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     monkeypatch.setattr(tracing, "_sources", lambda: "another engine")
     tracer(trial())
     assert len(made) == 3
+
+
+def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path: Path) -> None:
+    order, events = tmp_path / "order.json", tmp_path / "events.json"
+    order.write_text(to_json(TraceOrder(spec=trial(), rank=0)))
+    command = [sys.executable, "-X", "importtime", *("-m", tracing._TRACER, order, events)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert events.is_file()
+    package = Path(highwater.__file__).parent
+    imported = set(re.findall(r"^import time:.*\| +(highwater[\w.]*)$", done.stderr, re.MULTILINE))
+    digested = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in imported_files(tracing._TRACER, package)
+    }
+    assert {"highwater", "highwater.models.loss", "highwater.spec.trial"} <= imported
+    assert imported <= digested
+    on_a_gpu_only = {f"highwater.kernels.{name}_triton" for name in ("gates", "rotary", "rows")}
+    assert digested - imported - on_a_gpu_only == {tracing._TRACER}, "which runs as __main__"
 
 
 def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_at_once(
@@ -87,8 +126,17 @@ def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_a
 def recorded(folder: Path, share: float) -> Path:
     """A study of two trials of ``tiny`` on a GPU, and a third that nobody finished."""
     path = folder / "mine.jsonl"
-    asked = {"gpus": [1], "memory": "16GiB", "device": "cuda", "loss": "full", "allocator": "native", "dry_run": True}
-    highwater.find("tiny", start_length="32k", resolution="32k", max_length="128k", study=str(path), **asked)
+    asked = {
+        "gpus": [1],
+        "memory": "16GiB",
+        "device": "cuda",
+        "loss": "full",
+        "allocator": "native",
+        "dry_run": True,
+    }
+    highwater.find(
+        "tiny", start_length="32k", resolution="32k", max_length="128k", study=str(path), **asked
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["schema_version"] = 2  # whose lines have no checksums
     for line in lines:
@@ -104,16 +152,28 @@ def recorded(folder: Path, share: float) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_traces_learn_from_own_trials_each_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_learn_from_own_trials_each_traced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     study, heard, made = recorded(tmp_path, 2.0), [], []
-    asked = {"gpus": "A100-80GB", "exact": True, "length": "32k", "loss": "full", "allocator": "native"}
+    asked = {
+        "gpus": "A100-80GB",
+        "exact": True,
+        "length": "32k",
+        "loss": "full",
+        "allocator": "native",
+    }
 
     def predicted() -> Prediction:
         heard.clear()
         made.clear()
         return highwater.predict(
-            "tiny", calibrate_with=[study], on_calibrate=lambda *counts: heard.append(counts), on_trace=made.append, **asked
+            "tiny",
+            calibrate_with=[study],
+            on_calibrate=lambda *counts: heard.append(counts),
+            on_trace=made.append,
+            **asked,
         )
 
     taught = predicted()
@@ -130,31 +190,36 @@ def test_traces_learn_from_own_trials_each_traced_once(tmp_path: Path, monkeypat
     study.write_text(study.read_text().replace(moved, str(tmp_path / "elsewhere")))
     assert predicted() == taught, "the catalog has the same configuration"
     study.write_text(study.read_text().replace(TINY.config_digest, "0123456789abcdef"))
-    with pytest.raises(UsageError, match=r"is of tiny, whose config\.json is not at .*elsewhere any more"):
+    with pytest.raises(UsageError, match=r"tiny, .*config\.json .*elsewhere"):
         predicted()
 
 
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     tracer = CachedTracer(tmp_path, kernel="cudnn")
-    with pytest.raises(MachineError, match=r"the tracer ended with exit code 1: .*nowhere"):
+    with pytest.raises(MachineError, match=r"exit code 1: .*nowhere"):
         tracer(trial(model_directory=str(tmp_path / "nowhere")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_fullest_rank_has_no_prompt() -> None:
-    assert [fullest_rank(trial(layout=Layout(gpus=4, ulysses_degree=degree))) for degree in (1, 2, 4)] == [0, 1, 3]
+    assert [
+        fullest_rank(trial(layout=Layout(gpus=4, ulysses_degree=degree))) for degree in (1, 2, 4)
+    ] == [0, 1, 3]
 
 
 def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_path: Path) -> None:
     from torch.cuda import _memory_viz
 
-    log = CachedTracer(tmp_path, kernel="cudnn")(trial(settings=Settings(loss="chunked"), length_tokens=65_536))
+    log = CachedTracer(tmp_path, kernel="cudnn")(
+        trial(settings=Settings(loss="chunked"), length_tokens=65_536)
+    )
     peak = replay(log, allocator="expandable")
     names = {alive.module for alive in peak.alive}
     assert "model.layers.*" in names
     assert "model.embed_tokens" in names
     assert not any("wrapped" in name or "causal_lm" in name for name in log.modules)
-    text = _memory_viz.trace(pickle.loads(timeline(log, allocator="expandable")))  # noqa: S301 -- ours
+    # ours
+    text = _memory_viz.trace(pickle.loads(timeline(log, allocator="expandable")))  # noqa: S301
     allocated = sum(event.bytes > 0 for event in log.events if isinstance(event, Allocate))
     assert text.count(" = MEM[") == allocated + 2, "and cuBLAS's two workspaces"
     assert text.count("free completed") == text.count("del ")
@@ -162,7 +227,9 @@ def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_capacities_are_predicted_by_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacities_are_predicted_by_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     heard: list[int] = []
     prediction = highwater.predict(

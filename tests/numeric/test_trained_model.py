@@ -1,4 +1,6 @@
-"""The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is refused."""
+"""The model of a trial: its dtypes, its RoPE past the native length, its batches, and what is
+refused.
+"""
 
 import copy
 import dataclasses
@@ -9,17 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.dense import register  # noqa: E402
-from highwater.engine.data import UNTRAINED, Document, batches, pack  # noqa: E402
-from highwater.engine.fused import fuse_norms  # noqa: E402
-from highwater.engine.model import build_on_meta, read_config  # noqa: E402
-from highwater.engine.rope import scale_rope  # noqa: E402
-from highwater.errors import HighwaterError, ModelError, UsageError  # noqa: E402
-from highwater.spec.layout import Layout  # noqa: E402
-from highwater.spec.settings import Settings  # noqa: E402
-from highwater.spec.trial import TrialSpec  # noqa: E402
+from highwater.attention.dense import register
+from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.models.build import build_on_meta, read_config
+from highwater.models.fused.fused import fuse_norms
+from highwater.models.rope import scale_rope
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+from highwater.train.data import UNTRAINED, Document, pack
+from highwater.train.micro_batches import batches
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -32,8 +35,12 @@ LLAMA_3 = {
 
 
 def test_master_parameters_are_float32_whatever_the_config_says() -> None:
-    config = Qwen3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, dtype="bfloat16")
-    model = build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, dtype="bfloat16"
+    )
+    model = build_on_meta(
+        config, attention=register("flash"), loss="full", master_dtype=torch.float32
+    )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
@@ -46,7 +53,9 @@ def test_nothing_is_scaled_up_to_the_native_length() -> None:
 
 
 def test_past_the_native_length_yarn_has_the_factor_of_the_lengths_and_keeps_theta() -> None:
-    config = Qwen3Config(max_position_embeddings=40_960, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    config = Qwen3Config(
+        max_position_embeddings=40_960, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
     scale_rope(config, length_tokens=131_072, rope="auto")
     assert config.rope_parameters == {
         "rope_type": "yarn",
@@ -62,7 +71,9 @@ def test_a_model_keeps_its_own_scaling_up_to_its_maximum() -> None:
     assert config.rope_parameters["rope_type"] == "llama3"
 
 
-def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for() -> None:
+def test_past_its_maximum_a_model_with_its_own_scaling_is_refused_unless_yarn_is_asked_for() -> (
+    None
+):
     config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=dict(LLAMA_3))
     with pytest.raises(UsageError) as refused:
         scale_rope(config, length_tokens=262_144, rope="auto")
@@ -88,11 +99,18 @@ def test_a_model_without_rope_is_refused_past_its_positions() -> None:
 
 def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64, head_dim=8, max_position_embeddings=64
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        vocab_size=64,
+        head_dim=8,
+        max_position_embeddings=64,
     )
     config.save_pretrained(tmp_path)
     scaled = read_config(str(tmp_path), length_tokens=256, rope="auto")
-    model = build_on_meta(scaled, attention=register("flash"), loss="full", master_dtype=torch.float32)
+    model = build_on_meta(
+        scaled, attention=register("flash"), loss="full", master_dtype=torch.float32
+    )
     assert model.backbone.rotary_emb.rope_type == "yarn"
 
 
@@ -105,8 +123,12 @@ def test_a_yarn_model_can_be_built(tmp_path: Path) -> None:
         ("minimax", "layers of linear_attention"),
     ],
 )
-def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(family: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_hidden_layers": 8, "vocab_size": 64}))
+def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(
+    family: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": family, "num_hidden_layers": 8, "vocab_size": 64})
+    )
     config = read_config(str(tmp_path), length_tokens=64, rope="auto")
     with pytest.raises(ModelError, match=f"{family}.*({said})"):
         build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
@@ -114,10 +136,21 @@ def test_a_family_that_mixes_tokens_outside_attention_is_refused_by_name(family:
 
 def test_two_models_in_one_process_keep_their_calls_apart() -> None:
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=64,
+        head_dim=8,
+        max_position_embeddings=64,
     )
     models = [
-        build_on_meta(copy.deepcopy(config), attention=register("flash"), loss="full", master_dtype=torch.float32) for _ in range(2)
+        build_on_meta(
+            copy.deepcopy(config),
+            attention=register("flash"),
+            loss="full",
+            master_dtype=torch.float32,
+        )
+        for _ in range(2)
     ]
     ids = torch.zeros(4, dtype=torch.long)
     for model in models:
@@ -127,10 +160,17 @@ def test_two_models_in_one_process_keep_their_calls_apart() -> None:
 
 def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> None:
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=64,
+        head_dim=8,
+        max_position_embeddings=64,
     )
     elsewhere = dataclasses.replace(register("flash"), name="sdpa")
-    model = build_on_meta(config, attention=elsewhere, loss="full", master_dtype=torch.float32).to_empty(device="cpu")
+    model = build_on_meta(
+        config, attention=elsewhere, loss="full", master_dtype=torch.float32
+    ).to_empty(device="cpu")
     ids = torch.zeros(4, dtype=torch.long)
     with pytest.raises(ModelError, match="0 of its 2 layers"):
         model(ids, ids, ids[:1], ids[:1], (4,))
@@ -138,17 +178,26 @@ def test_layers_that_do_not_call_our_attention_are_an_error_and_not_a_loss() -> 
 
 def test_norms_are_fused_under_the_same_names_and_compute_the_same() -> None:
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64, head_dim=8, max_position_embeddings=64
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=64,
+        head_dim=8,
+        max_position_embeddings=64,
     )
     torch.manual_seed(0)
     plain = Qwen3ForCausalLM(config)
     fused = copy.deepcopy(plain)
     assert fuse_norms(fused) == 2 * 4 + 1
-    assert {name for name, _ in fused.named_parameters()} == {name for name, _ in plain.named_parameters()}
+    assert {name for name, _ in fused.named_parameters()} == {
+        name for name, _ in plain.named_parameters()
+    }
     ids = torch.randint(64, (1, 9))
     for model in (plain, fused):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for (name, theirs), (_, ours) in zip(plain.named_parameters(), fused.named_parameters(), strict=True):
+    for (name, theirs), (_, ours) in zip(
+        plain.named_parameters(), fused.named_parameters(), strict=True
+    ):
         assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 5e-6, name
 
 
@@ -170,7 +219,9 @@ def test_packing_trains_no_first_token_and_counts_positions_anew() -> None:
 
 
 @pytest.mark.parametrize(("length", "prompt"), [(2, 1), (101, 50), (4096, 2048), (10_000, 2048)])
-def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(length: int, prompt: int) -> None:
+def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(
+    length: int, prompt: int
+) -> None:
     batch = next(batches(spec(length_tokens=length), vocab_size=11, data_rank=0))
     assert len(batch.input_ids_T) == length
     assert len(batch.labels_N) == length - max(prompt, 1)
@@ -211,31 +262,52 @@ def test_ranks_train_on_different_tokens() -> None:
         ("nobody", "whose input_ids is not a list of numbers: None"),
         ("one_number", "yielded 5 as a micro-batch"),
         ("no_iterator", "returned 5, and no micro-batches"),
-        ("without_keywords", "cannot be called with data_rank, data_parallel_degree, length_tokens, sequences"),
+        (
+            "without_keywords",
+            "cannot be called with data_rank, data_parallel_degree, length_tokens, sequences",
+        ),
         ("no_function", "cannot be called with data_rank"),
     ],
 )
-def test_a_users_batches_that_cannot_be_trained_on_are_refused(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_batches_that_cannot_be_trained_on_are_refused(
+    source: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(UsageError, match=said):
         next(batches(spec(data=f"user_batches:{source}"), vocab_size=11, data_rank=0))
 
 
-def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_longer_than_a_sequence_is_refused_though_the_row_has_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     packed = Settings(sequences_per_micro_batch=2)
-    with pytest.raises(UsageError, match="a document of 128 tokens for a trial of 64") as refusal:
-        next(batches(spec(data="user_batches:two_as_one", settings=packed), vocab_size=11, data_rank=0))
+    with pytest.raises(UsageError, match=r"128 tokens .* 64") as refusal:
+        next(
+            batches(
+                spec(data="user_batches:two_as_one", settings=packed), vocab_size=11, data_rank=0
+            )
+        )
     assert "`--length 128`" in refusal.value.hint
-    row = next(batches(spec(data="user_batches:uneven", settings=packed), vocab_size=11, data_rank=0))
+    row = next(
+        batches(spec(data="user_batches:uneven", settings=packed), vocab_size=11, data_rank=0)
+    )
     assert row.document_lengths == (56, 56, 16)
 
 
-def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_held_to_a_sliding_window_and_the_row_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    within, past = (batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0, window_tokens=n) for n in (34, 33))
+    within, past = (
+        batches(spec(data="user_batches:good"), vocab_size=11, data_rank=0, window_tokens=n)
+        for n in (34, 33)
+    )
     assert sum(next(within).document_lengths) == 64
-    with pytest.raises(UsageError, match="a document of 34 tokens, past the sliding window of 33 in which tiny attends"):
+    with pytest.raises(
+        UsageError,
+        match=r"34 tokens, .* window of 33 ",
+    ):
         next(past)
 
 
@@ -250,7 +322,9 @@ def test_a_users_batches_are_trained_on_as_they_come(monkeypatch: pytest.MonkeyP
 
 def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    batch = next(batches(spec(data="user_batches:first_logprob_unknown"), vocab_size=11, data_rank=0))
+    batch = next(
+        batches(spec(data="user_batches:first_logprob_unknown"), vocab_size=11, data_rank=0)
+    )
     assert batch.old_logprobs_N is not None
     assert batch.old_logprobs_N.tolist() == [-0.5] * 63
 
@@ -260,7 +334,9 @@ def test_data_ranks_of_synthetic_batches_answer_prompts_of_their_own() -> None:
     assert groups == [(0,), (1,)]
 
 
-def spec(*, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None) -> TrialSpec:
+def spec(
+    *, length_tokens: int = 64, data: str | None = None, settings: Settings | None = None
+) -> TrialSpec:
     return TrialSpec(
         model_name="tiny",
         model_directory="/nowhere",

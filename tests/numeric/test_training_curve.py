@@ -1,4 +1,6 @@
-"""200 steps on real text: our packed, sharded, recomputed, chunked training has Hugging Face's loss curve."""
+"""200 steps on real text: our packed, sharded, recomputed, chunked training has Hugging Face's loss
+curve.
+"""
 
 import sys
 from pathlib import Path
@@ -8,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from curve import STEPS, hugging_face_curve, our_curve, save_model  # noqa: E402
+from curve import STEPS, hugging_face_curve, our_curve, save_model
 
-from highwater.parallel.mesh import alone  # noqa: E402
+from highwater.parallel.mesh import alone
 
 TOLERANCE = 1e-6
 """Norm-relative, in float32: 200 updates have rounded in another order of summation."""

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from highwater.launch.tracing import fullest_rank
+from highwater.run.tracing import fullest_rank
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.spec.layout import Layout
@@ -17,18 +18,6 @@ from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
 
-_ONE_AFTER_THE_OTHER = """
-import os, sys
-from pathlib import Path
-from highwater.engine import tracer
-for order in sys.argv[1:]:
-    if not os.fork():
-        sys.argv[1:] = [order, str(Path(order).with_suffix('.events'))]
-        tracer.main()
-    if os.wait()[1]:
-        sys.exit(order)
-"""
-"""Each in a process of its own, as always, which here need not import everything anew."""
 Kind = tuple[str, str, str]
 
 
@@ -37,26 +26,48 @@ def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpe
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     model = load_model(str(directory))
-    named = {"model_name": model.name, "model_directory": model.directory, "config_digest": model.config_digest}
-    return TrialSpec(**{**named, "device": "cuda", "layout": Layout(), "settings": Settings(), **fields})
+    named = {
+        "model_name": model.name,
+        "model_directory": model.directory,
+        "config_digest": model.config_digest,
+    }
+    return TrialSpec(
+        **{**named, "device": "cuda", "layout": Layout(), "settings": Settings(), **fields}
+    )
 
 
 def traced(trials: Mapping[str, TrialSpec], folder: Path) -> dict[str, EventLog]:
     """What the fullest rank of each trial allocates and frees, by the trial's name."""
-    orders = [folder / f"{number}.order" for number in range(len(trials))]
-    for order, spec in zip(orders, trials.values(), strict=True):
-        order.write_text(to_json(TraceOrder(spec=spec, rank=fullest_rank(spec))))
-    done = subprocess.run(
-        [sys.executable, "-c", _ONE_AFTER_THE_OTHER, *map(str, orders)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
     return {
-        name: from_json(order.with_suffix(".events").read_bytes(), EventLog) for name, order in zip(trials, orders, strict=True)
+        name: trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / str(number))
+        for number, (name, spec) in enumerate(trials.items())
     }
+
+
+def trace(order: TraceOrder, path: Path) -> EventLog:
+    """What is traced of an order; ``path``, with other endings, is where it is written."""
+    source, target, log = (path.with_suffix(f".{end}") for end in ("order", "events", "log"))
+    source.write_text(to_json(order))
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(f"{json.dumps([str(source), str(target), str(log)])}\n")
+    server.stdin.flush()
+    status = int(server.stdout.readline())
+    assert status == 0, log.read_text()
+    return from_json(target.read_bytes(), EventLog)
+
+
+@cache
+def _server() -> "subprocess.Popen[str]":
+    """One for all tests of this process: it ends with its stdin."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("trace_server.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
@@ -65,7 +76,10 @@ def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
     for event in log.events:
         match event:
             case Allocate():
-                alive[event.id] = (log.operators[event.operator], born, log.modules[event.module]), event.bytes
+                alive[event.id] = (
+                    (log.operators[event.operator], born, log.modules[event.module]),
+                    event.bytes,
+                )
             case Free() | GiveBack():
                 alive.pop(event.id, None)
             case Enter():

@@ -10,7 +10,9 @@ def good(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     ids = [3] * (length_tokens - 1) + [4]
     labels = [-100] * (length_tokens - 1) + [4]
     yield [{"input_ids": ids, "labels": labels}]
-    yield [{"input_ids": ids, "labels": labels, "logprobs": [math.nan] * (length_tokens - 1) + [-0.5]}]
+    yield [
+        {"input_ids": ids, "labels": labels, "logprobs": [math.nan] * (length_tokens - 1) + [-0.5]}
+    ]
 
 
 def too_long(*, length_tokens: int, **_: Any) -> Iterator[Any]:
@@ -143,4 +145,6 @@ no_function = 5
 
 
 def first_logprob_unknown(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [{"input_ids": [1] * length_tokens, "logprobs": [math.nan] + [-0.5] * (length_tokens - 1)}]
+    yield [
+        {"input_ids": [1] * length_tokens, "logprobs": [math.nan] + [-0.5] * (length_tokens - 1)}
+    ]

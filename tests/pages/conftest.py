@@ -1,4 +1,6 @@
-"""Pages in a headless Chromium: without one, or without what drives it, these tests fail. Each opens a file and nothing else."""
+"""Pages in a headless Chromium: without one, or without what drives it, these tests fail. Each
+opens a file and nothing else.
+"""
 
 import os
 import shutil
@@ -35,10 +37,20 @@ def browser() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        pytest.fail("playwright is not installed: `make test-pages`, or `pip install '.[pages]'` in the checkout of highwater")
-    program = os.environ.get("HIGHWATER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+        pytest.fail(
+            "playwright is not installed: `make test-pages`, or `pip install '.[pages]'` in the "
+            "checkout of highwater"
+        )
+    program = (
+        os.environ.get("HIGHWATER_CHROMIUM")
+        or shutil.which("chromium")
+        or shutil.which("chromium-browser")
+    )
     if program is None:
-        pytest.fail("there is no Chromium: `apt-get install chromium` (Debian), or name one, `HIGHWATER_CHROMIUM=/path/to/chrome`")
+        pytest.fail(
+            "there is no Chromium: `apt-get install chromium` (Debian), or name one, "
+            "`HIGHWATER_CHROMIUM=/path/to/chrome`"
+        )
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=flags)
@@ -48,21 +60,38 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Opened]:
-    """Opens pages; in the end nothing may have been said to the console, and nothing asked of anybody but the file itself."""
+    """Opens pages; in the end nothing may have been said to the console, and nothing asked of
+    anybody but the file itself.
+    """
     troubles: list[str] = []
     contexts: list[Any] = []
 
-    def opened(path: Path, *, width: int = WIDTHS["desktop"], scheme: str = "light", script: bool = True) -> Any:
+    def opened(
+        path: Path, *, width: int = WIDTHS["desktop"], scheme: str = "light", script: bool = True
+    ) -> Any:
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=script, reduced_motion="reduce"
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            java_script_enabled=script,
+            reduced_motion="reduce",
         )
         contexts.append(context)
         page = context.new_page()
         url = path.as_uri()
-        page.on("console", lambda message: troubles.append(f"console: {message.type} {message.text}"))
+        page.on(
+            "console", lambda message: troubles.append(f"console: {message.type} {message.text}")
+        )
         page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-        page.on("request", lambda request: None if request.url == url else troubles.append(f"request: {request.url}"))
-        page.on("dialog", lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "request",
+            lambda request: (
+                None if request.url == url else troubles.append(f"request: {request.url}")
+            ),
+        )
+        page.on(
+            "dialog",
+            lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+        )
         page.goto(url)
         return page
 
@@ -91,10 +120,13 @@ def every_fold_open(page: Any) -> Iterator[None]:
     folded = page.locator("details:not([open])")
     count = folded.count()
     page.evaluate(
-        "for (const each of document.querySelectorAll('details:not([open])')) { each.open = true; each.dataset.was = '' }"
+        "for (const each of document.querySelectorAll('details:not([open])')) { each.open = true; "
+        "each.dataset.was = '' }"
     )
     yield
-    page.evaluate("for (const each of document.querySelectorAll('details[data-was]')) { each.open = false }")
+    page.evaluate(
+        "for (const each of document.querySelectorAll('details[data-was]')) { each.open = false }"
+    )
     assert folded.count() == count
 
 
@@ -102,14 +134,21 @@ def every_fold_open(page: Any) -> Iterator[None]:
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A guide from a study, others' table and predictions."""
     path = tmp_path_factory.mktemp("pages") / "mixed.html"
-    return write_guide(path, guide(STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["1xH200-141GB", "4xH200-141GB"]))
+    return write_guide(
+        path,
+        guide(
+            STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["1xH200-141GB", "4xH200-141GB"]
+        ),
+    )
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A guide whose every combination is asked again of the command line."""
     path = tmp_path_factory.mktemp("pages") / "small.html"
-    return write_guide(path, guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"]))
+    return write_guide(
+        path, guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"])
+    )
 
 
 @pytest.fixture(scope="session")

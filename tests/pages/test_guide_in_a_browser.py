@@ -1,4 +1,6 @@
-"""A guide's page as people read it: at every width and in the dark, without script, on paper, by keyboard and by screen reader."""
+"""A guide's page as people read it: at every width and in the dark, without script, on paper, by
+keyboard and by screen reader.
+"""
 
 from pathlib import Path
 
@@ -7,16 +9,18 @@ import pytest
 from conftest import SHOTS, WIDTHS, Opened, every_fold_open, serious
 
 from highwater import guide
-from highwater.choosing import places
-from highwater.report.guide import Guide, guide_tables
-from highwater.report.guide_page import guide_page
+from highwater.pages.guide.answers import places
+from highwater.pages.guide.guide import Guide, guide_tables
+from highwater.pages.guide.guide_page import guide_page
 
 pytestmark = pytest.mark.pages
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", list(WIDTHS))
-def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed: Path, opened: Opened, screen: str, scheme: str) -> None:
+def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(
+    mixed: Path, opened: Opened, screen: str, scheme: str
+) -> None:
     page = opened(mixed, width=WIDTHS[screen], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"guide-{screen}-{scheme}.png", full_page=True)
@@ -27,11 +31,17 @@ def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed: Path, o
         assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
-def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(mixed: Path, opened: Opened) -> None:
+def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(
+    mixed: Path, opened: Opened
+) -> None:
     page = opened(mixed, width=WIDTHS["phone"])
     with every_fold_open(page):
-        widths = page.locator(".map tbody th:first-child").evaluate_all("each => each.map((name) => name.offsetWidth)")
-        captions = page.locator(".map caption").evaluate_all("each => each.map((said) => said.offsetWidth)")
+        widths = page.locator(".map tbody th:first-child").evaluate_all(
+            "each => each.map((name) => name.offsetWidth)"
+        )
+        captions = page.locator(".map caption").evaluate_all(
+            "each => each.map((said) => said.offsetWidth)"
+        )
     assert len(widths) > 100
     assert max(widths) < WIDTHS["phone"] / 2, "names stay in sight while figures go by"
     assert max(captions) <= WIDTHS["phone"]
@@ -40,7 +50,9 @@ def test_on_a_phone_a_table_that_scrolls_leaves_room_for_its_figures(mixed: Path
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, screen: str) -> None:
     page = opened(mixed, width=WIDTHS[screen])
-    ends = page.locator(".bars span").evaluate_all("each => each.map((span) => span.getBoundingClientRect().right)")
+    ends = page.locator(".bars span").evaluate_all(
+        "each => each.map((span) => span.getBoundingClientRect().right)"
+    )
     assert len(ends) > 40
     assert max(ends) <= WIDTHS[screen]
     cut = page.locator(".bars li > span").evaluate_all(
@@ -51,13 +63,17 @@ def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, s
 
 def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
     shades = {
-        scheme: opened(mixed, scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        scheme: opened(mixed, scheme=scheme).evaluate(
+            "getComputedStyle(document.body).backgroundColor"
+        )
         for scheme in ("light", "dark")
     }
     assert shades == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 
-def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(mixed: Path, opened: Opened) -> None:
+def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(
+    mixed: Path, opened: Opened
+) -> None:
     with_script, without = opened(mixed), opened(mixed, script=False)
     assert without.locator("#without-script").is_visible()
     assert not without.locator("#chooser").is_visible()
@@ -80,7 +96,9 @@ def test_paper_has_what_is_folded_and_no_buttons(mixed: Path, opened: Opened) ->
     page.pdf(path=SHOTS / "guide.pdf")
 
 
-def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(mixed: Path, opened: Opened) -> None:
+def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(
+    mixed: Path, opened: Opened
+) -> None:
     page = opened(mixed)
     page.locator("#choose").scroll_into_view_if_needed()
     page.locator("#choose-model").focus()
@@ -111,7 +129,9 @@ def test_text_from_outside_does_nothing_in_a_browser(opened: Opened, tmp_path: P
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     (table,) = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]).tables
     own = tuple(
-        msgspec.structs.replace(each, model_name=hostile, device_name=hostile, found_in=hostile, source="published")
+        msgspec.structs.replace(
+            each, model_name=hostile, device_name=hostile, found_in=hostile, source="published"
+        )
         for each in table.capacities
     )
     made = Guide(tables=guide_tables(own), notes=(hostile,))

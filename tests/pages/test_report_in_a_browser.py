@@ -1,4 +1,6 @@
-"""A report's page as people read it: at every width, in the dark and on paper, whoever wrote the study."""
+"""A report's page as people read it: at every width, in the dark and on paper, whoever wrote the
+study.
+"""
 
 from pathlib import Path
 
@@ -31,7 +33,9 @@ def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
-def test_a_report_on_paper_has_every_table_and_no_navigation(reported: Path, opened: Opened) -> None:
+def test_a_report_on_paper_has_every_table_and_no_navigation(
+    reported: Path, opened: Opened
+) -> None:
     page = opened(reported, width=720)
     page.emulate_media(media="print")
     tables = page.locator("table")
@@ -46,7 +50,9 @@ def test_text_from_outside_does_nothing_in_a_report(opened: Opened, tmp_path: Pa
     hostile = '"></title><script>alert(1)</script><img src=x onerror=alert(2)>'
     study = open_study(STUDY)
     model = msgspec.structs.replace(study.question.model, name=hostile)
-    study = msgspec.structs.replace(study, question=msgspec.structs.replace(study.question, model=model, device_name=hostile))
+    study = msgspec.structs.replace(
+        study, question=msgspec.structs.replace(study.question, model=model, device_name=hostile)
+    )
     page = opened(write_report(tmp_path / "hostile.html", study_report(study)))
     assert hostile in page.locator("h1").inner_text()
     assert page.locator("script, img").count() == 0

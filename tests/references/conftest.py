@@ -1,4 +1,6 @@
-"""One thread: the models are tiny, and threads that wait for each other take fifty times as long."""
+"""One thread: the models are tiny, and threads that wait for each other take fifty times as
+long.
+"""
 
 from collections.abc import Iterator
 

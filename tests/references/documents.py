@@ -17,17 +17,21 @@ class Document:
     ids: Tensor
     """Token ids, shape (tokens,)."""
     labels: Tensor
-    """Hugging Face's labels, shape (tokens,): the token itself where it is trained, -100 elsewhere."""
+    """Hugging Face's labels, shape (tokens,): the token itself where it is trained, -100
+    elsewhere."""
     reward: float = 0.0
     """The outcome's score."""
     group: int = 0
     """Documents that answer the same prompt share a group."""
     old_logprobs: Tensor | None = None
-    """Log-probability of each trained token when it was sampled, shape (trained tokens,); None: that of the current policy."""
+    """Log-probability of each trained token when it was sampled, shape (trained tokens,); None:
+    that of the current policy."""
 
     @property
     def trained(self) -> Tensor:
-        """Positions of trained tokens; the first token of a document is predicted by nothing, so it is never one."""
+        """Positions of trained tokens; the first token of a document is predicted by nothing, so it
+        is never one.
+        """
         positions = torch.arange(1, len(self.ids))
         return positions[self.labels[1:] != IGNORED]
 
@@ -41,7 +45,8 @@ class Predicted:
     entropies: Tensor
     """Of the distribution from which each trained token is drawn, shape (trained tokens,)."""
     router_logits: tuple[Tensor, ...]
-    """Of each layer with experts, shape (tokens, experts): of all tokens, trained or not. Empty for a dense model."""
+    """Of each layer with experts, shape (tokens, experts): of all tokens, trained or not. Empty for
+    a dense model."""
 
 
 def predictions(model: nn.Module, document: Document, *, router: bool = False) -> Predicted:
@@ -53,11 +58,17 @@ def predictions(model: nn.Module, document: Document, *, router: bool = False) -
     log_distribution = torch.log_softmax(out.logits[0, trained - 1], dim=-1)
     logprobs = log_distribution[torch.arange(len(trained)), document.labels[trained]]
     entropies = -(log_distribution.exp() * log_distribution).sum(-1)
-    return Predicted(logprobs=logprobs, entropies=entropies, router_logits=tuple(out.router_logits) if router else ())
+    return Predicted(
+        logprobs=logprobs,
+        entropies=entropies,
+        router_logits=tuple(out.router_logits) if router else (),
+    )
 
 
 def scores(model: nn.Module, document: Document) -> Tensor:
-    """Score of every token of a document by a backbone with a head of one output, shape (tokens,)."""
+    """Score of every token of a document by a backbone with a head of one output, shape
+    (tokens,).
+    """
     with float32_casts_lifted():
         hidden = model.model(input_ids=document.ids[None], use_cache=False).last_hidden_state
         return model.score(hidden)[0, :, 0]

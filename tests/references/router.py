@@ -1,11 +1,14 @@
-"""The routers' auxiliary loss: how far the load of experts is from even, of one document and of a step."""
+"""The routers' auxiliary loss: how far the load of experts is from even, of one document and of a
+step.
+"""
 
 import torch
 from torch import Tensor
 
 
 def imbalance(router_logits: tuple[Tensor, ...], *, top_k: int) -> Tensor:
-    """Experts times the sum over experts of the share of tokens sent there by its mean probability; layers are further tokens.
+    """Experts times the sum over experts of the share of tokens sent there by its mean probability;
+    layers are further tokens.
 
     ``top_k`` where the load is even. Only the probability has a gradient.
     """
@@ -15,8 +18,12 @@ def imbalance(router_logits: tuple[Tensor, ...], *, top_k: int) -> Tensor:
     return experts * (sent.mean(0) * probabilities.mean(0)).sum()
 
 
-def step_imbalance(of_documents: list[tuple[Tensor, ...]], *, top_k: int, weights: list[float]) -> Tensor:
-    """Mean of the documents' imbalances, weighted: the same for every split of the step into micro-batches and ranks."""
+def step_imbalance(
+    of_documents: list[tuple[Tensor, ...]], *, top_k: int, weights: list[float]
+) -> Tensor:
+    """Mean of the documents' imbalances, weighted: the same for every split of the step into
+    micro-batches and ranks.
+    """
     losses = torch.stack([imbalance(logits, top_k=top_k) for logits in of_documents])
     weight = torch.tensor(weights, dtype=torch.float64)
     return (losses * weight).sum() / weight.sum()

@@ -13,11 +13,16 @@ def test_a_group_is_standardised_by_its_unbiased_deviation_wherever_its_document
     advantages = standardised_in_groups([1.0, 10.0, 2.0, 30.0, 3.0], [7, 8, 7, 8, 7])
     of_two = 10 / (200**0.5 + 1e-6)  # mean 20, deviation sqrt(((-10)^2 + 10^2) / 1)
     expected = [-1 / (1 + 1e-6), -of_two, 0.0, of_two, 1 / (1 + 1e-6)]
-    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), rtol=EXACT, atol=0)
+    torch.testing.assert_close(
+        advantages, torch.tensor(expected, dtype=torch.float64), rtol=EXACT, atol=0
+    )
 
 
 def test_a_group_of_one_keeps_its_reward() -> None:
-    assert standardised_in_groups([3.0, 1.0], [0, 1]).tolist() == [3.0 / (1 + 1e-6), 1.0 / (1 + 1e-6)]
+    assert standardised_in_groups([3.0, 1.0], [0, 1]).tolist() == [
+        3.0 / (1 + 1e-6),
+        1.0 / (1 + 1e-6),
+    ]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
@@ -30,16 +35,25 @@ def test_without_values_the_reward_fades_backwards() -> None:
 
 
 def test_advantages_worked_out_by_hand() -> None:
-    # errors: 0.9*2 - 1 = 0.8, 0.9*4 - 2 = 1.6, 10 - 4 = 6; A2 = 6, A1 = 1.6 + 0.45*6 = 4.3, A0 = 0.8 + 0.45*4.3 = 2.735
-    advantages = generalised(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), 10.0, discount=0.9, decay=0.5)
-    torch.testing.assert_close(advantages, torch.tensor([2.735, 4.3, 6.0], dtype=torch.float64), rtol=EXACT, atol=0)
+    # errors: 0.9*2 - 1 = 0.8, 0.9*4 - 2 = 1.6, 10 - 4 = 6; A2 = 6, A1 = 1.6 + 0.45*6 = 4.3, A0 =
+    # 0.8 + 0.45*4.3 = 2.735
+    advantages = generalised(
+        torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), 10.0, discount=0.9, decay=0.5
+    )
+    torch.testing.assert_close(
+        advantages, torch.tensor([2.735, 4.3, 6.0], dtype=torch.float64), rtol=EXACT, atol=0
+    )
 
 
 def test_decay_one_is_the_return_less_the_value_and_decay_zero_one_step_ahead() -> None:
     values = torch.randn(9, dtype=torch.float64)
-    torch.testing.assert_close(generalised(values, 1.5, decay=1.0), 1.5 - values, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        generalised(values, 1.5, decay=1.0), 1.5 - values, rtol=1e-13, atol=1e-13
+    )
     one_step = torch.cat([values[1:] - values[:-1], (1.5 - values[-1:])])
-    torch.testing.assert_close(generalised(values, 1.5, decay=0.0), one_step, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        generalised(values, 1.5, decay=0.0), one_step, rtol=1e-13, atol=1e-13
+    )
 
 
 def test_advantages_follow_the_backward_recursion() -> None:
@@ -51,7 +65,10 @@ def test_advantages_follow_the_backward_recursion() -> None:
         value_after = value
         expected.append(later)
     torch.testing.assert_close(
-        generalised(values, reward), torch.tensor(expected[::-1], dtype=torch.float64), rtol=1e-12, atol=1e-13
+        generalised(values, reward),
+        torch.tensor(expected[::-1], dtype=torch.float64),
+        rtol=1e-12,
+        atol=1e-13,
     )
 
 
@@ -64,7 +81,9 @@ def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
 def test_whitening_worked_out_by_hand() -> None:
     white = whitened(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
     edge = 1 / (1 + 1e-8) ** 0.5
-    torch.testing.assert_close(white, torch.tensor([-edge, 0.0, edge], dtype=torch.float64), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(
+        white, torch.tensor([-edge, 0.0, edge], dtype=torch.float64), rtol=EXACT, atol=EXACT
+    )
 
 
 def test_one_token_has_no_variance() -> None:

@@ -1,4 +1,6 @@
-"""Losses of a whole step against Hugging Face's own and against what must follow from the definitions."""
+"""Losses of a whole step against Hugging Face's own and against what must follow from the
+definitions.
+"""
 
 import math
 
@@ -7,9 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from references.documents import Document, predictions, scores, trained_tokens
-from references.objectives import Numbers, Router, group_relative, pairwise, proximal, supervised
+from references.objectives import (
+    Numbers,
+    Router,
+    group_relative,
+    pairwise,
+    preference,
+    proximal,
+    supervised,
+)
 from references.router import imbalance
-from references.tiny import VOCABULARY, dense, documents, language_model, scoring_model, with_experts
+from references.tiny import (
+    VOCABULARY,
+    dense,
+    documents,
+    language_model,
+    scoring_model,
+    with_experts,
+)
 from references.wide import float32_casts_lifted
 
 LENGTHS = [7, 12, 5, 20]
@@ -34,7 +51,11 @@ def sampled(model: nn.Module, step: list[Document], *, apart: float = 0.3) -> li
     for one in step:
         logprobs = predictions(model, one).logprobs.detach()
         old = logprobs + apart * torch.randn_like(logprobs)
-        known.append(Document(ids=one.ids, labels=one.labels, reward=one.reward, group=one.group, old_logprobs=old))
+        known.append(
+            Document(
+                ids=one.ids, labels=one.labels, reward=one.reward, group=one.group, old_logprobs=old
+            )
+        )
     return known
 
 
@@ -44,7 +65,12 @@ def test_the_supervised_loss_is_hugging_faces_with_the_steps_number_of_tokens(co
     theirs = torch.zeros((), dtype=torch.float64)
     for one in step:
         with float32_casts_lifted():
-            out = model(input_ids=one.ids[None], labels=one.labels[None], num_items_in_batch=trained_tokens(step), use_cache=False)
+            out = model(
+                input_ids=one.ids[None],
+                labels=one.labels[None],
+                num_items_in_batch=trained_tokens(step),
+                use_cache=False,
+            )
         theirs = theirs + out.loss
     ours = supervised(model, step)
     assert ours.item() == pytest.approx(theirs.item(), rel=TIGHT)
@@ -54,18 +80,30 @@ def test_the_supervised_loss_is_hugging_faces_with_the_steps_number_of_tokens(co
 def test_with_the_routers_loss_it_is_hugging_faces_too() -> None:
     model, (one,) = language_model(with_experts()), documents([19])
     with float32_casts_lifted():
-        theirs = model(input_ids=one.ids[None], labels=one.labels[None], output_router_logits=True, use_cache=False).loss
-    ours = supervised(model, [one], router=Router(coefficient=model.config.router_aux_loss_coef, top_k=2))
+        theirs = model(
+            input_ids=one.ids[None],
+            labels=one.labels[None],
+            output_router_logits=True,
+            use_cache=False,
+        ).loss
+    ours = supervised(
+        model, [one], router=Router(coefficient=model.config.router_aux_loss_coef, top_k=2)
+    )
     assert ours.item() == pytest.approx(theirs.item(), rel=TIGHT)
     assert_same_gradients(gradients(ours, model), gradients(theirs, model))
 
 
 def test_the_routers_loss_is_a_mean_over_documents_by_their_tokens() -> None:
     model, step = language_model(with_experts()), documents(LENGTHS)
-    each = [imbalance(predictions(model, one, router=True).router_logits, top_k=2).item() for one in step]
+    each = [
+        imbalance(predictions(model, one, router=True).router_logits, top_k=2).item()
+        for one in step
+    ]
     mean = sum(tokens * loss for tokens, loss in zip(LENGTHS, each, strict=True)) / sum(LENGTHS)
     router = Router(coefficient=0.7, top_k=2)
-    assert supervised(model, step, router=router).item() == pytest.approx(supervised(model, step).item() + 0.7 * mean, rel=TIGHT)
+    assert supervised(model, step, router=router).item() == pytest.approx(
+        supervised(model, step).item() + 0.7 * mean, rel=TIGHT
+    )
 
 
 def test_the_first_token_of_a_document_and_ignored_labels_are_not_trained() -> None:
@@ -79,7 +117,9 @@ def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability() -> 
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     loss = group_relative(model, model, step, numbers=NO_DIVERGENCE)
     advantages = [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5]  # of two rewards, whatever they are
-    plain = -sum(a * predictions(model, one).logprobs.sum() for a, one in zip(advantages, step, strict=True)) / trained_tokens(step)
+    plain = -sum(
+        a * predictions(model, one).logprobs.sum() for a, one in zip(advantages, step, strict=True)
+    ) / trained_tokens(step)
     assert isinstance(plain, Tensor)
     for ours, theirs in zip(gradients(loss, model), gradients(plain, model), strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm().item() + 1e-12  # the deviation's 1e-6
@@ -116,16 +156,22 @@ def test_the_reference_model_itself_diverges_by_nothing() -> None:
     model = language_model(dense())
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
     for estimator in ("k1", "k2", "k3"):
-        apart = group_relative(model, model, step, estimator=estimator) - group_relative(model, model, step, numbers=NO_DIVERGENCE)
+        apart = group_relative(model, model, step, estimator=estimator) - group_relative(
+            model, model, step, numbers=NO_DIVERGENCE
+        )
         assert apart.item() == 0.0
 
 
 def test_the_divergence_counts_by_its_coefficient() -> None:
     model, reference = language_model(dense()), language_model(dense(), seed=3)
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0], group=[0, 0, 1, 1])
-    pairs = [(predictions(model, one).logprobs, predictions(reference, one).logprobs) for one in step]
+    pairs = [
+        (predictions(model, one).logprobs, predictions(reference, one).logprobs) for one in step
+    ]
     k2 = sum(((a - b) ** 2).sum().item() for a, b in pairs) / 2 / trained_tokens(step)
-    with_k2 = group_relative(model, reference, step, estimator="k2", numbers=Numbers(divergence=0.01))
+    with_k2 = group_relative(
+        model, reference, step, estimator="k2", numbers=Numbers(divergence=0.01)
+    )
     without = group_relative(model, reference, step, numbers=NO_DIVERGENCE)
     assert (with_k2 - without).item() == pytest.approx(0.01 * k2, rel=1e-10)
 
@@ -135,10 +181,14 @@ def test_an_even_distribution_has_the_entropy_of_its_vocabulary() -> None:
     nn.init.zeros_(model.lm_head.weight)
     step = documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0])
     for loss in (
-        lambda coefficient: group_relative(model, model, step, numbers=Numbers(entropy=coefficient)),
+        lambda coefficient: group_relative(
+            model, model, step, numbers=Numbers(entropy=coefficient)
+        ),
         lambda coefficient: proximal(model, None, step, numbers=Numbers(entropy=coefficient))[0],
     ):
-        assert (loss(0.0) - loss(0.001)).item() == pytest.approx(0.001 * math.log(VOCABULARY), rel=1e-10)
+        assert (loss(0.0) - loss(0.001)).item() == pytest.approx(
+            0.001 * math.log(VOCABULARY), rel=1e-10
+        )
 
 
 def test_whitened_on_policy_the_loss_is_zero_and_its_gradient_is_not() -> None:
@@ -165,7 +215,10 @@ def test_the_critic_is_moved_by_half_the_squared_error_to_its_returns() -> None:
 
 
 def test_without_a_critic_there_is_no_loss_for_it() -> None:
-    assert proximal(language_model(dense()), None, documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0]))[1] is None
+    assert (
+        proximal(language_model(dense()), None, documents(LENGTHS, reward=[1.0, 0.0, 0.5, 2.0]))[1]
+        is None
+    )
 
 
 def test_equal_scores_cost_log_two_and_margins_their_logistic_loss() -> None:
@@ -175,7 +228,54 @@ def test_equal_scores_cost_log_two_and_margins_their_logistic_loss() -> None:
     margins = []
     for chosen, rejected in ((a, b), (c, d)):
         with float32_casts_lifted():
-            of = [model(input_ids=one.ids[None], use_cache=False).logits.item() for one in (chosen, rejected)]
+            of = [
+                model(input_ids=one.ids[None], use_cache=False).logits.item()
+                for one in (chosen, rejected)
+            ]
         margins.append(of[0] - of[1])
     expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / 2
     assert pairwise(model, [(a, b), (c, d)]).item() == pytest.approx(expected, rel=TIGHT)
+
+
+def test_a_policy_that_is_its_reference_prefers_nothing_and_is_pulled_by_half_of_beta() -> None:
+    model = language_model(dense())
+    a, b, c, d = documents(LENGTHS)
+    loss = preference(model, model, [(a, b), (c, d)], numbers=Numbers(preference=0.4))
+    assert loss.item() == pytest.approx(math.log(2), rel=TIGHT)
+    of = [predictions(model, one).logprobs.sum() for one in (a, b, c, d)]
+    plain = -0.4 / 2 * (of[0] - of[1] + of[2] - of[3]) / 2
+    assert_same_gradients(gradients(loss, model), gradients(plain, model))
+
+
+def test_a_preference_is_the_logistic_loss_of_what_hugging_face_says_of_completions() -> None:
+    policy, reference = language_model(dense()), language_model(dense(), seed=3)
+    step = documents(LENGTHS)
+    likelier = []
+    for one in step:
+        with float32_casts_lifted():
+            on, held = (
+                model(input_ids=one.ids[None], labels=one.labels[None], use_cache=False).loss.item()
+                for model in (policy, reference)
+            )
+        likelier.append(-(on - held) * len(one.trained))
+    margins = [likelier[0] - likelier[1], likelier[2] - likelier[3]]
+    for beta in (0.1, 0.7):
+        expected = sum(math.log1p(math.exp(-beta * margin)) for margin in margins) / 2
+        pairs = [(step[0], step[1]), (step[2], step[3])]
+        found = preference(policy, reference, pairs, numbers=Numbers(preference=beta))
+        assert found.item() == pytest.approx(expected, rel=TIGHT)
+
+
+def test_what_a_preference_is_about_are_completions_and_the_routers_loss_is_of_all_tokens() -> None:
+    policy, reference = language_model(with_experts()), language_model(with_experts(), seed=3)
+    step = documents(LENGTHS)
+    pairs = [(step[0], step[1]), (step[2], step[3])]
+    router = Router(coefficient=0.7, top_k=2)
+    apart = preference(policy, reference, pairs, router=router) - preference(
+        policy, reference, pairs
+    )
+    each = [predictions(policy, one, router=True) for one in step]
+    assert apart.item() == pytest.approx(router.loss(step, each).item(), rel=1e-11)
+    whole = [Document(ids=one.ids, labels=one.ids) for one in step]
+    prompts_too = preference(policy, reference, [(whole[0], whole[1]), (whole[2], whole[3])])
+    assert prompts_too.item() != pytest.approx(preference(policy, reference, pairs).item())

@@ -49,5 +49,9 @@ def test_a_models_own_auxiliary_loss_is_that_of_its_documents() -> None:
 def test_a_steps_loss_weighs_documents() -> None:
     even, uneven = torch.zeros(4, 6, dtype=torch.float64), torch.zeros(8, 6, dtype=torch.float64)
     uneven[:, 0] = 200.0
-    assert step_imbalance([(even,), (uneven,)], top_k=1, weights=[1.0, 1.0]).item() == pytest.approx(3.5, rel=1e-14)
-    assert step_imbalance([(even,), (uneven,)], top_k=1, weights=[4.0, 8.0]).item() == pytest.approx(13 / 3, rel=1e-14)
+    assert step_imbalance(
+        [(even,), (uneven,)], top_k=1, weights=[1.0, 1.0]
+    ).item() == pytest.approx(3.5, rel=1e-14)
+    assert step_imbalance(
+        [(even,), (uneven,)], top_k=1, weights=[4.0, 8.0]
+    ).item() == pytest.approx(13 / 3, rel=1e-14)

@@ -32,10 +32,12 @@ def test_a_loss_is_accurate_to_finite_differences() -> None:
     (gradient,) = torch.autograd.grad(loss(), weight)
     direction = torch.randn_like(weight)
     with torch.no_grad():
-        slope = []
+        logprob_gradient = []
         for step in (1e-5, -1e-5):
             weight.add_(direction, alpha=step)
-            slope.append(loss().item())
+            logprob_gradient.append(loss().item())
             weight.sub_(direction, alpha=step)
     exact = (gradient * direction).sum().item()
-    assert abs((slope[0] - slope[1]) / 2e-5 - exact) < 1e-6 * abs(exact) + 1e-9
+    assert (
+        abs((logprob_gradient[0] - logprob_gradient[1]) / 2e-5 - exact) < 1e-6 * abs(exact) + 1e-9
+    )

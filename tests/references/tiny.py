@@ -1,10 +1,17 @@
-"""Tiny Hugging Face models in float64, dense and with experts, as language models and with a score head."""
+"""Tiny Hugging Face models in float64, dense and with experts, as language models and with a score
+head.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from references.documents import Document
 from references.wide import float32_casts_lifted
@@ -26,7 +33,9 @@ def dense() -> LlamaConfig:
 
 
 def with_experts() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(**SIZES, head_dim=8, moe_intermediate_size=12, num_experts=6, num_experts_per_tok=2)
+    return Qwen3MoeConfig(
+        **SIZES, head_dim=8, moe_intermediate_size=12, num_experts=6, num_experts_per_tok=2
+    )
 
 
 def language_model(config: Any, *, seed: int = 0) -> nn.Module:
@@ -41,16 +50,26 @@ def scoring_model(config: Any, *, seed: int = 0) -> nn.Module:
 def _built(of: Any, config: Any, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     with float32_casts_lifted():
-        return of.from_config(config, attn_implementation="eager", experts_implementation="eager").double()
+        return of.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        ).double()
 
 
-def documents(lengths: list[int], *, prompt: int = 3, seed: int = 0, **known: Any) -> list[Document]:
-    """Random documents whose first tokens are a prompt, and not trained; ``known`` has one value a document for each name."""
+def documents(
+    lengths: list[int], *, prompt: int = 3, seed: int = 0, **known: Any
+) -> list[Document]:
+    """Random documents whose first tokens are a prompt, and not trained; ``known`` has one value a
+    document for each name.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index, length in enumerate(lengths):
         ids = torch.randint(VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[:prompt] = -100
-        made.append(Document(ids=ids, labels=labels, **{name: values[index] for name, values in known.items()}))
+        made.append(
+            Document(
+                ids=ids, labels=labels, **{name: values[index] for name, values in known.items()}
+            )
+        )
     return made

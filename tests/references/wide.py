@@ -1,4 +1,6 @@
-"""Float64 throughout: transformers' code that casts to float32 inside computes in float64 instead."""
+"""Float64 throughout: transformers' code that casts to float32 inside computes in float64
+instead.
+"""
 
 import sys
 from collections.abc import Callable
@@ -12,24 +14,35 @@ from torch.overrides import TorchFunctionMode
 
 
 class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with float32_casts_lifted():`
-    """Every ``float32`` that transformers' code asks for is ``float64``: norms, rotary angles, softmax of attention and router.
+    """Every ``float32`` that transformers' code asks for is ``float64``: norms, rotary angles,
+    softmax of attention and router.
 
-    Without it a "float64" model is accurate to 1e-7 only, and a fault of that size cannot be told from a rounding. What other
-    code casts to float32 stays float32, and shows.
+    Without it a "float64" model is accurate to 1e-7 only, and a fault of that size cannot be told
+    from a rounding. What other code casts to float32 stays float32, and shows.
     """
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _is_asked_by_transformers():
             return func(*args, **kwargs)
         if func is torch.Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
-        return func(*args, **{name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()})
+        return func(
+            *args,
+            **{
+                name: torch.float64 if value is torch.float32 else value
+                for name, value in kwargs.items()
+            },
+        )
 
 
 def lift_float32_casts(model: nn.Module) -> None:
-    """The same in every module of transformers, for good: a backward pass leaves all modes, and recomputation needs this one."""
+    """The same in every module of transformers, for good: a backward pass leaves all modes, and
+    recomputation needs this one.
+    """
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
             module.forward = _lifted(module.forward)
@@ -47,7 +60,9 @@ def _lifted(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _is_asked_by_transformers() -> bool:
     """Whether the nearest code that is not PyTorch's own, nor this file's, is transformers'."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (_module(frame) == __name__ or _module(frame).partition(".")[0] == "torch"):
+    while frame.f_back is not None and (
+        _module(frame) == __name__ or _module(frame).partition(".")[0] == "torch"
+    ):
         frame = frame.f_back
     return _module(frame).startswith("transformers.")
 

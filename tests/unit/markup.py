@@ -1,10 +1,22 @@
-"""HTML as tests of pages read it: elements, attributes, texts and rows; what is not well formed fails."""
+"""HTML as tests of pages read it: elements, attributes, texts and rows; what is not well formed
+fails. And the rows of tables in Markdown.
+"""
 
+import re
 from html.parser import HTMLParser
 
 LARGEST_BYTES = 1_500_000
 """Of a page that can be handed around."""
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+def markdown_rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table of a Markdown page, as they are written."""
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
 
 
 class Page(HTMLParser):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import msgspec
 
 from highwater.spec.hardware import Gpu, Machine
@@ -32,6 +33,11 @@ TINY = {
 }
 
 
+def examples(usual: int) -> int:
+    """So many examples of a property as the profile asks for, where it has 100 by default."""
+    return max(1, usual * hypothesis.settings().max_examples // 100)
+
+
 def script(path: Path) -> ModuleType:
     """A script of the results' pages, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -52,13 +58,22 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, fill: Mapping[str, int] | None = None
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    fill: Mapping[str, int] | None = None,
 ) -> Path:
-    """A file of tensors of these dtypes and shapes, every byte 0 or what ``fill`` says of the tensor."""
+    """A file of tensors of these dtypes and shapes, every byte 0 or what ``fill`` says of the
+    tensor.
+    """
     header, data = {}, b""
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + size]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [len(data), len(data) + size],
+        }
         data += bytes([(fill or {}).get(name, 0)]) * size
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -74,7 +89,12 @@ H200 = Gpu(
     processes=(),
 )
 NO_GPU = Machine(
-    gpus=(), driver_version=None, cpu_cores=2, host_memory_total_bytes=24 * GIB, host_memory_available_bytes=20 * GIB, versions={}
+    gpus=(),
+    driver_version=None,
+    cpu_cores=2,
+    host_memory_total_bytes=24 * GIB,
+    host_memory_available_bytes=20 * GIB,
+    versions={},
 )
 
 
@@ -87,5 +107,14 @@ def machine_with(count: int, **changes: Any) -> Machine:
 def question_of(**settings: Any) -> Question:
     """A question about Qwen3-0.6B on a simulated GPU with 80 GiB."""
     return plan(
-        request_from({"model": "Qwen3-0.6B", "device": "cuda", "memory": "80GiB", "dry_run": True, **settings}), NO_GPU
+        request_from(
+            {
+                "model": "Qwen3-0.6B",
+                "device": "cuda",
+                "memory": "80GiB",
+                "dry_run": True,
+                **settings,
+            }
+        ),
+        NO_GPU,
     ).question

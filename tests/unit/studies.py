@@ -1,4 +1,6 @@
-"""Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks for."""
+"""Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks
+for.
+"""
 
 import os
 import re
@@ -8,19 +10,31 @@ from pathlib import Path
 import msgspec
 from places import question_of
 
-from highwater.report.study_predicted import predictions_of
-from highwater.report.study_report import StudyReport, assembled
+from highwater.pages.study.study_report import StudyReport, assembled
+from highwater.search.predicted_study import predictions_of
 from highwater.spec.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
-from highwater.spec.trial import Failure, LogEnd, MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.spec.trial import (
+    Failure,
+    LogEnd,
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+)
 from highwater.store.journal import read_study
 from highwater.units import GIB
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 REAL = sorted(FOUND.glob("*.jsonl"))
-HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}'|\x1b[31m`c`**b**[l](javascript:alert(3))\n# h\u202e"
+HOSTILE = (
+    '"><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 '
+    "}}'|\x1b[31m`c`**b**[l](javascript:alert(3))\n# h\u202e"
+)
 """Text that means something to a browser, to a template, to Markdown and to a terminal."""
 QUESTION = msgspec.structs.replace(
-    question_of(loss="chunked", allocator="expandable", start_length=4096, resolution=4096), simulated=False
+    question_of(loss="chunked", allocator="expandable", start_length=4096, resolution=4096),
+    simulated=False,
 )
 CELL = QUESTION.cells[0]
 
@@ -32,15 +46,25 @@ def real_report(name: str) -> StudyReport:
 
 def report_of(study: Study, logs: LogEnd | None = None) -> StudyReport:
     """The report of a study; every log ends with ``logs``."""
-    return assembled(study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs"))
+    return assembled(
+        study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs")
+    )
 
 
-def trial(length_tokens: int, outcome: Outcome | None, *, used_bytes: int | None = None, text: str = "it ended") -> RecordedTrial:
+def trial(
+    length_tokens: int,
+    outcome: Outcome | None,
+    *,
+    used_bytes: int | None = None,
+    text: str = "it ended",
+) -> RecordedTrial:
     """A trial of the only cell; None has not ended."""
     if outcome is None:
         return RecordedTrial(spec=QUESTION.trial(CELL, length_tokens))
     failure = None if outcome.is_fit else Failure(kind="error", phase="forward", text=text)
-    budget = MemoryBudget(budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=0, allocator_cap_bytes=79 * GIB)
+    budget = MemoryBudget(
+        budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=0, allocator_cap_bytes=79 * GIB
+    )
     memory = RankMemory(peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes)
     ranks = (RankReport(rank=0, failure=failure, memory=memory, budget=budget),)
     return RecordedTrial(
@@ -51,11 +75,15 @@ def trial(length_tokens: int, outcome: Outcome | None, *, used_bytes: int | None
 
 def study_of(*trials: RecordedTrial, **changes: object) -> Study:
     """A study without an answer yet."""
-    return msgspec.structs.replace(Study(path="study.jsonl", question=QUESTION, trials=trials), **changes)
+    return msgspec.structs.replace(
+        Study(path="study.jsonl", question=QUESTION, trials=trials), **changes
+    )
 
 
 def hostile_study() -> Study:
-    """A real study, every text of which somebody else has written; what names settings is left as it is."""
+    """A real study, every text of which somebody else has written; what names settings is left as
+    it is.
+    """
     texts = (
         "name",
         "model_name",
@@ -75,7 +103,11 @@ def hostile_study() -> Study:
             return {name: change(inner, name) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [change(inner, key) for inner in value]
-        return HOSTILE if isinstance(value, str) and key in (*texts, "command", "versions", "notes", "torch") else value
+        return (
+            HOSTILE
+            if isinstance(value, str) and key in (*texts, "command", "versions", "notes", "torch")
+            else value
+        )
 
     fields = change(msgspec.to_builtins(read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")), "")
     assert isinstance(fields, dict)
@@ -88,7 +120,9 @@ def hostile_study() -> Study:
 def without_checksums(lines: str, *, schema_version: int = 2) -> str:
     """The lines of a journal as they were written before they had any."""
     kept = re.sub(r'(?m)^\{"checksum":"[0-9a-f]{16}",', "{", lines)
-    return kept.replace(f'"schema_version":{STUDY_SCHEMA_VERSION}', f'"schema_version":{schema_version}', 1)
+    return kept.replace(
+        f'"schema_version":{STUDY_SCHEMA_VERSION}', f'"schema_version":{schema_version}', 1
+    )
 
 
 def fifo(path: Path) -> Path:

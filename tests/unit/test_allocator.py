@@ -1,4 +1,6 @@
-"""The simulated caching allocator: what PyTorch's code says of small cases, and what holds of any sequence."""
+"""The simulated caching allocator: what PyTorch's code says of small cases, and what holds of any
+sequence.
+"""
 
 from contextlib import suppress
 
@@ -6,17 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.prediction.allocator import MIN_BLOCK_BYTES, CachingAllocator, CapacityError, round_size
+from highwater.memory.trace.allocator import (
+    MIN_BLOCK_BYTES,
+    CachingAllocator,
+    CapacityError,
+    round_size,
+)
 from highwater.units import GIB, KIB, MIB
 
-SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB), st.sampled_from([512, MIB, MIB + 1, 10 * MIB, 20 * MIB]))
+SIZES = st.one_of(
+    st.integers(1, 2 * MIB),
+    st.integers(MIB, 64 * MIB),
+    st.sampled_from([512, MIB, MIB + 1, 10 * MIB, 20 * MIB]),
+)
 STEPS = st.lists(st.tuples(SIZES, st.integers(0, 5), st.sampled_from([0, 0, 0, 1])), max_size=60)
 """Allocate so many bytes on a stream, then free one of the oldest, if the second number says so."""
 KINDS = [pytest.param(False, id="native"), pytest.param(True, id="expandable")]
 
 
 def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> list[int]:
-    """Take the steps; returns the handles that are alive at the end. Raises CapacityError. Checks what holds at every step."""
+    """Take the steps; returns the handles that are alive at the end. Raises CapacityError. Checks
+    what holds at every step.
+    """
     alive: list[int] = []
     asked: dict[int, int] = {}
     for size, which, stream in steps:
@@ -162,7 +175,9 @@ def test_a_capacity_is_kept(is_expandable, steps, capacity):
 def test_what_was_reserved_without_a_limit_is_enough_as_a_limit(is_expandable, steps):
     unlimited = CachingAllocator(is_expandable=is_expandable)
     follow(unlimited, steps)
-    limited = CachingAllocator(is_expandable=is_expandable, capacity_bytes=unlimited.peak_reserved_bytes)
+    limited = CachingAllocator(
+        is_expandable=is_expandable, capacity_bytes=unlimited.peak_reserved_bytes
+    )
     follow(limited, steps)
     assert (limited.retries, limited.reserved_bytes) == (0, unlimited.reserved_bytes)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.search.campaign import CellAnswered, Event, TrialFinished
+from highwater.search.cell_search import CellAnswered, Event, TrialFinished
 from highwater.spec.trial import Outcome
 
 
@@ -21,7 +21,9 @@ def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path: P
         on_event=heard.append,
     )
     assert study.complete
-    assert [event.answer for event in heard if isinstance(event, CellAnswered)] == list(study.answers)
+    assert [event.answer for event in heard if isinstance(event, CellAnswered)] == list(
+        study.answers
+    )
     assert sum(isinstance(event, TrialFinished) for event in heard) == len(study.trials)
     assert highwater.open_study(tmp_path / "s.jsonl") == study
 

@@ -1,4 +1,6 @@
-"""Sizes: no number, file or device that a user can name hangs a command or eats the machine; each is refused with a hint."""
+"""Sizes: no number, file or device that a user can name hangs a command or eats the machine; each
+is refused with a hint.
+"""
 
 import json
 import random
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import question_of, write_model
+from places import examples, question_of, write_model
 from studies import fifo
 
 from highwater.cli.app import main
@@ -25,7 +27,19 @@ from highwater.units import parse_bytes, parse_seconds, parse_tokens
 pytestmark = pytest.mark.timeout(60)
 """For the tests of single values, each of which takes a moment or would never end."""
 
-DRY = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--allocator", "native", "--loss", "full")
+DRY = (
+    "find",
+    "Qwen3-0.6B",
+    "--device",
+    "cuda",
+    "--memory",
+    "80GiB",
+    "--dry-run",
+    "--allocator",
+    "native",
+    "--loss",
+    "full",
+)
 LONG = "9" * 310
 """More than a float holds."""
 TOO_MANY = (
@@ -52,7 +66,10 @@ TOO_MANY = (
 
 @pytest.mark.parametrize("words", TOO_MANY, ids=lambda words: " ".join(words)[:40])
 def test_a_number_that_nobody_means_is_refused_at_once(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main((*DRY, *words)) == 2
@@ -62,25 +79,57 @@ def test_a_number_that_nobody_means_is_refused_at_once(
     assert len(said) < 2000
 
 
-def test_the_finest_grid_that_is_read_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_finest_grid_that_is_read_is_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS))) == 0
-    assert main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS), "--token-budget", "64k")) == 0
+    assert (
+        main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS)))
+        == 0
+    )
+    assert (
+        main(
+            (
+                *DRY,
+                "--start-length",
+                "2",
+                "--resolution",
+                "1",
+                "--max-length",
+                str(MOST_LENGTHS),
+                "--token-budget",
+                "64k",
+            )
+        )
+        == 0
+    )
 
 
 @given(
-    budget=st.integers(2, 200_000), start=st.integers(2, 3000), step=st.integers(1, 3000), objective=st.sampled_from(["sft", "rw"])
+    budget=st.integers(2, 200_000),
+    start=st.integers(2, 3000),
+    step=st.integers(1, 3000),
+    objective=st.sampled_from(["sft", "rw", "dpo"]),
 )
-@settings(max_examples=300)
-def test_the_least_packed_length_is_found_without_looking_at_each(budget: int, start: int, step: int, objective: str) -> None:
+@settings(max_examples=examples(300))
+def test_the_least_packed_length_is_found_without_looking_at_each(
+    budget: int, start: int, step: int, objective: str
+) -> None:
     if budget < 2 * start:
         return
     question = question_of(
-        token_budget=budget, start_length=start, resolution=step, max_length=start + 200 * step, objective=objective, loss="full"
+        token_budget=budget,
+        start_length=start,
+        resolution=step,
+        max_length=start + 200 * step,
+        objective=objective,
+        loss="full",
     )
     cell = question.cells[0]
     size = question.size_of(cell)
-    looked_at = min(range(size, 0, -1), key=lambda index: packed_tokens(question, cell, index), default=1)
+    looked_at = min(
+        range(size, 0, -1), key=lambda index: packed_tokens(question, cell, index), default=1
+    )
     assert least_packed(question, cell, size) == looked_at
 
 
@@ -101,7 +150,10 @@ def test_a_layout_of_more_than_any_job_is_none(name: str) -> None:
 
 ODD_YAML = {
     "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
-    + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    + "".join(
+        f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ),
     "an alias of itself": "model: &a [*a]\n",
     "a merge": "a: &a {gpus: 1}\n<<: *a\n",
     "depth": f"gpus: {'[' * 2000}{']' * 2000}\n",
@@ -122,7 +174,9 @@ ODD_YAML = {
 
 
 @pytest.mark.parametrize("kind", ODD_YAML)
-def test_yaml_that_no_settings_need_is_refused(kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_yaml_that_no_settings_need_is_refused(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(ODD_YAML[kind])
     assert main(("find", "--config", str(path), *DRY[2:])) == 2
@@ -132,7 +186,9 @@ def test_yaml_that_no_settings_need_is_refused(kind: str, capsys: pytest.Capture
     assert len(said) < 3000
 
 
-def test_a_date_stays_the_text_that_it_was_written_as(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_date_stays_the_text_that_it_was_written_as(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "study.yaml").write_text("model: 2026-01-01\n")
     assert main(("find", "--config", str(tmp_path / "study.yaml"))) == 2
     assert "no model '2026-01-01'" in capsys.readouterr().err
@@ -165,7 +221,11 @@ def _odd(kind: str, folder: Path) -> Path:
     ],
 )
 def test_a_file_without_an_end_is_refused_wherever_one_is_named(
-    command: str, kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = _odd(kind, tmp_path)
@@ -179,7 +239,10 @@ def test_a_file_without_an_end_is_refused_wherever_one_is_named(
         words = ["predict", str(tmp_path / "mine"), "--gpus", "H200-141GB"]
     else:
         verb, _, flag = name.partition(" ")
-        own = {"find": ("Qwen3-0.6B", *DRY[2:]), "predict": ("Qwen3-0.6B", "--gpus", "H200-141GB")}.get(verb, ())
+        own = {
+            "find": ("Qwen3-0.6B", *DRY[2:]),
+            "predict": ("Qwen3-0.6B", "--gpus", "H200-141GB"),
+        }.get(verb, ())
         words = [verb, *own, *([flag] if flag else []), str(path)]
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -208,7 +271,9 @@ HEADER = "gpu,settings,gpus,sp,model,max_model_len"
         f"A100-80GB,vanilla,1,1,{'a/' * 70_000},8192",
     ],
 )
-def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row: str, tmp_path: Path) -> None:
+def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(
+    row: str, tmp_path: Path
+) -> None:
     path = tmp_path / "table.csv"
     path.write_text(f"{HEADER}\n{row}\n")
     for read in (read_capacity_table, table_capacities):
@@ -217,11 +282,17 @@ def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row: str, tm
 
 
 def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
-    """Text with one or two pieces of it replaced, doubled, cut out, or followed by something odd."""
+    """Text with one or two pieces of it replaced, doubled, cut out, or followed by something
+    odd.
+    """
     for _ in range(draw.randint(1, 2)):
         at = draw.randrange(len(text) + 1)
         end = min(len(text), at + draw.randrange(12))
-        text = text[:at] + draw.choice((*pieces, text[at:end] * 2, "")) + text[draw.choice((at, end)) :]
+        text = (
+            text[:at]
+            + draw.choice((*pieces, text[at:end] * 2, ""))
+            + text[draw.choice((at, end)) :]
+        )
     return text
 
 
@@ -281,12 +352,23 @@ CSV_PIECES = (
 )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_a_mutated_configuration_is_read_or_refused(
     count: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     path, draw = tmp_path / "study.yaml", random.Random(20)
-    whole = to_yaml(Request(model="Qwen3-0.6B", gpus=(1, 2), memory="80GiB", token_budget="16k", confirm=2, margin="2GiB"))
+    whole = to_yaml(
+        Request(
+            model="Qwen3-0.6B",
+            gpus=(1, 2),
+            memory="80GiB",
+            token_budget="16k",
+            confirm=2,
+            margin="2GiB",
+        )
+    )
 
     class Typed:
         config = str(path)
@@ -299,14 +381,23 @@ def test_a_mutated_configuration_is_read_or_refused(
             request_of(Typed())
         except HighwaterError:
             refused += 1
-    record_property("counted", f"{count:,} mutated configurations: {refused:,} refused, {count - refused:,} read")
+    record_property(
+        "counted",
+        f"{count:,} mutated configurations: {refused:,} refused, {count - refused:,} read",
+    )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_a_mutated_table_is_read_or_refused(count: int, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+def test_a_mutated_table_is_read_or_refused(
+    count: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     path, draw = tmp_path / "table.csv", random.Random(21)
     whole = f"{HEADER}\n" + "".join(
-        f"A100-80GB,{rung},{gpus},1,Qwen3-0.6B,{8192 * gpus}\n" for rung in ("vanilla", "env") for gpus in (1, 2)
+        f"A100-80GB,{rung},{gpus},1,Qwen3-0.6B,{8192 * gpus}\n"
+        for rung in ("vanilla", "env")
+        for gpus in (1, 2)
     )
     refused = 0
     for _ in range(count):
@@ -316,12 +407,19 @@ def test_a_mutated_table_is_read_or_refused(count: int, tmp_path: Path, record_p
             read_capacity_table(path)
         except HighwaterError:
             refused += 1
-    record_property("counted", f"{count:,} mutated tables: {refused:,} refused, {count - refused:,} read")
+    record_property(
+        "counted", f"{count:,} mutated tables: {refused:,} refused, {count - refused:,} read"
+    )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(15_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
-    count: int, tmp_path: Path, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
+    count: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As far as a table's row goes: what a shape may be is tested beside shapes."""
     draw, refused = random.Random(22), 0
@@ -330,10 +428,18 @@ def test_a_model_whose_numbers_are_mutated_is_read_or_refused(
     path = tmp_path / "table.csv"
     path.write_text(f"{HEADER}\nA100-80GB,vanilla,1,1,{directory},8192\n")
     for _ in range(count):
-        config = {**whole, draw.choice(list(whole)): draw.choice([0, -1, 1, 2**31, 2**63, 10**400, 1.5, None, "x", [], {}, True])}
+        config = {
+            **whole,
+            draw.choice(list(whole)): draw.choice(
+                [0, -1, 1, 2**31, 2**63, 10**400, 1.5, None, "x", [], {}, True]
+            ),
+        }
         (directory / "config.json").write_text(json.dumps(config))
         try:
             table_capacities(path)
         except HighwaterError:
             refused += 1
-    record_property("counted", f"{count:,} tables about mutated models: {refused:,} refused, {count - refused:,} read")
+    record_property(
+        "counted",
+        f"{count:,} tables about mutated models: {refused:,} refused, {count - refused:,} read",
+    )

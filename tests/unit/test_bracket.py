@@ -48,11 +48,17 @@ def test_a_hint_at_the_edge_takes_the_two_trials_that_prove_it(size, data):
         assert search(Bracket(size, first=hint), capacity) <= 2
 
 
-@pytest.mark.parametrize(("capacity", "without", "worst"), [(0, 1, 4), (1, 2, 5), (2, 4, 7), (4, 6, 9), (8, 8, 11), (64, 14, 17)])
+@pytest.mark.parametrize(
+    ("capacity", "without", "worst"),
+    [(0, 1, 4), (1, 2, 5), (2, 4, 7), (4, 6, 9), (8, 8, 11), (64, 14, 17)],
+)
 def test_a_hint_that_is_too_long_costs_three_trials_at_the_most(capacity, without, worst):
     size = 3000
     assert search(Bracket(size), capacity) == without
-    assert max(search(Bracket(size, first=hint), capacity) for hint in range(capacity + 2, size + 1)) == worst
+    assert (
+        max(search(Bracket(size, first=hint), capacity) for hint in range(capacity + 2, size + 1))
+        == worst
+    )
 
 
 def test_a_grid_on_which_nothing_fits_takes_one_trial():
@@ -91,7 +97,12 @@ def test_a_failure_says_nothing_against_a_fit_of_fewer_packed_tokens():
 def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
     bracket = Bracket(100)
     search(bracket, 100)
-    assert (bracket.fits, bracket.end, bracket.does_not_fit, bracket.is_proven) == (100, 101, None, False)
+    assert (bracket.fits, bracket.end, bracket.does_not_fit, bracket.is_proven) == (
+        100,
+        101,
+        None,
+        False,
+    )
 
 
 @given(SIZES, st.data())
@@ -110,17 +121,25 @@ def test_a_timeout_lowers_the_ceiling_and_proves_nothing(size, data):
 
 
 @given(st.integers(1, 40), st.data())
-def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradiction_is_listed(size, data):
+def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradiction_is_listed(
+    size, data
+):
     index = st.integers(1, size)
     told = data.draw(st.lists(st.tuples(index, st.booleans())))
-    bracket = Bracket(size, first=data.draw(st.none() | index), method=data.draw(st.sampled_from(["bisect", "linear"])))
+    bracket = Bracket(
+        size,
+        first=data.draw(st.none() | index),
+        method=data.draw(st.sampled_from(["bisect", "linear"])),
+    )
     for at, fits in told:
         bracket.tell(at, fits)
     for _ in range(size + 1):
         asked = bracket.ask()
         if asked is None:
             break
-        assert asked not in [at for at, fits in told], "an index that was decided is not asked for again"
+        assert asked not in [at for at, fits in told], (
+            "an index that was decided is not asked for again"
+        )
         fits = data.draw(st.booleans())
         told.append((asked, fits))
         bracket.tell(asked, fits)
@@ -198,7 +217,9 @@ def test_where_a_budget_packs_less_further_up_that_is_tried_right_after_the_star
 
 
 @pytest.mark.parametrize("least_packed", [1, 11])
-@pytest.mark.parametrize("told", [[], [(1, False)], [(3, True)], [(9, False)], [(3, True), (9, False)]])
+@pytest.mark.parametrize(
+    "told", [[], [(1, False)], [(3, True)], [(9, False)], [(3, True), (9, False)]]
+)
 def test_the_trials_left_end_at_zero_and_never_before(told, least_packed):
     bracket = Bracket(20, least_packed=least_packed)
     for index, fits in told:

@@ -1,4 +1,6 @@
-"""Intervals: the stated share of exchangeable residuals is covered, by counting; too few are said to be; studies that teach."""
+"""Intervals: the stated share of exchangeable residuals is covered, by counting; too few are said
+to be; studies that teach.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from places import script
 
 import highwater
 from highwater.errors import HighwaterError, UsageError
-from highwater.prediction.calibration import (
+from highwater.memory.formula.constants import CONTEXT_BYTES
+from highwater.memory.interval.calibration import (
     COVERAGE,
     LEAST_WIDENING,
     Factors,
@@ -22,11 +25,10 @@ from highwater.prediction.calibration import (
     least_residuals,
     most_predicted_bytes,
 )
-from highwater.prediction.constants import CONTEXT_BYTES
-from highwater.prediction.residuals import (
+from highwater.memory.interval.residuals import (
     MOST_TRACED,
+    bundled_residuals,
     residual,
-    shipped_residuals,
     study_residuals,
     traced_residual,
     worth_tracing,
@@ -49,15 +51,25 @@ def learned(residuals: list[float], coverage: float = COVERAGE) -> Factors:
 
 
 @given(st.lists(SHARES, min_size=2, max_size=120), COVERAGES)
-def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residuals: list[float], coverage: float) -> None:
-    """Exchangeable: each was as likely to be the one that is predicted. So this is the coverage, counted, with no luck in it."""
-    each = [(value, learned([*residuals[:i], *residuals[i + 1 :]], coverage)) for i, value in enumerate(residuals)]
+def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(
+    residuals: list[float], coverage: float
+) -> None:
+    """Exchangeable: each was as likely to be the one that is predicted. So this is the coverage,
+    counted, with no luck in it.
+    """
+    each = [
+        (value, learned([*residuals[:i], *residuals[i + 1 :]], coverage))
+        for i, value in enumerate(residuals)
+    ]
     if any(factors.is_widened for _, factors in each):
         return
     needed = coverage * len(residuals) - 1e-9
     assert sum(value <= factors.upper for value, factors in each) >= needed
     assert sum(value >= factors.lower for value, factors in each) >= needed
-    assert sum(factors.lower <= value <= factors.upper for value, factors in each) >= (2 * coverage - 1) * len(residuals) - 1e-9
+    assert (
+        sum(factors.lower <= value <= factors.upper for value, factors in each)
+        >= (2 * coverage - 1) * len(residuals) - 1e-9
+    )
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
@@ -70,7 +82,9 @@ def test_an_interval_never_shrinks_with_the_coverage_and_holds_the_prediction(
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES)
-def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(residuals: list[float], coverage: float) -> None:
+def test_too_few_residuals_are_said_to_be_and_widened_beyond_the_extremes(
+    residuals: list[float], coverage: float
+) -> None:
     found = learned(residuals, coverage)
     assert found.residuals == len(residuals)
     assert found.is_widened == (len(residuals) < least_residuals(coverage))
@@ -90,7 +104,9 @@ def test_nothing_is_learned_from_nothing() -> None:
 
 
 @given(st.lists(SHARES, min_size=1, max_size=30), st.integers(1, 200 * GIB))
-def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residuals: list[float], room_bytes: int) -> None:
+def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(
+    residuals: list[float], room_bytes: int
+) -> None:
     factors = learned(residuals)
     most = most_predicted_bytes(room_bytes, factors)
     assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
@@ -98,12 +114,14 @@ def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residu
 
 def test_what_is_shipped_is_what_the_committed_results_say() -> None:
     made = script(RESULTS / "predict" / "residuals.py").text()
-    assert (ROOT / "src" / "highwater" / "prediction" / "residuals.json").read_text() == made
+    assert (
+        ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
+    ).read_text() == made
 
 
 def test_no_trial_that_is_held_out_is_shipped() -> None:
     rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
-    shipped = {each.trial for each in shipped_residuals()}
+    shipped = {each.trial for each in bundled_residuals()}
     assert shipped <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
     assert len(shipped) >= 18
 
@@ -111,14 +129,20 @@ def test_no_trial_that_is_held_out_is_shipped() -> None:
 def test_the_intervals_hold_every_trial_that_they_were_learned_from() -> None:
     for method in ("formula", "trace"):
         for allocator in ("native", "expandable"):
-            own = [each.factor for each in shipped_residuals() if (each.method, each.allocator) == (method, allocator)]
+            own = [
+                each.factor
+                for each in bundled_residuals()
+                if (each.method, each.allocator) == (method, allocator)
+            ]
             found = learned(own)
             assert found.is_widened
             assert all(found.lower < factor < found.upper for factor in own)
 
 
 def another_gpu(folder: Path, share: float, **changes: str) -> Path:
-    """The study of trials that took this share of what an H200 measured, and more where they ran out."""
+    """The study of trials that took this share of what an H200 measured, and more where they ran
+    out.
+    """
     path = folder / "mine.jsonl"
     lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
     for line in lines:
@@ -153,27 +177,42 @@ def test_trials_that_come_along_teach_nothing_twice() -> None:
 
 
 def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it() -> None:
-    question, shipped = highwater.open_study(STUDY).question, shipped_residuals()
-    again = [msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in shipped]
-    assert calibrate(question, "trace", shipped=shipped, own=again) == calibrate(question, "trace", shipped=shipped)
+    question, shipped = highwater.open_study(STUDY).question, bundled_residuals()
+    again = [
+        msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in shipped
+    ]
+    assert calibrate(question, "trace", shipped=shipped, own=again) == calibrate(
+        question, "trace", shipped=shipped
+    )
 
 
 def test_enough_own_trials_make_the_coverage_by_counting() -> None:
     (question,) = {highwater.open_study(STUDY).question}
     (example, *_) = study_residuals(highwater.open_study(STUDY))
     own = [
-        msgspec.structs.replace(example, allocator="expandable", measured_bytes=example.predicted_bytes + number)
+        msgspec.structs.replace(
+            example, allocator="expandable", measured_bytes=example.predicted_bytes + number
+        )
         for number in range(40)
     ]
-    found = calibrate(question, "formula", shipped=shipped_residuals(), own=own).of("expandable")
+    found = calibrate(question, "formula", shipped=bundled_residuals(), own=own).of("expandable")
     assert found is not None
     assert not found.is_widened
-    assert found.upper < max(each.factor for each in shipped_residuals() if each.method == "formula")
+    assert found.upper < max(
+        each.factor for each in bundled_residuals() if each.method == "formula"
+    )
 
 
 def ran_out(given_bytes: int) -> TrialResult:
-    budget = MemoryBudget(budget_bytes=given_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=given_bytes)
-    rank = RankReport(rank=0, memory=RankMemory(device_used_bytes=given_bytes // 3), budget=budget, device_name="NVIDIA H200")
+    budget = MemoryBudget(
+        budget_bytes=given_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=given_bytes
+    )
+    rank = RankReport(
+        rank=0,
+        memory=RankMemory(device_used_bytes=given_bytes // 3),
+        budget=budget,
+        device_name="NVIDIA H200",
+    )
     return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out of memory", ranks=(rank,))
 
 
@@ -188,7 +227,10 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit() -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"), "is of highwater 0.0.1: this is "),
+        (
+            lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"),
+            "is of highwater 0.0.1: this is ",
+        ),
         (lambda folder: simulated(folder, "cuda"), "is of simulated trials"),
         (lambda folder: RESULTS / "find" / "README.md", "is not a study"),
         (lambda folder: folder / "none.jsonl", "cannot be read"),
@@ -207,31 +249,52 @@ def test_a_study_that_teaches_nothing_about_predictions_is_refused(
 
 def simulated(folder: Path, device: str) -> Path:
     path = folder / "simulated.jsonl"
-    highwater.find("Qwen3-0.6B", gpus=[1], memory="80GiB", device=device, dry_run=True, study=str(path), max_length="32k")
+    highwater.find(
+        "Qwen3-0.6B",
+        gpus=[1],
+        memory="80GiB",
+        device=device,
+        dry_run=True,
+        study=str(path),
+        max_length="32k",
+    )
     return path
 
 
 def emptied(folder: Path) -> Path:
     """A study whose search was killed in its first trial."""
     path = folder / "emptied.jsonl"
-    path.write_text("".join(line + "\n" for line in STUDY.read_text().splitlines() if '"trial_finished"' not in line))
+    path.write_text(
+        "".join(
+            line + "\n" for line in STUDY.read_text().splitlines() if '"trial_finished"' not in line
+        )
+    )
     return path
 
 
 def test_another_trainer_learns_nothing_from_trials_of_this_engine() -> None:
     with pytest.raises(UsageError, match="trials of this engine"):
-        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity")
+        highwater.predict(
+            "Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity"
+        )
 
 
-def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most() -> None:
+def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most() -> (
+    None
+):
     study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
-    chosen = [(each.spec.settings.label, each.spec.length_tokens) for each in worth_tracing(study, study.question)]
+    chosen = [
+        (each.spec.settings.label, each.spec.length_tokens)
+        for each in worth_tracing(study, study.question)
+    ]
     edges = [("vanilla", 98_304), ("Env", 98_304), ("vanilla", 106_496), ("Env", 106_496)]
     assert chosen[:4] == edges
     assert len(study.trials) == 9
     assert len(chosen) == MOST_TRACED == len(set(chosen))
     one = msgspec.structs.replace(study.question, cells=study.question.cells[1:])
-    assert {label for label, _ in [(each.spec.settings.label, 0) for each in worth_tracing(study, one)]} == {"Env"}
+    assert {
+        label for label, _ in [(each.spec.settings.label, 0) for each in worth_tracing(study, one)]
+    } == {"Env"}
 
 
 def held(gib: float) -> EventLog:
@@ -242,21 +305,34 @@ def held(gib: float) -> EventLog:
 def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was_given() -> None:
     study = highwater.open_study(STUDY)
     fit, failed = (
-        next(each for each in study.trials if each.result is not None and each.result.outcome is outcome)
+        next(
+            each
+            for each in study.trials
+            if each.result is not None and each.result.outcome is outcome
+        )
         for outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)
     )
     assert fit.result is not None
     assert failed.result is not None
-    learned_from = traced_residual(study.question.model.shape, fit.spec, fit.result, held(50), rank=0)
+    learned_from = traced_residual(
+        study.question.model.shape, fit.spec, fit.result, held(50), rank=0
+    )
     assert learned_from is not None
     assert learned_from.method == "trace"
     used = fit.result.ranks[0].memory.device_used_bytes
     assert used is not None
     assert learned_from.measured_bytes == used
     assert learned_from.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
-    assert traced_residual(study.question.model.shape, fit.spec, fit.result, held(100), rank=0) is None, "the replay runs out"
-    assert traced_residual(study.question.model.shape, failed.spec, failed.result, held(100), rank=0) is None
-    missed = traced_residual(study.question.model.shape, failed.spec, failed.result, held(50), rank=0)
+    assert (
+        traced_residual(study.question.model.shape, fit.spec, fit.result, held(100), rank=0) is None
+    ), "the replay runs out"
+    assert (
+        traced_residual(study.question.model.shape, failed.spec, failed.result, held(100), rank=0)
+        is None
+    )
+    missed = traced_residual(
+        study.question.model.shape, failed.spec, failed.result, held(50), rank=0
+    )
     assert missed is not None
     budget = failed.result.ranks[0].budget
     assert budget is not None

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from highwater.spec.codec import digest, from_builtins, from_json, json_schema, to_builtins, to_json
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Failure, Outcome, RankMemory, RankReport, Save, TrialResult, TrialSpec
+from highwater.spec.trial import (
+    Failure,
+    Outcome,
+    RankMemory,
+    RankReport,
+    Save,
+    TrialResult,
+    TrialSpec,
+)
 
 _BYTES = st.none() | st.integers(min_value=0, max_value=2**45)
 _SPECS = st.builds(
@@ -17,7 +25,9 @@ _SPECS = st.builds(
     model_directory=st.text(),
     config_digest=st.text(alphabet="0123456789abcdef", min_size=16, max_size=16),
     device=st.just("cuda"),
-    layout=st.builds(Layout, gpus=st.sampled_from([2, 4, 8]), ulysses_degree=st.sampled_from([1, 2])),
+    layout=st.builds(
+        Layout, gpus=st.sampled_from([2, 4, 8]), ulysses_degree=st.sampled_from([1, 2])
+    ),
     settings=st.builds(Settings),
     length_tokens=st.integers(min_value=2, max_value=2**30),
     memory_budget_bytes=_BYTES,
@@ -31,10 +41,15 @@ _REPORTS = st.builds(
     budget=st.none(),
     losses=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
     step_times_s=st.lists(st.floats(min_value=0, allow_infinity=False)).map(tuple),
-    saves=st.lists(st.builds(Save, time_s=st.floats(min_value=0, allow_infinity=False)), max_size=3).map(tuple),
+    saves=st.lists(
+        st.builds(Save, time_s=st.floats(min_value=0, allow_infinity=False)), max_size=3
+    ).map(tuple),
 )
 _RESULTS = st.builds(
-    TrialResult, outcome=st.sampled_from(Outcome), ranks=st.lists(_REPORTS, max_size=3).map(tuple), log_path=st.none()
+    TrialResult,
+    outcome=st.sampled_from(Outcome),
+    ranks=st.lists(_REPORTS, max_size=3).map(tuple),
+    log_path=st.none(),
 )
 
 
@@ -52,12 +67,16 @@ def test_a_result_survives_json_on_one_line(result: TrialResult) -> None:
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(spec: TrialSpec, elsewhere: str) -> None:
+def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(
+    spec: TrialSpec, elsewhere: str
+) -> None:
     assert msgspec.structs.replace(spec, model_directory=elsewhere).key == spec.key
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(spec: TrialSpec, elsewhere: str) -> None:
+def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(
+    spec: TrialSpec, elsewhere: str
+) -> None:
     assert msgspec.structs.replace(spec, checkpoint_directory=elsewhere).key == spec.key
 
 

@@ -1,4 +1,6 @@
-"""What is emitted for areal, trl, torchtitan and accelerate: names of their packages, and what they cannot express."""
+"""What is emitted for areal, trl, torchtitan and accelerate: names of their packages, and what they
+cannot express.
+"""
 
 import ast
 import json
@@ -23,19 +25,35 @@ from highwater.emit.targets import EMITS
 from highwater.emit.torchtitan import FLAVORS, torchtitan
 from highwater.emit.trl import trl
 from highwater.errors import UsageError
-from highwater.recommendation import recommend
+from highwater.recommendation.recommend import recommend
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.model import catalog_names
 from highwater.spec.recommendation import Candidate, Recommendation
 
 ROOT = Path(__file__).parents[2]
-FILES = {"areal": areal_file, "trl": trl_file, "torchtitan": torchtitan_file, "accelerate": accelerate_file}
+FILES = {
+    "areal": areal_file,
+    "trl": trl_file,
+    "torchtitan": torchtitan_file,
+    "accelerate": accelerate_file,
+}
 TYPES = {"int": int, "bool": bool, "str": str, "float": float}
 
 
-def asked(target: str = "trl", length: int | str = "128k", **changes) -> tuple[Recommendation, Candidate]:
-    rollout = {"rollout_gpus": 2, "gpus": "6xH200-141GB"} if target == "areal" else {"gpus": "4xH200-141GB"}
-    words = {"model": "Qwen3-4B", "length": length, "trainer": PREDICTED_FOR[target], "allocator": "expandable"}
+def goal(
+    target: str = "trl", length: int | str = "128k", **changes
+) -> tuple[Recommendation, Candidate]:
+    rollout = (
+        {"rollout_gpus": 2, "gpus": "6xH200-141GB"}
+        if target == "areal"
+        else {"gpus": "4xH200-141GB"}
+    )
+    words = {
+        "model": "Qwen3-4B",
+        "length": length,
+        "trainer": PREDICTED_FOR[target],
+        "allocator": "expandable",
+    }
     found = recommended(json.dumps(words | rollout | changes))
     assert found.chosen is not None
     return found, found.chosen
@@ -51,27 +69,34 @@ def rung(found: Recommendation, *, degree: int, offload: bool) -> Candidate:
     return next(
         each
         for each in found.candidates
-        if (each.cell.layout.ulysses_degree, each.cell.settings.offload, each.is_lowered) == (degree, offload, False)
+        if (each.cell.layout.ulysses_degree, each.cell.settings.offload, each.is_lowered)
+        == (degree, offload, False)
     )
 
 
 def is_a(value: object, kind: str) -> bool:
     """Whether a value is of one of the types that an annotation names."""
     names = re.findall(r"\w+", kind)
-    return type(value) in [TYPES.get(name) for name in names] or ("Literal" in names and value in names)
+    return type(value) in [TYPES.get(name) for name in names] or (
+        "Literal" in names and value in names
+    )
 
 
 @pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("length", ["16k", "128k"])
 def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str) -> None:
     known = recorded(target, FILES[target].VERSION)
-    found, _ = asked(target, length)
+    found, _ = goal(target, length)
     for candidate in found.candidates:
         for name, value in EMITS[target](found, candidate).values.items():
             section, _, field = name.partition(".")
             if target == "trl":
                 launched = name == "accelerate_config" or section == "env"
-                assert launched or section in ("model_init_kwargs",) or is_a(value, known[f"sft.{section}"]), name
+                assert (
+                    launched
+                    or section in ("model_init_kwargs",)
+                    or is_a(value, known[f"sft.{section}"])
+                ), name
             elif ".env_vars." in name:
                 assert known[name.partition(".env_vars.")[0] + ".env_vars"] == "dict[str, str]"
             elif name in ("compute_environment", "distributed_type"):
@@ -80,69 +105,105 @@ def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str
                 assert is_a(value, known[name]), (name, field)
 
 
-@pytest.mark.parametrize(("objective", "command"), [("grpo", "grpo"), ("rw", "reward")])
+@pytest.mark.parametrize(
+    ("objective", "command"), [("grpo", "grpo"), ("rw", "reward"), ("dpo", "dpo")]
+)
 def test_trls_other_commands_have_their_own_names(objective: str, command: str) -> None:
     known = recorded("trl", trl_file.VERSION)
-    found, chosen = asked(objective=objective, length="16k", ulysses=[1])
+    found, chosen = goal(objective=objective, length="16k", ulysses=[1])
     emitted = trl(found, chosen)
     assert emitted.command.startswith(f"trl {command} --config trl.yaml")
     for name, value in emitted.values.items():
         section = name.partition(".")[0]
-        assert section in ("accelerate_config", "env") or is_a(value, known[f"{command}.{section}"]), name
-    rows = chosen.cell.settings.sequences_per_micro_batch // (2 if objective == "rw" else 1)
+        assert section in ("accelerate_config", "env") or is_a(
+            value, known[f"{command}.{section}"]
+        ), name
+    rows = chosen.cell.settings.sequences_per_micro_batch // (1 if objective == "grpo" else 2)
     assert emitted.values["per_device_train_batch_size"] == rows
+
+
+def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
+    found, chosen = goal(objective="dpo", length="16k", ulysses=[1])
+    emitted = trl(found, chosen)
+    assert emitted.values["precompute_ref_log_probs"] is True
+    assert emitted.values["max_length"] == found.length_tokens
+    assert "# precompute_ref_log_probs: " in emitted.text
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 def test_a_generation_batch_of_grpo_is_whole_groups(gpus: int) -> None:
-    found, chosen = asked(objective="grpo", length="4k", ulysses=[1], gpus=f"{gpus}xH200-141GB")
+    found, chosen = goal(objective="grpo", length="4k", ulysses=[1], gpus=f"{gpus}xH200-141GB")
     values = trl(found, chosen).values
-    assert values["per_device_train_batch_size"] * gpus * values["gradient_accumulation_steps"] % trl_file.GENERATIONS == 0
+    assert (
+        values["per_device_train_batch_size"]
+        * gpus
+        * values["gradient_accumulation_steps"]
+        % trl_file.GENERATIONS
+        == 0
+    )
 
 
 def test_grpo_with_gpus_set_aside_generates_there() -> None:
-    found, chosen = asked(objective="grpo", length="16k", ulysses=[1], rollout_gpus=2)
+    found, chosen = goal(objective="grpo", length="16k", ulysses=[1], rollout_gpus=2)
     emitted = trl(found, chosen)
     assert (emitted.values["use_vllm"], emitted.values["vllm_mode"]) == (True, "server")
-    assert "on the 2 GPUs for rollout: trl vllm-serve --data_parallel_size 2 --max_model_len 16384" in emitted.text
+    (served,) = re.findall("trl vllm-serve (.*)", emitted.text)
+    assert served.split()[:4] == ["--data_parallel_size", "2", "--max_model_len", "16384"]
     assert "num_processes: 2" in emitted.beside["accelerate.yaml"]
 
 
 def test_everything_that_the_program_for_torchtitan_imports_is_there() -> None:
     known = recorded("torchtitan", torchtitan_file.VERSION)
-    found, chosen = asked("torchtitan", loss="chunked")
+    found, chosen = goal("torchtitan", loss="chunked")
     for path in (None, "/models/mine"):
         tree = ast.parse(torchtitan(found, chosen, model_path=path).text)
-        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtitan")]
+        imports = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtitan")
+        ]
         assert len(imports) >= 6
         for node in imports:
-            assert {f"{node.module}:{alias.name}" for alias in node.names} <= set(known), ast.unparse(node)
+            assert {f"{node.module}:{alias.name}" for alias in node.names} <= set(known), (
+                ast.unparse(node)
+            )
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert {"TrainingConfig", "ParallelismConfig", "FullAC.Config"} <= calls
     for name in (node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)):
         sections = ("training", "parallelism", "trainer")
-        assert any(f"{section}.{name}" in known for section in sections) or name in ("hf_model", "lr"), name
+        assert any(f"{section}.{name}" in known for section in sections) or name in (
+            "hf_model",
+            "lr",
+        ), name
 
 
 def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them() -> None:
     known = recorded("torchtitan", torchtitan_file.VERSION)
     assert set(FLAVORS) == set(catalog_names()) - {"tiny"}
     assert all(f"flavor:{family}:{flavor}" in known for family, flavor in FLAVORS.values())
-    found, chosen = asked("torchtitan", model="Llama-3.1-8B", length="64k")
-    assert "from torchtitan.models.llama3 import model_registry" in torchtitan(found, chosen).text
+    found, chosen = goal("torchtitan", model="Llama-3.1-8B", length="64k")
+    imported = {
+        str(node.module)
+        for node in ast.walk(ast.parse(torchtitan(found, chosen).text))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert "torchtitan.models.llama3" in imported
 
 
 def test_the_text_says_what_the_values_say() -> None:
     for target in ("areal", "trl", "accelerate"):
-        found, chosen = asked(target)
+        found, chosen = goal(target)
         emitted = EMITS[target](found, chosen)
         assert yaml.safe_load(emitted.text) == nested(emitted.values), target
 
 
 @pytest.mark.parametrize("target", FILES)
 def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
-    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    found, chosen = asked(target)
+    both = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    found, chosen = goal(target)
     assert chosen.cell.settings.allocator == "expandable"
     emitted = EMITS[target](found, chosen)
     if target == "areal":  # its rollout is not told: only the actor's workers are
@@ -152,27 +213,32 @@ def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
     else:
         assert emitted.environment == both
         assert all(name in emitted.text for name in both)
-    found, chosen = asked(target, "16k", allocator="native")
+    found, chosen = goal(target, "16k", allocator="native")
     assert "ALLOC_CONF" not in EMITS[target](found, chosen).text
 
 
 def test_where_trl_recomputes_is_where_it_may() -> None:
-    found, _ = asked()
+    found, _ = goal()
     for degree, ours in ((1, False), (2, True)):
         emitted = trl(found, rung(found, degree=degree, offload=False))
         launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
         assert emitted.values["gradient_checkpointing"] is ours
-        assert launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False) is not ours
-    found, _ = asked(recompute="none", length="4k")
+        assert (
+            launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False) is not ours
+        )
+    found, _ = goal(recompute="none", length="4k")
     emitted = trl(found, rung(found, degree=1, offload=False))
     assert emitted.values["gradient_checkpointing"] is False
-    assert "fsdp_activation_checkpointing: false" in emitted.beside["accelerate.yaml"]
+    launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
+    assert launched["fsdp_config"]["fsdp_activation_checkpointing"] is False
 
 
 def test_accelerate_has_both_fsdps() -> None:
     for strategy, version, reshard in (("fsdp", 1, "FULL_SHARD"), ("fsdp2", 2, True)):
-        found, _ = asked("accelerate", "16k", strategy=strategy)
-        config = yaml.safe_load(accelerate(found, rung(found, degree=1, offload=False)).text)["fsdp_config"]
+        found, _ = goal("accelerate", "16k", strategy=strategy)
+        config = yaml.safe_load(accelerate(found, rung(found, degree=1, offload=False)).text)[
+            "fsdp_config"
+        ]
         assert (config["fsdp_version"], config["fsdp_reshard_after_forward"]) == (version, reshard)
 
 
@@ -180,20 +246,38 @@ def test_accelerate_has_both_fsdps() -> None:
     ("target", "changes", "said"),
     [
         ("accelerate", {"degree": 1}, ("the token budget of 262144 a GPU", "the objective sft")),
-        ("accelerate", {"degree": 2}, ("2 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3")),
+        (
+            "accelerate",
+            {"degree": 2},
+            ("2 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
+        ),
         ("trl", {"degree": 1}, ("whole logits",)),
-        ("trl", {"degree": 2}, ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2")),
+        (
+            "trl",
+            {"degree": 2},
+            ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2"),
+        ),
         ("torchtitan", {"degree": 1}, ("YaRN's attention factor",)),
-        ("torchtitan", {"degree": 2}, ("Ulysses: 2 GPUs share each sequence by context parallelism",)),
-        ("torchtitan", {"degree": 1, "recompute": "all-but-attention"}, ("--recompute all-but-attention",)),
+        (
+            "torchtitan",
+            {"degree": 2},
+            ("Ulysses: 2 GPUs share each sequence by context parallelism",),
+        ),
+        (
+            "torchtitan",
+            {"degree": 1, "recompute": "all-but-attention"},
+            ("--recompute all-but-attention",),
+        ),
         ("accelerate", {"degree": 1, "mlp_tiles": 8}, ("--mlp-tiles 8",)),
         ("torchtitan", {"degree": 1, "strategy": "fsdp"}, ("FSDP1",)),
         ("areal", {"degree": 2}, ("FSDP1",)),
     ],
 )
-def test_what_a_trainer_cannot_express_is_said(target: str, changes: dict, said: tuple[str, ...]) -> None:
+def test_what_a_trainer_cannot_express_is_said(
+    target: str, changes: dict, said: tuple[str, ...]
+) -> None:
     degree = changes.pop("degree")
-    found, _ = asked(target, **changes)
+    found, _ = goal(target, **changes)
     emitted = EMITS[target](found, rung(found, degree=degree, offload=False))
     for each in said:
         assert any(each in sentence for sentence in emitted.cannot), each
@@ -202,7 +286,7 @@ def test_what_a_trainer_cannot_express_is_said(target: str, changes: dict, said:
 
 
 def test_what_trl_starts_with_is_said_where_nobody_named_the_model() -> None:
-    found, chosen = asked("trl")
+    found, chosen = goal("trl")
     said = "# before it starts: export MODEL_PATH=the model's directory\n"
     assert "$MODEL_PATH" in trl(found, chosen).command
     assert said in trl(found, chosen).text
@@ -211,45 +295,63 @@ def test_what_trl_starts_with_is_said_where_nobody_named_the_model() -> None:
 
 def test_an_entropy_is_named_where_there_is_one() -> None:
     of_sft, of_grpo = (
-        next(each for each in accelerate(*asked("accelerate", **changes)).cannot if "the objective" in each)
+        next(
+            each
+            for each in accelerate(*goal("accelerate", **changes)).cannot
+            if "the objective" in each
+        )
         for changes in ({}, {"objective": "grpo", "entropy": "full", "length": "16k"})
     )
     assert "entropy" not in of_sft
-    assert "loss and full entropy: they are the script's" in of_grpo
+    assert "full entropy" in of_grpo
 
 
 def test_nothing_is_said_to_be_missing_where_nothing_is() -> None:
-    found, _ = asked("torchtitan", "16k")
+    found, _ = goal("torchtitan", "16k")
     assert torchtitan(found, rung(found, degree=1, offload=True)).cannot == ()
-    found, _ = asked("areal")
+    found, _ = goal("areal")
     assert areal(found, rung(found, degree=2, offload=True)).cannot == ()
 
 
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        ("trl", {"objective": "ppo"}, "TRL trains sft, grpo, rw, not ppo"),
+        ("trl", {"objective": "ppo"}, "TRL trains sft, grpo, rw, dpo, not ppo"),
+        ("trl", {"objective": "dpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl dpo`"),
+        ("torchtitan", {"objective": "dpo"}, "torchtitan trains sft, not dpo"),
         ("trl", {"objective": "grpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl grpo`"),
         ("torchtitan", {"objective": "grpo"}, "torchtitan trains sft, not grpo"),
         ("areal", {"rollout_gpus": 0}, "none are set aside"),
     ],
 )
-def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(target: str, changes: dict, said: str) -> None:
+def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
+    target: str, changes: dict, said: str
+) -> None:
     with pytest.raises(UsageError, match=said) as refused:
-        EMITS[target](*asked(target, "16k", **changes))
+        EMITS[target](*goal(target, "16k", **changes))
     words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
     flag = words[0].removeprefix("--").replace("-", "_")
-    value = [int(words[1])] if flag == "ulysses" else int(words[1]) if flag == "rollout_gpus" else words[1]
-    assert EMITS[target](*asked(target, "16k", **changes | {flag: value}))
+    value = (
+        [int(words[1])]
+        if flag == "ulysses"
+        else int(words[1])
+        if flag == "rollout_gpus"
+        else words[1]
+    )
+    assert EMITS[target](*goal(target, "16k", **changes | {flag: value}))
 
 
 @pytest.mark.parametrize("target", FILES)
 def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
-    found, chosen = asked(target)
+    found, chosen = goal(target)
     heading = EMITS[target](found, chosen).text.partition("start")[0]
-    whose = "Trinity-RFT's trainer, which is verl's actor" if target == "areal" else "highwater's own engine"
+    whose = (
+        "Trinity-RFT's trainer, which is verl's actor"
+        if target == "areal"
+        else "highwater's own engine"
+    )
     assert f"predicted for {whose}" in heading
-    assert "itself was not measured and may take more" in heading
+    assert "was not measured" in heading
     measured = msgspec.structs.replace(chosen, source="measured", found_in="studies/mine.jsonl")
     heading = EMITS[target](found, measured).text
     assert f"measured for {whose}" in heading
@@ -258,13 +360,17 @@ def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", FILES)
-@pytest.mark.parametrize("path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"])
+@pytest.mark.parametrize(
+    "path", ["/models/mine", 'it\'s "q" #1: a=b, ${oc.env:HOME} \\ ü', "- x", "yes", "\u2028x"]
+)
 def test_a_path_is_a_path(target: str, path: str) -> None:
-    found, chosen = asked(target)
+    found, chosen = goal(target)
     text = EMITS[target](found, chosen, model_path=path).text
     if target == "torchtitan":
         keywords = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword)]
-        assert [ast.literal_eval(node.value) for node in keywords if node.arg == "hf_model"] == [path]
+        assert [ast.literal_eval(node.value) for node in keywords if node.arg == "hf_model"] == [
+            path
+        ]
     elif target == "trl":
         assert yaml.safe_load(text)["model_name_or_path"] == path
     elif target == "areal":
@@ -275,10 +381,15 @@ def test_a_path_is_a_path(target: str, path: str) -> None:
 
 @pytest.mark.parametrize("target", FILES)
 def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
-    found, chosen = asked(target)
+    found, chosen = goal(target)
     for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
-        emitted = EMITS[target](msgspec.structs.replace(found, model_name=f"a{end}import os"), chosen)
-        assert not any(line.startswith("import os") for line in emitted.text.split("\nfrom ")[0].splitlines()[:-1])
+        emitted = EMITS[target](
+            msgspec.structs.replace(found, model_name=f"a{end}import os"), chosen
+        )
+        assert not any(
+            line.startswith("import os")
+            for line in emitted.text.split("\nfrom ")[0].splitlines()[:-1]
+        )
         assert from_json(to_json(emitted), Emitted) == emitted
 
 

@@ -1,4 +1,6 @@
-"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins, and each length is traced once."""
+"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins, and each
+length is traced once.
+"""
 
 from threading import Event
 
@@ -9,17 +11,23 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import UsageError
-from highwater.prediction.calibration import Calibration, Factors, calibrate, most_predicted_bytes
-from highwater.prediction.capacity import Room, predict_cell
-from highwater.prediction.exact import predict_exactly
-from highwater.prediction.formula import likely_footprint
-from highwater.prediction.replay import replay
-from highwater.prediction.residuals import shipped_residuals
+from highwater.memory.capacity import MemoryLimit, predict_cell
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.interval.calibration import (
+    Calibration,
+    Factors,
+    calibrate,
+    most_predicted_bytes,
+)
+from highwater.memory.interval.residuals import bundled_residuals
+from highwater.memory.trace.exact import predict_exactly
+from highwater.memory.trace.replay import replay
 from highwater.spec.events import Allocate, Enter, EventLog
+from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, Grid, Question
+from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
 from highwater.units import GIB, MIB
 
@@ -37,7 +45,11 @@ def ask(**changes) -> Question:
         "memory_budget_bytes": None,
         "cells": (Cell(layout=Layout(), settings=Settings(allocator="expandable")),),
         "grid": Grid(
-            start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=SIZE * STEP
+            start_tokens=STEP,
+            step_tokens=STEP,
+            native_length_tokens=STEP,
+            beyond_step_tokens=STEP,
+            max_tokens=SIZE * STEP,
         ),
     }
     return Question(**(fields | changes))
@@ -60,11 +72,15 @@ class Tracer:
 @given(st.integers(1, 2**23))
 def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
     tracer = Tracer(bytes_per_token)
-    (found,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), tracer)
+    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer)
     outside = sum(term.bytes for term in found.footprint.outside)
     specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
     every = Tracer(bytes_per_token)
-    fits = [spec for spec in specs if replay(every(spec), allocator="expandable", capacity_bytes=DEVICE_BYTES - outside).fits]
+    fits = [
+        spec
+        for spec in specs
+        if replay(every(spec), allocator="expandable", capacity_bytes=DEVICE_BYTES - outside).fits
+    ]
     assert found.capacity_tokens == len(fits) * STEP
     assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
     assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
@@ -72,21 +88,33 @@ def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_toke
     assert found.replayed is not None
     assert found.replayed.fits == bool(fits)
     if fits:
-        assert found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
+        assert (
+            found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
+        )
 
 
 @given(st.integers(1, 2**23), st.floats(1, 1.5))
-def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_traced_twice(bytes_per_token, upper):
+def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_traced_twice(
+    bytes_per_token, upper
+):
     tracer = Tracer(bytes_per_token)
     known = calibration(upper)
-    (likely,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), Tracer(bytes_per_token))
-    (found,) = predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), tracer, known)
+    (likely,) = predict_exactly(
+        ask(), MemoryLimit(device_bytes=DEVICE_BYTES), Tracer(bytes_per_token)
+    )
+    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     capacity = most_predicted_bytes(DEVICE_BYTES, known.factors[0]) - outside
     specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
     every = Tracer(bytes_per_token)
-    fits = [spec for spec in specs if replay(every(spec), allocator="expandable", capacity_bytes=capacity).fits]
-    assert found.capacity_tokens == len(fits) * STEP <= found.likely_tokens == likely.capacity_tokens
+    fits = [
+        spec
+        for spec in specs
+        if replay(every(spec), allocator="expandable", capacity_bytes=capacity).fits
+    ]
+    assert (
+        found.capacity_tokens == len(fits) * STEP <= found.likely_tokens == likely.capacity_tokens
+    )
     assert likely.likely_tokens == likely.capacity_tokens
     assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
     assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
@@ -98,23 +126,34 @@ def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_t
 
 
 def calibration(upper: float) -> Calibration:
-    factors = Factors(allocator="expandable", coverage=0.95, lower=0.9, upper=upper, residuals=20, is_widened=False)
-    known = calibrate(ask(), "trace", shipped=shipped_residuals())
+    factors = Factors(
+        allocator="expandable",
+        coverage=0.95,
+        lower=0.9,
+        upper=upper,
+        residuals=20,
+        is_widened=False,
+    )
+    known = calibrate(ask(), "trace", shipped=bundled_residuals())
     return msgspec.structs.replace(known, factors=(factors,))
 
 
 def test_where_the_formula_is_right_two_traces_answer():
-    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(
+        question, question.cells[0], memory_limit, likely_footprint
+    ).capacity_tokens
     tracer = Tracer((34 * GIB - 200 * MIB) // guessed)
-    (found,) = predict_exactly(question, room, tracer)
+    (found,) = predict_exactly(question, memory_limit, tracer)
     assert found.capacity_tokens == guessed
     assert sorted(tracer.asked) == [guessed, guessed + STEP]
 
 
 def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_longer_one():
-    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(
+        question, question.cells[0], memory_limit, likely_footprint
+    ).capacity_tokens
     known = Tracer((34 * GIB - 200 * MIB) // guessed)
     is_shorter_asked = Event()
 
@@ -125,33 +164,49 @@ def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_l
             assert is_shorter_asked.wait(10)
         return known(spec)
 
-    (found,) = predict_exactly(question, room, tracer, calibration(1.02))
+    (found,) = predict_exactly(question, memory_limit, tracer, calibration(1.02))
     assert found.capacity_tokens < guessed == found.likely_tokens
 
 
 def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_edge():
-    question, room = ask(), Room(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(question, question.cells[0], room, likely_footprint).capacity_tokens
+    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
+    guessed = predict_cell(
+        question, question.cells[0], memory_limit, likely_footprint
+    ).capacity_tokens
     tracer = Tracer(3 * (34 * GIB) // guessed)
-    (found,) = predict_exactly(question, room, tracer)
+    (found,) = predict_exactly(question, memory_limit, tracer)
     assert 0 < found.capacity_tokens < 0.4 * guessed
-    assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(tracer.asked)
+    assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(
+        tracer.asked
+    )
     assert len(tracer.asked) <= 6
 
 
 @given(st.integers(SIZE // 2, 2 * SIZE), st.integers(1, SIZE), st.floats(1, 1.5))
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(budget, held, upper):
-    """Shorter lengths fill it: their traces need more than that of one that leaves almost half of it empty."""
-    cell = Cell(layout=Layout(), settings=Settings(allocator="expandable", token_budget_tokens=budget * STEP))
+def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(
+    budget, held, upper
+):
+    """Shorter lengths fill it: their traces need more than that of one that leaves almost half of
+    it empty.
+    """
+    cell = Cell(
+        layout=Layout(),
+        settings=Settings(allocator="expandable", token_budget_tokens=budget * STEP),
+    )
     question, known = ask(cells=(cell,)), calibration(upper)
     tracer, every = (Tracer((34 * GIB - 200 * MIB) // (held * STEP)) for _ in range(2))
-    (found,) = predict_exactly(question, Room(device_bytes=DEVICE_BYTES), tracer, known)
+    (found,) = predict_exactly(question, MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
-    logs = {n * STEP: every(question.trial(cell, n * STEP)) for n in range(1, question.size_of(cell) + 1)}
+    logs = {
+        n * STEP: every(question.trial(cell, n * STEP))
+        for n in range(1, question.size_of(cell) + 1)
+    }
 
-    def longest(room_bytes: float) -> int:
-        rooms = {"allocator": "expandable", "capacity_bytes": room_bytes - outside}
-        return max((tokens for tokens, log in logs.items() if replay(log, **rooms).fits), default=0)
+    def longest(limit_bytes: float) -> int:
+        memory_limits = {"allocator": "expandable", "capacity_bytes": limit_bytes - outside}
+        return max(
+            (tokens for tokens, log in logs.items() if replay(log, **memory_limits).fits), default=0
+        )
 
     assert found.likely_tokens == longest(DEVICE_BYTES)
     assert found.capacity_tokens == longest(most_predicted_bytes(DEVICE_BYTES, known.factors[0]))
@@ -159,30 +214,41 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fi
 
 
 def test_the_hosts_limit_is_the_longest_that_is_traced():
-    question = ask(cells=(Cell(layout=Layout(), settings=Settings(offload=True, loss="chunked", allocator="expandable")),))
+    question = ask(
+        cells=(
+            Cell(
+                layout=Layout(),
+                settings=Settings(offload=True, loss="chunked", allocator="expandable"),
+            ),
+        )
+    )
     tracer = Tracer(1)
-    (found,) = predict_exactly(question, Room(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB), tracer)
+    (found,) = predict_exactly(
+        question, MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB), tracer
+    )
     assert found.binding in ("host", "ceiling")
     assert max(tracer.asked) == found.capacity_tokens
 
 
 def test_a_margin_is_kept_free():
     tracer = Tracer(2**18)
-    room = Room(device_bytes=DEVICE_BYTES)
-    (free,), (kept,) = (predict_exactly(ask(margin_bytes=margin), room, tracer) for margin in (0, 10 * GIB))
+    memory_limit = MemoryLimit(device_bytes=DEVICE_BYTES)
+    (free,), (kept,) = (
+        predict_exactly(ask(margin_bytes=margin), memory_limit, tracer) for margin in (0, 10 * GIB)
+    )
     assert kept.capacity_tokens < free.capacity_tokens
     assert kept.headroom_bytes >= 10 * GIB
 
 
 def test_the_hosts_memory_binds_as_the_formula_says():
     cells = (Cell(layout=Layout(), settings=Settings(offload=True)),)
-    room = Room(device_bytes=DEVICE_BYTES, host_bytes=2 * GIB)
-    (found,) = predict_exactly(ask(cells=cells), room, Tracer(1))
+    memory_limit = MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=2 * GIB)
+    (found,) = predict_exactly(ask(cells=cells), memory_limit, Tracer(1))
     assert (found.binding, found.capacity_tokens) == ("host", 0)
 
 
 def test_where_nothing_fits_it_is_said_what_would_be_needed():
-    (found,) = predict_exactly(ask(), Room(device_bytes=4 * GIB), Tracer(2**18))
+    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=4 * GIB), Tracer(2**18))
     assert (found.capacity_tokens, found.does_not_fit_tokens) == (0, STEP)
     assert found.replayed is not None
     assert not found.replayed.fits
@@ -195,7 +261,7 @@ def test_what_the_tracer_raises_ends_the_prediction():
         raise RuntimeError(f"{spec.length_tokens}")
 
     with pytest.raises(RuntimeError):
-        predict_exactly(ask(), Room(device_bytes=DEVICE_BYTES), broken)
+        predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), broken)
 
 
 @pytest.mark.parametrize("other", [{"trainer": "trinity"}, {"state_bytes_per_param": 8}])

@@ -1,14 +1,17 @@
-"""What holds of the formula for shapes, settings and layouts of any size: monotone, never growing, growing by name."""
+"""What holds of the formula for shapes, settings and layouts of any size: monotone, never growing,
+growing by name.
+"""
 
 import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from highwater.prediction.formula import FAMILIES, footprint, likely_footprint
-from highwater.prediction.terms import Footprint
+from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape, catalog_names, load_model
+from highwater.spec.objective import TRAITS
 from highwater.spec.settings import Settings
 
 FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
@@ -17,7 +20,8 @@ LENGTHS = st.one_of(st.integers(2, 4096), st.integers(2, 2**22))
 PERSISTENT = {"states", "process"}
 SAVED = {"ids, cosines and sines", "kept by recompute", "activations of all layers"}
 GROWS_WITH_SHARDS = {"gradient reduction", "layers, gathered", "NCCL"}
-"""From one GPU to several a layer is gathered ahead, a sum is reduced to shares of it, and there is the library that does both."""
+"""From one GPU to several a layer is gathered ahead, a sum is reduced to shares of it, and there is
+the library that does both."""
 GROWS_WITH_ULYSSES = {*GROWS_WITH_SHARDS, "one layer going backward", "NCCL, all-to-all"}
 
 
@@ -47,18 +51,22 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 @st.composite
 def rungs(draw: st.DrawFn) -> Settings:
     """Any settings but a token budget: it packs fewer sequences the longer they are."""
-    objective = draw(st.sampled_from(["sft", "grpo", "ppo", "rw"]))
+    objective = draw(st.sampled_from(sorted(TRAITS)))
     return Settings(
         objective=objective,
         strategy=draw(st.sampled_from(["fsdp", "fsdp2"])),
         allocator=draw(st.sampled_from(["native", "expandable"])),
         loss=draw(st.sampled_from(["full", "chunked"])),
-        entropy=draw(st.sampled_from(["none", "full", "chunked"])) if objective in ("grpo", "ppo") else "none",
+        entropy=draw(st.sampled_from(["none", "full", "chunked"]))
+        if TRAITS[objective].advantages != "none"
+        else "none",
         critic=objective == "ppo" and draw(st.booleans()),
         offload=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "layer", "all-but-attention"])),
         mlp_tiles=draw(st.sampled_from([None, 1, 4])),
-        sequences_per_micro_batch=draw(st.sampled_from([2, 4] if objective == "rw" else [1, 2, 3, 8])),
+        sequences_per_micro_batch=draw(
+            st.sampled_from([2, 4] if TRAITS[objective].pairs else [1, 2, 3, 8])
+        ),
     )
 
 
@@ -69,7 +77,9 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def terms(result: Footprint) -> dict[tuple[str, str], int]:
-    phases = {(phase.name, term.name): term.bytes for phase in result.phases for term in phase.terms}
+    phases = {
+        (phase.name, term.name): term.bytes for phase in result.phases for term in phase.terms
+    }
     return phases | {("outside", term.name): term.bytes for term in result.outside}
 
 
@@ -79,10 +89,11 @@ def assert_no_term_shrinks(one: Footprint, other: Footprint) -> None:
 
 
 def assert_no_less(one: Footprint, other: Footprint) -> None:
-    """In every phase, and so at the peak; nor in what is reserved and used for it, of the GPU and of the host.
+    """In every phase, and so at the peak; nor in what is reserved and used for it, of the GPU and
+    of the host.
 
-    What is only cached may shrink as activations grow, by a block that then finds room in what they left: so it does in traces of
-    8B at 65,536 and 131,072 tokens (docs/results/predict/terms.json).
+    What is only cached may shrink as activations grow, by a block that then finds room in what they
+    left: so it does in traces of 8B at 65,536 and 131,072 tokens (docs/results/lab/terms.json).
     """
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, other.phases, strict=True))
     for name in ("allocated_bytes", "needed_bytes", "host_bytes"):
@@ -93,18 +104,27 @@ def assert_no_less(one: Footprint, other: Footprint) -> None:
 @pytest.mark.parametrize("formula", FORMULAS)
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, LENGTHS)
 def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, one, other):
-    short, long = (formula(shape, rung, layout, length_tokens=length, device=device) for length in sorted((one, other)))
+    short, long = (
+        formula(shape, rung, layout, length_tokens=length, device=device)
+        for length in sorted((one, other))
+    )
     assert_no_less(short, long)
     assert_no_term_shrinks(short, long)
     if rung.strategy == "fsdp2":  # all gradients of embedding and head in float32, or nothing
         tables = 1 if shape.tied_embeddings or rung.objective == "rw" else 2
-        assert short.cached_bytes - long.cached_bytes in (0, 4 * tables * shape.vocab_size * shape.hidden_size)
+        assert short.cached_bytes - long.cached_bytes in (
+            0,
+            4 * tables * shape.vocab_size * shape.hidden_size,
+        )
 
 
 def test_with_a_token_budget_a_longer_sequence_may_need_less():
     """Two of 8,192 tokens are packed where one of 8,193 is alone."""
     shape, rung = load_model("Qwen3-0.6B").shape, Settings(token_budget_tokens=16_384)
-    packed, alone = (footprint(shape, rung, Layout(), length_tokens=length).allocated_bytes for length in (8192, 8193))
+    packed, alone = (
+        footprint(shape, rung, Layout(), length_tokens=length).allocated_bytes
+        for length in (8192, 8193)
+    )
     assert alone < packed
 
 
@@ -113,9 +133,12 @@ def test_with_a_token_budget_a_longer_sequence_may_need_less():
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, st.integers(1, 300_000))
 def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, device, length, more):
     larger = msgspec.structs.replace(shape, **{field: getattr(shape, field) + more})
-    small, large = (formula(each, rung, layout, length_tokens=length, device=device) for each in (shape, larger))
+    small, large = (
+        formula(each, rung, layout, length_tokens=length, device=device) for each in (shape, larger)
+    )
     assert_no_less(small, large)
-    if field != "intermediate_size":  # without recompute a wider MLP's backward pass finds more of its tensors among what is kept
+    # without recompute a wider MLP's backward pass finds more of its tensors among what is kept
+    if field != "intermediate_size":
         assert_no_term_shrinks(small, large)
 
 
@@ -127,24 +150,36 @@ def test_a_single_layer_goes_backward_as_the_last_one(shape, rung, layout, devic
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_has_a_name(shape, rung, layout, device, length):
+def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_has_a_name(
+    shape, rung, layout, device, length
+):
     wider = msgspec.structs.replace(layout, gpus=2 * layout.gpus)
-    fewer, more = (footprint(shape, rung, each, length_tokens=length, device=device) for each in (layout, wider))
+    fewer, more = (
+        footprint(shape, rung, each, length_tokens=length, device=device)
+        for each in (layout, wider)
+    )
     assert_growth_is_named(fewer, more, GROWS_WITH_SHARDS)
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(shape, rung, layout, device, length):
-    """On the same GPUs, which share longer sequences, and on twice as many; there are heads and tokens for all.
+def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(
+    shape, rung, layout, device, length
+):
+    """On the same GPUs, which share longer sequences, and on twice as many; there are heads and
+    tokens for all.
 
-    With fewer tokens than GPUs it is not so: each has one token before and after, and its keys are repeated for more heads.
+    With fewer tokens than GPUs it is not so: each has one token before and after, and its keys are
+    repeated for more heads.
     """
     degree = 2 * layout.ulysses_degree
     assume(shape.query_heads % degree == 0)
     assume(rung.sequences_per_micro_batch * length >= degree)
     for gpus in {max(layout.gpus, degree), 2 * layout.gpus}:
         higher = Layout(gpus=gpus, ulysses_degree=degree, replicate_degree=layout.replicate_degree)
-        fewer, more = (footprint(shape, rung, each, length_tokens=length, device=device) for each in (layout, higher))
+        fewer, more = (
+            footprint(shape, rung, each, length_tokens=length, device=device)
+            for each in (layout, higher)
+        )
         assert_growth_is_named(fewer, more, GROWS_WITH_ULYSSES)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import UsageError
-from highwater.spec.study import Grid
+from highwater.spec.grid import Grid
 
 
 @st.composite
@@ -24,13 +24,24 @@ def grids(draw: st.DrawFn) -> Grid:
 def published(native: int, *, ceiling: int = 200_000) -> Grid:
     """The grid of the published tables."""
     return Grid(
-        start_tokens=4096, step_tokens=4096, native_length_tokens=native, beyond_step_tokens=native // 4, max_tokens=ceiling
+        start_tokens=4096,
+        step_tokens=4096,
+        native_length_tokens=native,
+        beyond_step_tokens=native // 4,
+        max_tokens=ceiling,
     )
 
 
 def test_the_published_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it() -> None:
     grid = published(40960)
-    assert [grid.length(index) for index in (1, 2, 9, 10, 11, 12)] == [4096, 8192, 36864, 40960, 51200, 61440]
+    assert [grid.length(index) for index in (1, 2, 9, 10, 11, 12)] == [
+        4096,
+        8192,
+        36864,
+        40960,
+        51200,
+        61440,
+    ]
 
 
 def test_a_native_length_off_the_grid_is_passed_by_one_small_step() -> None:
@@ -56,7 +67,14 @@ def test_no_length_is_above_the_ceiling_and_the_next_one_is(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"start_tokens": 1}, {"step_tokens": 0}, {"beyond_step_tokens": 0}, {"max_tokens": 4095}, {"start_tokens": 0}]
+    "changes",
+    [
+        {"start_tokens": 1},
+        {"step_tokens": 0},
+        {"beyond_step_tokens": 0},
+        {"max_tokens": 4095},
+        {"start_tokens": 0},
+    ],
 )
 def test_a_grid_without_lengths_is_refused(changes: dict[str, int]) -> None:
     fields = {

@@ -1,4 +1,6 @@
-"""The guide: the published one cell for cell, what it says where nobody knows, and the page that it makes."""
+"""The guide: the published one cell for cell, what it says where nobody knows, and the page that it
+makes.
+"""
 
 import csv
 import json
@@ -12,13 +14,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from markup import markdown_rows
 from places import question_of, write_model
 
 from highwater import api, guide, predict, write_guide
 from highwater.errors import UsageError
-from highwater.report.guide import Guide, cell_label, guide_rows, guide_tables
-from highwater.report.guide_markdown import guide_markdown
-from highwater.report.markdown import escaped
+from highwater.pages.guide.guide import Guide, cell_label, guide_rows, guide_tables
+from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.markdown import escaped
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import to_json
 from highwater.spec.ladder import simplicity
@@ -43,7 +46,11 @@ def of_rows(*rows: str, folder: Path) -> Guide:
 
 def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
     """What the only table says of a model."""
-    return {int(row["max_model_len"]): str(row["settings"]) for row in guide_rows(made) if row["model"] == model}
+    return {
+        int(row["max_model_len"]): str(row["settings"])
+        for row in guide_rows(made)
+        if row["model"] == model
+    }
 
 
 def test_the_published_guide_follows_from_the_published_table_cell_for_cell() -> None:
@@ -56,9 +63,15 @@ def test_the_published_guide_follows_from_the_published_table_cell_for_cell() ->
 
 
 def test_offload_is_the_best_of_saving_weights_and_not(tmp_path: Path) -> None:
-    both = ("A100-80GB,env+offload,1,1,Qwen3-0.6B,8192", "A100-80GB,env+offload+never,1,1,Qwen3-0.6B,12288")
+    both = (
+        "A100-80GB,env+offload,1,1,Qwen3-0.6B,8192",
+        "A100-80GB,env+offload+never,1,1,Qwen3-0.6B,12288",
+    )
     for rows in (both, both[::-1]):
-        assert labels(of_rows(*rows, folder=tmp_path)) == {**dict.fromkeys((4096, 8192, 12288), "Env + Offload"), 16384: "-"}
+        assert labels(of_rows(*rows, folder=tmp_path)) == {
+            **dict.fromkeys((4096, 8192, 12288), "Env + Offload"),
+            16384: "-",
+        }
 
 
 @pytest.mark.parametrize(
@@ -70,24 +83,40 @@ def test_offload_is_the_best_of_saving_weights_and_not(tmp_path: Path) -> None:
         (None, {4096: "vanilla", 8192: "Env + Offload", 12288: "-"}),
     ],
 )
-def test_an_unknown_cell_never_becomes_nothing_fits(unknown: str | None, expected: dict[int, str], tmp_path: Path) -> None:
-    known = {"vanilla": 4096, "env": 8192 if unknown == "env+offload" else 4096, "env+offload": 8192}
-    rows = (f"A100-80GB,{name},1,1,Qwen3-0.6B,{'' if name == unknown else tokens}" for name, tokens in known.items())
+def test_an_unknown_cell_never_becomes_nothing_fits(
+    unknown: str | None, expected: dict[int, str], tmp_path: Path
+) -> None:
+    known = {
+        "vanilla": 4096,
+        "env": 8192 if unknown == "env+offload" else 4096,
+        "env+offload": 8192,
+    }
+    rows = (
+        f"A100-80GB,{name},1,1,Qwen3-0.6B,{'' if name == unknown else tokens}"
+        for name, tokens in known.items()
+    )
     assert labels(of_rows(*rows, folder=tmp_path)) == expected
 
 
 def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path: Path) -> None:
-    made = of_rows("A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path)
-    assert re.search(r"^\| 4,096 +\| Env \? +\|$", guide_markdown(made), re.MULTILINE)
-    assert "whether something simpler does, nobody knows" in guide_markdown(made)
-    later = of_rows("A100-80GB,vanilla,1,1,Qwen3-0.6B,4096", "A100-80GB,env,1,1,Qwen3-0.6B,", folder=tmp_path)
-    assert re.search(r"^\| 4,096 +\| vanilla +\|$", guide_markdown(later), re.MULTILINE), "a later rung does not matter"
+    made = of_rows(
+        "A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path
+    )
+    assert ["4,096", "Env ?"] in markdown_rows(guide_markdown(made))
+    assert "nobody knows" in guide_markdown(made)
+    later = of_rows(
+        "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096", "A100-80GB,env,1,1,Qwen3-0.6B,", folder=tmp_path
+    )
+    assert ["4,096", "vanilla"] in markdown_rows(guide_markdown(later)), "no rung before it"
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
 def test_a_table_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    path.write_text("gpu,settings,gpus,sp,model,max_model_len\r\nA100-80GB,env,1,1,Qwen3-0.6B, \r\n", encoding="utf-8-sig")
+    path.write_text(
+        "gpu,settings,gpus,sp,model,max_model_len\r\nA100-80GB,env,1,1,Qwen3-0.6B, \r\n",
+        encoding="utf-8-sig",
+    )
     assert labels(guide(path)) == {4096: "?"}
 
 
@@ -103,7 +132,11 @@ LAYOUTS = st.sampled_from([Layout(gpus=4, ulysses_degree=degree) for degree in (
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Capacity, ...]:
     """Capacities of one model on 4 GPUs, with brackets of any width."""
-    cells = draw(st.lists(st.builds(Cell, layout=LAYOUTS, settings=SETTINGS), min_size=1, max_size=8, unique=True))
+    cells = draw(
+        st.lists(
+            st.builds(Cell, layout=LAYOUTS, settings=SETTINGS), min_size=1, max_size=8, unique=True
+        )
+    )
     found = []
     for cell in cells:
         fits = draw(st.integers(0, 8))
@@ -130,18 +163,27 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
 ) -> None:
     (table,) = guide_tables(capacities)
     longest = max(each.capacity_tokens for each in capacities)
-    assert [tokens for tokens, _ in table.rows] == [GRID.length(index) for index in range(1, GRID.index_at_most(longest) + 2)]
+    assert [tokens for tokens, _ in table.rows] == [
+        GRID.length(index) for index in range(1, GRID.index_at_most(longest) + 2)
+    ]
     for tokens, (choice,) in table.rows:
         fitting = [each for each in capacities if each.capacity_tokens >= tokens]
         assert (choice.capacity is None) == (not fitting)
         if choice.capacity is not None:
-            assert simplicity(choice.capacity.cell) == min(simplicity(each.cell) for each in fitting)
+            assert simplicity(choice.capacity.cell) == min(
+                simplicity(each.cell) for each in fitting
+            )
         elif choice.label == "-":
-            assert all(each.does_not_fit_tokens is not None and each.does_not_fit_tokens <= tokens for each in capacities)
+            assert all(
+                each.does_not_fit_tokens is not None and each.does_not_fit_tokens <= tokens
+                for each in capacities
+            )
 
 
 @given(tables())
-def test_as_the_length_grows_the_settings_never_become_simpler(capacities: tuple[Capacity, ...]) -> None:
+def test_as_the_length_grows_the_settings_never_become_simpler(
+    capacities: tuple[Capacity, ...],
+) -> None:
     (table,) = guide_tables(capacities)
     chosen = [choice.capacity.cell for _, (choice,) in table.rows if choice.capacity is not None]
     assert all(simplicity(one) <= simplicity(other) for one, other in pairwise(chosen))
@@ -153,10 +195,15 @@ def test_our_own_rungs_are_joined_like_the_published_ones() -> None:
     assert cell_label(Cell(layout=two, settings=Settings())) == "SP=2"
     assert cell_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
     assert cell_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
-    assert cell_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True))) == "Env + Offload + chunked"
+    assert (
+        cell_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
+        == "Env + Offload + chunked"
+    )
 
 
-def answer(cell: Cell, fits: int | None, fails: int | None, memory_only: int | None = None) -> CellAnswer:
+def answer(
+    cell: Cell, fits: int | None, fails: int | None, memory_only: int | None = None
+) -> CellAnswer:
     return CellAnswer(
         cell=cell,
         capacity_tokens=fits,
@@ -164,69 +211,109 @@ def answer(cell: Cell, fits: int | None, fails: int | None, memory_only: int | N
         limit="memory" if fails else "inconclusive",
         reason="",
         trials=2,
-        memory_only=memory_only and MemoryOnlyFit(length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None),
+        memory_only=memory_only
+        and MemoryOnlyFit(length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None),
     )
 
 
 def test_a_study_knows_what_its_trials_told_and_no_more() -> None:
-    question = msgspec.structs.replace(question_of(gpus=[1]), simulated=False, device_name="NVIDIA H200")
+    question = msgspec.structs.replace(
+        question_of(gpus=[1]), simulated=False, device_name="NVIDIA H200"
+    )
     vanilla, env, chunked = question.cells
-    study = Study(question=question, answers=(answer(vanilla, 8192, 12288), answer(env, None, None)))
+    study = Study(
+        question=question, answers=(answer(vanilla, 8192, 12288), answer(env, None, None))
+    )
     found = study_capacities(study)
     assert [(each.cell, each.capacity_tokens, each.does_not_fit_tokens) for each in found] == [
         (vanilla, 8192, 12288),
         (env, 0, None),
         (chunked, 0, None),
     ]
-    assert {(each.source, each.device_name) for each in found} == {("measured", "H200-141GB with 80.00 GiB")}
-    whole = msgspec.structs.replace(study, question=msgspec.structs.replace(question, memory_budget_bytes=None))
+    ((source, device),) = {(each.source, each.device_name) for each in found}
+    assert source == "measured"
+    assert re.fullmatch(r"H200-141GB .* 80\.00 GiB", device)
+    whole = msgspec.structs.replace(
+        study, question=msgspec.structs.replace(question, memory_budget_bytes=None)
+    )
     assert {each.device_name for each in study_capacities(whole)} == {"H200-141GB"}
-    assert labels(Guide(tables=guide_tables(found))) == {4096: "vanilla", 8192: "vanilla", 12288: "?"}
+    assert labels(Guide(tables=guide_tables(found))) == {
+        4096: "vanilla",
+        8192: "vanilla",
+        12288: "?",
+    }
 
 
 def test_a_memory_only_proof_is_named_as_one() -> None:
     question = question_of(gpus=[1])
     answers = tuple(answer(cell, 8192, 16384, 12288) for cell in question.cells)
     made = Guide(tables=guide_tables(study_capacities(Study(question=question, answers=answers))))
-    assert labels(made) == {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
+    assert labels(made) == {
+        4096: "vanilla",
+        8192: "vanilla",
+        12288: "vanilla (memory-only)",
+        16384: "-",
+    }
     page = guide_markdown(made)
-    assert "Qwen3-0.6B 8,192, 12,288 memory-only" in page
-    assert "8,192, 12,288 memory-only" in page
+    told = "8,192, 12,288 memory-only"
+    assert f"Qwen3-0.6B {told}" in page, "in a summary"
+    assert any(told in row for row in markdown_rows(page))
     assert "nothing was trained" in page
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order: int) -> None:
+def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(
+    order: int,
+) -> None:
     question = question_of(gpus=[1])
     cell = question.cells[0]
     one = msgspec.structs.replace(question, cells=(cell,))
     answers = (answer(cell, 4096, 16384, 12288), answer(cell, 8192, 16384))[::order]
-    found = [each for own in answers for each in study_capacities(Study(question=one, answers=(own,)))]
+    found = [
+        each for own in answers for each in study_capacities(Study(question=one, answers=(own,)))
+    ]
     made = Guide(tables=guide_tables(found))
-    assert labels(made) == {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
+    assert labels(made) == {
+        4096: "vanilla",
+        8192: "vanilla",
+        12288: "vanilla (memory-only)",
+        16384: "-",
+    }
 
 
 def test_what_was_simulated_is_not_said_to_be_measured() -> None:
     question = question_of(gpus=[1])
-    study = Study(question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells))
+    study = Study(
+        question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells)
+    )
     page = guide_markdown(Guide(tables=guide_tables(study_capacities(study))))
     assert "simulated" in page
     assert "measured" not in page
 
 
 def test_predicted_measured_and_published_stand_in_tables_of_their_own() -> None:
-    made = guide(TABLE, FOUND / "qwen3-0.6b-79gib-full.jsonl", predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
-    ones = [(table.device_name, table.source) for table in made.tables if table.gpus == 1]
-    assert ones == [("A100-80GB", "published"), ("H200-141GB with 79.15 GiB", "measured"), ("A100-80GB", "predicted")]
+    made = guide(
+        TABLE, FOUND / "qwen3-0.6b-79gib-full.jsonl", predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]
+    )
+    ones = [
+        (table.device_name.split()[0], table.source) for table in made.tables if table.gpus == 1
+    ]
+    assert ones == [
+        ("A100-80GB", "published"),
+        ("H200-141GB", "measured"),
+        ("A100-80GB", "predicted"),
+    ]
     for table in made.tables:
         assert {each.source for each in table.capacities} == {table.source}
-    headings = re.findall(r"^## .*: (published|measured|predicted) \(", guide_markdown(made), re.MULTILINE)
+    headings = re.findall(
+        r"^## .*: (published|measured|predicted) \(", guide_markdown(made), re.MULTILINE
+    )
     assert headings == ["published", "measured", "predicted"]
 
 
 def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path) -> None:
     other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
-    with pytest.raises(UsageError, match=r"each have a model Qwen3-0\.6B, and these are two models") as refused:
+    with pytest.raises(UsageError, match=r"a model Qwen3-0\.6B, .* two") as refused:
         guide(TABLE, predict=[other], gpus=["1xA100-80GB"])
     hints = [shlex.split(words) for words in refused.value.hint.split("`")[1::2]]
     assert hints == [
@@ -245,8 +332,8 @@ def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -
     path = tmp_path / "p.json"
     path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", margin="2GiB")))
     made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
-    plain = "highwater, sft, 1 sequence per micro-batch"
-    assert [table.training for table in made.tables] == [f"{plain}, 2.00 GiB left free", plain]
+    left_free, plain = (table.training for table in made.tables)
+    assert left_free == f"{plain}, 2.00 GiB left free"
     assert "2.00 GiB left free" in guide_markdown(made)
     question = msgspec.structs.replace(question_of(gpus=[1]), margin_bytes=1024**3)
     (table,) = guide_tables(study_capacities(Study(question=question)))
@@ -254,13 +341,22 @@ def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -
 
 
 def test_what_speaks_against_an_answer_is_said_too(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
+    ]
     answered = next(line for line in lines if line["kind"] == "cell_answered")
-    answered["answer"] |= {"monotone": False, "contradictions": ["6,000 tokens did not fit, 7,000 tokens did"]}
+    answered["answer"] |= {
+        "monotone": False,
+        "contradictions": ["6,000 tokens did not fit, 7,000 tokens did"],
+    }
     path = tmp_path / "s.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     made = guide(path)
-    said = f"{path}: {api.open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did not fit, 7,000 tokens did"
+    said = (
+        f"{path}: {api.open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
+        f"not fit, 7,000 tokens did"
+    )
     assert said in made.notes
     assert escaped(said) in guide_markdown(made)
 
@@ -269,46 +365,56 @@ def test_another_trainer_and_another_objective_stand_in_tables_of_their_own() ->
     ours = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
     theirs = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
     sources = [FOUND / "qwen3-0.6b-79gib-full.jsonl", FOUND / "grpo-0.6b-1.jsonl"]
-    assert ours.tables[0].training == "highwater, sft, 1 sequence per micro-batch"
-    assert theirs.tables[0].training == "Trinity-RFT, grpo with entropy, 2 sequences per micro-batch"
+    trained = [table.training.split(", ")[:2] for table in (ours.tables[0], theirs.tables[0])]
+    assert trained == [["highwater", "sft"], ["Trinity-RFT", "grpo with entropy"]]
     assert len({table.training for table in guide(*sources).tables}) == 2
 
 
-def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_the_strategy_of_its_rungs() -> None:
+def test_the_published_ladder_by_our_own_engine_is_one_table_whatever_its_rungs_strategy() -> None:
     made = guide(FOUND / "grpo-0.6b-1.jsonl", FOUND / "grpo-0.6b-1-offload.jsonl")
     assert len(made.tables) == 1
     page = guide_markdown(made)
-    assert "**vanilla (FSDP1, Hugging Face weights never saved)**" in page
-    assert "**Env + Offload (FSDP2, Hugging Face weights never saved)**" in page
+    for rung, strategy in (("vanilla", "FSDP1"), ("Env + Offload", "FSDP2")):
+        assert re.search(rf"\*\*{re.escape(rung)} \({strategy}, .* never saved\)\*\*", page)
 
 
 def test_models_of_another_native_length_have_lengths_of_their_own(tmp_path: Path) -> None:
-    made = of_rows("A100-80GB,env,1,1,Qwen3-0.6B,51200", "A100-80GB,env,1,1,tiny,8192", folder=tmp_path)
+    made = of_rows(
+        "A100-80GB,env,1,1,Qwen3-0.6B,51200", "A100-80GB,env,1,1,tiny,8192", folder=tmp_path
+    )
     native = {name: table.native_length_tokens for table in made.tables for name in table.models}
     assert len(made.tables) == len(set(native.values())) == 2
     page = guide_markdown(made)
-    assert all(f"original_max_position_embeddings: {tokens}\n" in page for tokens in native.values())
+    written = re.findall(r"original_max_position_embeddings: (\d+)$", page, re.MULTILINE)
+    assert {*map(int, written)} == {*native.values()}
 
 
 def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once() -> None:
     page = guide_markdown(guide(TABLE))
-    assert "GPU counts are those of the trainer alone" in page
-    assert page.count("Warning: a trainer on one GPU") == 1
-    assert "Only with offload, here: Qwen3-4B, Qwen3-8B, Qwen3-14B." in page
+    assert "the trainer alone" in page
+    (warning,) = re.findall(r".*Warning: .*", page)
+    assert ": Qwen3-4B, Qwen3-8B, Qwen3-14B." in warning
     several = guide(predict=["Qwen3-0.6B"], gpus=["2xA100-80GB"])
-    assert "Warning: a trainer on one GPU" not in guide_markdown(several)
+    assert "Warning: " not in guide_markdown(several)
 
 
 def test_each_number_of_gpus_has_one_folded_table_with_a_summary_of_one_line() -> None:
     made = guide(TABLE)
     page = guide_markdown(made)
-    assert re.findall(r"^### (\d GPUs?)$", page, re.MULTILINE) == ["1 GPU", "2 GPUs", "4 GPUs", "6 GPUs"]
+    assert re.findall(r"^### (\d GPUs?)$", page, re.MULTILINE) == [
+        "1 GPU",
+        "2 GPUs",
+        "4 GPUs",
+        "6 GPUs",
+    ]
     summaries = re.findall(r"<details>\n<summary>(.*)</summary>\n\n\|", page)
     assert len(summaries) == page.count("</details>") == 4
-    assert summaries[0].startswith("longest context known to fit, published: Qwen3-0.6B 28,672; Qwen3-1.7B")
+    assert "published: Qwen3-0.6B 28,672; " in summaries[0]
     for table in made.tables:
         for tokens, choices in table.rows:
-            assert re.search(rf"^\| {tokens:,} +\| {re.escape(choices[0].label)} +\| ", page, re.MULTILINE)
+            assert re.search(
+                rf"^\| {tokens:,} +\| {re.escape(choices[0].label)} +\| ", page, re.MULTILINE
+            )
 
 
 def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
@@ -321,40 +427,56 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer() -> None:
         "factor": "${oc.decode:${oc.env:FACTOR}}",
         "original_max_position_embeddings": 40960,
     }
-    assert "51,200: 1.25, 61,440: 1.5," in page
-    assert "reaches the rollout alone: the trainer reads the model's own `config.json`" in page
+    assert "51,200: 1.25, 61,440: 1.5" in page
+    assert "reaches the rollout alone" in page
 
 
 def test_token_budgets_are_said_where_they_begin_and_where_they_end() -> None:
     page = guide_markdown(guide(TABLE))
-    for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "use_dynamic_bsz", "trainer.max_token_len_per_gpu"):
+    for name in (
+        "ppo_max_token_len_per_gpu",
+        "log_prob_max_token_len_per_gpu",
+        "use_dynamic_bsz",
+        "trainer.max_token_len_per_gpu",
+    ):
         assert name in page
-    assert re.search(r"^\| 4 +\| 61,440 +\| 30,720 +\|$", page, re.MULTILINE), "of 122,880 tokens"
+    assert ["4", "61,440", "30,720"] in markdown_rows(page), "of 122,880 tokens"
 
 
 def test_capacities_are_told_with_a_star_past_the_native_length() -> None:
     page = guide_markdown(guide(TABLE)).partition("## Capacities")[2]
     vanilla = page.partition("**vanilla")[2].partition("**Env")[0]
-    assert re.search(r"^\| 4 +\| 4 +\| 92,160\\\* +\| 81,920\\\* +\| 71,680\\\* +\| 40,960 +\| - +\|$", vanilla, re.MULTILINE)
+    figures = [r"92,160\*", r"81,920\*", r"71,680\*", "40,960", "-"]
+    assert ["4", "4", *figures] in markdown_rows(vanilla)
 
 
 @pytest.mark.parametrize(
     ("fits", "fails", "shown"),
-    [(0, None, "?"), (0, 4096, "-"), (0, 16384, "&lt; 16,384"), (8192, None, "≥8,192"), (8192, 9000, "8,192")],
+    [
+        (0, None, "?"),
+        (0, 4096, "-"),
+        (0, 16384, "&lt; 16,384"),
+        (8192, None, "≥8,192"),
+        (8192, 9000, "8,192"),
+    ],
 )
 def test_a_capacity_says_how_much_is_known(fits: int, fails: int | None, shown: str) -> None:
     question = question_of(gpus=[1])
-    capacity = study_capacities(Study(question=question, answers=(answer(question.cells[0], fits, fails),)))[0]
+    capacity = study_capacities(
+        Study(question=question, answers=(answer(question.cells[0], fits, fails),))
+    )[0]
     page = guide_markdown(Guide(tables=guide_tables([capacity]))).partition("## Capacities")[2]
-    assert re.search(rf"^\| 1 +\| 1 +\| {re.escape(shown)} +\|$", page, re.MULTILINE)
+    assert ["1", "1", shown] in markdown_rows(page)
 
 
 def test_every_source_is_named_with_what_its_figures_are() -> None:
     made = guide(TABLE, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
     origins = guide_markdown(made).partition("## Where the numbers come from")[2]
-    assert re.search(rf"^\| {re.escape(str(TABLE))} +\| published by others.*\| 120 +\| 0 +\|$", origins, re.MULTILINE)
     command = "highwater predict Qwen3-0.6B --gpus 1xA100-80GB --trainer trinity"
-    assert re.search(rf"^\| {command} +\| predicted, nothing was run", origins, re.MULTILINE)
+    rows = {row[0]: row[1:] for row in markdown_rows(origins)}
+    assert rows[escaped(str(TABLE))][0].startswith("published by others")
+    assert rows[escaped(str(TABLE))][-2:] == ["120", "0"]
+    assert rows[command][0].startswith("predicted, ")
 
 
 HOSTILE = "a|b<img src=x>`c`[d](e)*f*_g_\\h&i$j$~k~\x1b[31m\nl"
@@ -368,10 +490,12 @@ def test_text_from_outside_stays_text() -> None:
     assert escaped("published_a100_80gb.csv") == "published_a100_80gb.csv"
     question = question_of(gpus=[1])
     model = msgspec.structs.replace(question.model, name=HOSTILE)
-    study = Study(question=msgspec.structs.replace(question, model=model, device_name=HOSTILE), path=HOSTILE)
+    study = Study(
+        question=msgspec.structs.replace(question, model=model, device_name=HOSTILE), path=HOSTILE
+    )
     page = guide_markdown(Guide(tables=guide_tables(study_capacities(study)), notes=(HOSTILE,)))
     assert "<img" not in page
-    assert "model_path: ${oc.env:MODEL_PATH,/path/to/model}" in page
+    assert "{oc.env:MODEL_PATH,/path/to/model}" in page
     table: list[str] = []
     for line in page.splitlines():  # every row has as many cells as the first of its table
         table = [*table, line] if line.startswith("| ") else []

@@ -11,9 +11,9 @@ from markup import LARGEST_BYTES, Page
 from places import question_of
 
 from highwater import guide, write_guide
-from highwater.choosing import places
-from highwater.report.guide import Guide, guide_tables
-from highwater.report.guide_page import guide_page
+from highwater.pages.guide.answers import places
+from highwater.pages.guide.guide import Guide, guide_tables
+from highwater.pages.guide.guide_page import guide_page
 from highwater.spec.capacities import study_capacities
 from highwater.spec.study import Study
 
@@ -36,15 +36,20 @@ def test_a_page_has_every_row_of_the_guide(made: Guide) -> None:
             length, *cells = next(rows)
             seen.append((table.gpus, length, cells))
             assert length == f"{tokens:,}"
-            assert [cell.removesuffix(" ?") for cell in cells] == [choice.label for choice in choices]
+            assert [cell.removesuffix(" ?") for cell in cells] == [
+                choice.label for choice in choices
+            ]
     assert not any(row[0] == "max_model_len" for row in rows)
     assert (2, "16,384", ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"]) in seen
 
 
-def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(made: Guide) -> None:
+def test_the_caption_of_a_table_says_what_it_is_and_the_summary_how_far_it_goes(
+    made: Guide,
+) -> None:
     text = guide_page(made)
-    assert "<caption>simplest settings by length and model, 1 GPU, published</caption>" in text
-    assert not set(re.findall(r"<caption>(.*?)</caption>", text)) & set(re.findall(r"<summary>(.*?)</summary>", text))
+    captions = set(re.findall(r"<caption>(.*?)</caption>", text))
+    assert any(caption.endswith(", 1 GPU, published") for caption in captions)
+    assert not captions & set(re.findall(r"<summary>(.*?)</summary>", text))
 
 
 def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
@@ -52,7 +57,10 @@ def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
     assert len(text.encode()) < LARGEST_BYTES
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
     chosen = guide_page(made, places(made))
-    assert not re.search(r"https?://(?!docs\.)|src=|<link|<img|@import|url\(|fetch\(|XMLHttp|innerHTML|eval\(", chosen)
+    assert not re.search(
+        r"https?://(?!docs\.)|src=|<link|<img|@import|url\(|fetch\(|XMLHttp|innerHTML|eval\(",
+        chosen,
+    )
     page = Page(text)
     assert all(str(link["href"]).startswith("#") for link in page.all("a"))
     ids = {attributes.get("id") for _, attributes in page.elements}
@@ -60,44 +68,65 @@ def test_a_page_needs_nothing_else_and_is_small(made: Guide) -> None:
     assert "default-src 'none'" in str(page.all("meta"))
 
 
-def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(made: Guide) -> None:
+def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and_on_paper(
+    made: Guide,
+) -> None:
     text = guide_page(made)
     page = Page(text)
     assert page.all("html") == [{"lang": "en"}]
-    assert len(page.all("h1")) == len(page.all("main")) == len(page.all("title")) - len(page.all("svg")) == 1
+    assert (
+        len(page.all("h1"))
+        == len(page.all("main"))
+        == len(page.all("title")) - len(page.all("svg"))
+        == 1
+    )
     assert len(page.all("caption")) == len(page.all("table")) > len(made.tables)
     assert {heading.get("scope") for heading in page.all("th")} == {"col", "row"}
     assert all(image["role"] == "img" and image["aria-labelledby"] for image in page.all("svg"))
     scrolled = [a for a in page.all("div") if a.get("class") == "scroll"]
     assert len(scrolled) == len(page.all("table")) + len(page.all("svg"))
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in scrolled)
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
-    assert "prefers-color-scheme: dark" in text
+    (viewport,) = (meta for meta in page.all("meta") if meta.get("name") == "viewport")
+    assert "width=device-width" in str(viewport["content"])
+    assert "prefers-color-scheme:" in text
     assert "@media print" in text
-    assert all("open" in details for details in page.all("details")), "what is folded is not printed"
+    assert all("open" in details for details in page.all("details")), (
+        "what is folded is not printed"
+    )
 
 
 def test_figures_are_coloured_by_their_length_and_say_it_too(made: Guide) -> None:
     text = guide_page(guide(TABLE))
-    assert '<td style="--heat:1.0">122,880*</td>' in text
+    cells = dict(re.findall(r"<td(?: style=\"--heat:([\d.]+)\")?>([^<]*)</td>", text)[::-1])
+    assert cells["1.0"] == "122,880*"
     assert "<td>-</td>" in text
-    assert '<span>4 GPUs, Qwen3-0.6B: 122,880</span><span class="bar"><span style="width:100.0%"></span></span>' in text
+    (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
+    assert 'style="width:100.0%"' in bar
 
 
 def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full() -> None:
-    text = guide_page(guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl"))
+    text = guide_page(
+        guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl")
+    )
     trained = round(262144 / 671744 * 100, 1)
-    bar = f'<span style="width:{trained}%"></span><span class="memory-only" style="width:{round(100 - trained, 1)}%"></span>'
+    bar = (
+        f'<span style="width:{trained}%"></span><span class="memory-only" '
+        f'style="width:{round(100 - trained, 1)}%"></span>'
+    )
     said = "Qwen3-0.6B: 262,144, 671,744 memory-only"
-    assert f'<span>1 GPU, {said}</span><span class="bar">{bar}</span>' in text
-    assert f"<summary>longest context known to fit, measured: {said.replace(': ', ' ')}</summary>" in text
+    drawn = f'<span>1 GPU, {said}</span><span class="bar">{bar}</span>'
+    assert drawn in text
+    (summary,) = re.findall("<summary>(.* memory-only)</summary>", text)
+    assert summary.endswith(f", measured: {said.replace(': ', ' ')}")
 
 
 def test_text_from_outside_stays_text() -> None:
     hostile = "\"><script>alert(1)</script>{{ 7 * 7 }}'\x1b[31m`c`**b**"
     question = question_of(gpus=[1])
     model = msgspec.structs.replace(question.model, name=hostile)
-    study = Study(question=msgspec.structs.replace(question, model=model, device_name=hostile), path=hostile)
+    study = Study(
+        question=msgspec.structs.replace(question, model=model, device_name=hostile), path=hostile
+    )
     text = guide_page(Guide(tables=guide_tables(study_capacities(study)), notes=(hostile,)))
     assert "<script" not in text
     assert "\x1b" not in text
@@ -114,4 +143,9 @@ def test_the_name_of_the_file_says_whether_it_is_a_page(made: Guide, tmp_path: P
 
 def test_only_a_page_loads_the_templates() -> None:
     code = "import sys, highwater.cli.guide; print('jinja2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

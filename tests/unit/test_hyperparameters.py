@@ -1,4 +1,6 @@
-"""Hyperparameters: what they may be, where they belong, and that a question and its commands know them."""
+"""Hyperparameters: what they may be, where they belong, and that a question and its commands know
+them.
+"""
 
 from typing import Any
 
@@ -8,10 +10,10 @@ import yaml
 from places import question_of
 from studies import report_of
 
-from highwater.cli.flags import OBJECTIVE_FLAGS, OPTIMIZER_FLAGS, PREDICT_FLAGS, RECOMMEND_FLAGS
 from highwater.errors import UsageError
-from highwater.report.study_commands import find_words, try_words
-from highwater.report.study_parts import question_table
+from highwater.pages.study.study_commands import find_words, try_words
+from highwater.pages.study.study_parts import question_table
+from highwater.spec.declared_settings import TOPICS, taken_by
 from highwater.spec.hyperparameters import DEFAULTS, NAMES, Hyperparameters
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
@@ -24,9 +26,13 @@ CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1])
 def test_a_number_out_of_its_range_is_refused_with_one_that_works(name: str, value: float) -> None:
-    with pytest.raises(UsageError, match=f"{name.replace('_', ' ')} is {value}, and has to be") as refused:
+    with pytest.raises(
+        UsageError, match=f"{name.replace('_', ' ')} is {value}, and has to be"
+    ) as refused:
         request_from({"model": "tiny", name: str(value)})
-    flag, _, works = refused.value.hint.removeprefix("for example `").removesuffix("`").partition(" ")
+    flag, _, works = (
+        refused.value.hint.removeprefix("for example `").removesuffix("`").partition(" ")
+    )
     assert flag == f"--{name.replace('_', '-')}"
     assert getattr(request_from({"model": "tiny", name: works}), name) == DEFAULTS[name]
     with pytest.raises(UsageError):
@@ -36,8 +42,15 @@ def test_a_number_out_of_its_range_is_refused_with_one_that_works(name: str, val
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("adam_beta1", 1.0), ("adam_beta2", 1.5), ("adam_epsilon", 0.0), ("dual_clip", 1.0), ("dual_clip", 0.5)),
+        *(
+            ("adam_beta1", 1.0),
+            ("adam_beta2", 1.5),
+            ("adam_epsilon", 0.0),
+            ("dual_clip", 1.0),
+            ("dual_clip", 0.5),
+        ),
         *(("clip_ratio_low", 1.01), ("value_clip", 0.0), ("discount", 1.01), ("gae_lambda", 2.0)),
+        ("dpo_beta", 0.0),
     ],
 )
 def test_the_ends_of_ranges_are_as_what_uses_them_needs(name: str, value: float) -> None:
@@ -46,13 +59,22 @@ def test_the_ends_of_ranges_are_as_what_uses_them_needs(name: str, value: float)
 
 
 def test_what_is_switched_off_is_0() -> None:
-    off = Hyperparameters(weight_decay=0, max_grad_norm=0, dual_clip=0, kl_coefficient=0, learning_rate=0)
+    off = Hyperparameters(
+        weight_decay=0, max_grad_norm=0, dual_clip=0, kl_coefficient=0, learning_rate=0
+    )
     assert (off.weight_decay, off.max_grad_norm, off.dual_clip) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("text", ["learning_rate: 1e-6", "learning_rate: 1.0e-6", "learning_rate: 0.000001"])
+@pytest.mark.parametrize(
+    "text", ["learning_rate: 1e-6", "learning_rate: 1.0e-6", "learning_rate: 0.000001"]
+)
 def test_a_file_may_write_an_exponent_without_a_dot(text: str) -> None:
-    assert request_from({"model": "tiny", **yaml.safe_load(text)}, config_file="study.yaml").learning_rate == 1e-6
+    assert (
+        request_from(
+            {"model": "tiny", **yaml.safe_load(text)}, config_file="study.yaml"
+        ).learning_rate
+        == 1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,13 +86,16 @@ def test_a_file_may_write_an_exponent_without_a_dot(text: str) -> None:
         ("kl_estimator", "k3", {"objective": "grpo"}),
         ("kl_coefficient", 0.1, {"objective": "grpo"}),
         ("entropy_coefficient", 0.1, {"objective": "grpo", "entropy": "chunked"}),
+        ("dpo_beta", 0.5, {"objective": "dpo", "sequences_per_micro_batch": 2}),
         ("value_clip", 0.2, {"objective": "ppo", "critic": True}),
         ("value_coefficient", 1.0, {"objective": "ppo", "critic": True}),
         ("discount", 0.9, {"objective": "ppo"}),
         ("gae_lambda", 1.0, {"objective": "ppo"}),
     ],
 )
-def test_a_number_that_the_loss_does_not_have_is_refused(name: str, value: Any, has_it: dict[str, Any]) -> None:
+def test_a_number_that_the_loss_does_not_have_is_refused(
+    name: str, value: Any, has_it: dict[str, Any]
+) -> None:
     flag = f"--{name.replace('_', '-')}"
     for settings in ({}, {"objective": "rw", "sequences_per_micro_batch": 2}):
         with pytest.raises(UsageError, match="would change nothing") as refused:
@@ -85,6 +110,8 @@ def test_another_number_is_another_question_of_the_same_cells(name: str) -> None
     if name == "dual_clip":
         changed = {name: 0.0}
     settings = CRITIC if not name.startswith("kl") else {"objective": "grpo"}
+    if name == "dpo_beta":
+        settings = {"objective": "dpo", "sequences_per_micro_batch": 2}
     usual, other = question_of(**settings), question_of(**settings, **changed)
     assert usual.key != other.key
     assert usual.cells == other.cells
@@ -104,15 +131,18 @@ def test_questions_from_before_there_were_any_have_the_defaults() -> None:
 
 
 def test_every_one_has_a_flag_of_find_and_try_and_none_of_what_predicts_memory() -> None:
-    assert {flag.field for flag in (*OPTIMIZER_FLAGS, *OBJECTIVE_FLAGS)} == set(NAMES)
-    assert not set(NAMES) & {flag.field for flag in (*PREDICT_FLAGS, *RECOMMEND_FLAGS)}
+    rows = (*TOPICS["optimizer"], *TOPICS["objective"])
+    assert {row.name for row in rows} == set(NAMES)
+    assert {row.commands for row in rows} == {("find", "try")}
+    for command in ("predict", "recommend", "emit"):
+        assert not set(NAMES) & {row.name for row in taken_by(command)}
     assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
 
 
 def test_a_report_says_which_were_changed() -> None:
     changed = question_of(learning_rate=1e-6, weight_decay=0)
-    assert (
-        dict(question_table(report_of(Study(question=changed))).rows)["hyperparameters"]
-        == "--learning-rate 1e-06 --weight-decay 0.0"
+    told = dict(question_table(report_of(Study(question=changed))).rows)["hyperparameters"]
+    assert told.split() == ["--learning-rate", "1e-06", "--weight-decay", "0.0"]
+    assert "hyperparameters" not in dict(
+        question_table(report_of(Study(question=question_of()))).rows
     )
-    assert "hyperparameters" not in dict(question_table(report_of(Study(question=question_of()))).rows)

@@ -1,4 +1,6 @@
-"""Identity: a recorded study is known again by what it asked, and no setting that is added later changes that."""
+"""Identity: a recorded study is known again by what it asked, and no setting that is added later
+changes that.
+"""
 
 import json
 from pathlib import Path
@@ -10,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import question_of
 
-from highwater.answered import answered
 from highwater.cli.config import request_of
-from highwater.cli.parser import parse
+from highwater.cli.grammar import parse
 from highwater.errors import MachineError
-from highwater.spec.codec import Noun, digest
+from highwater.search.completed import completed_study
+from highwater.spec.codec import Record, digest
 from highwater.spec.ladder import simplicity
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -24,11 +26,18 @@ from highwater.store.journal import read_study
 
 ROOT = Path(__file__).parents[2]
 KEYS: dict[str, dict[str, str]] = json.loads((ROOT / "tests/data/study_keys.json").read_text())
-"""Written down before the first field was added: the question's key, and the digest of the keys of all trials."""
+"""Written down before the first field was added: the question's key, and the digest of the keys of
+all trials."""
 STUDIES = sorted((ROOT / "docs/results").rglob("*.jsonl"))
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=8).map("later_{}".format)
-DEFAULTS = st.one_of(st.none(), st.booleans(), st.integers(-(2**31), 2**31), st.floats(allow_nan=False), st.text(max_size=9))
+DEFAULTS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**31), 2**31),
+    st.floats(allow_nan=False),
+    st.text(max_size=9),
+)
 FIELDS = st.dictionaries(NAMES, DEFAULTS, min_size=1, max_size=4)
 
 
@@ -36,6 +45,7 @@ def test_there_is_a_key_for_every_recorded_study():
     assert set(KEYS) == {path.name for path in STUDIES}
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_recorded_study_and_its_trials_have_the_keys_that_they_always_had(path: Path):
     study = read_study(path)
@@ -43,28 +53,37 @@ def test_a_recorded_study_and_its_trials_have_the_keys_that_they_always_had(path
     assert digest([trial.spec.key for trial in study.trials]) == KEYS[path.name]["trials"]
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_recorded_study_is_found_by_the_command_that_made_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_recorded_study_is_found_by_the_command_that_made_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     command = list(read_study(path).command[1:])
     command[command.index("--study") + 1] = str(path.relative_to(ROOT))
     request = request_of(parse(command))
     if read_study(path).complete:
-        assert answered(request) is not None, "it would start over"
+        assert completed_study(request) is not None, "it would start over"
     else:
         with pytest.raises(MachineError, match="is not finished"):
-            answered(request)
+            completed_study(request)
 
 
 @given(of_settings=FIELDS, of_layout=FIELDS)
-def test_a_field_that_is_added_at_its_default_changes_no_key_no_label_and_no_order(of_settings, of_layout):
+def test_a_field_that_is_added_at_its_default_changes_no_key_no_label_and_no_order(
+    of_settings, of_layout
+):
     for question in (question_of(), question_of(gpus=[1, 4], ulysses=[1, 2], offload=True)):
         later = with_fields(question, of_settings, of_layout)
         assert study_path(Path("logs"), later) == study_path(Path("logs"), question)
         assert later.key == question.key
         for before, after in zip(question.cells, later.cells, strict=True):
             assert later.trial(after, 4096).key == question.trial(before, 4096).key
-            assert (after.label, after.layout.slug, after.settings.slug) == (before.label, before.layout.slug, before.settings.slug)
+            assert (after.label, after.layout.slug, after.settings.slug) == (
+                before.label,
+                before.layout.slug,
+                before.settings.slug,
+            )
             assert simplicity(after) == simplicity(before)
 
 
@@ -74,36 +93,56 @@ def test_a_field_that_is_added_and_set_makes_another_question(fields, value):
     later = with_fields(question, fields, {})
     name = next(iter(fields))
     settings = msgspec.structs.replace(later.cells[0].settings, **{name: f"set to {value}"})
-    other = msgspec.structs.replace(later, cells=(msgspec.structs.replace(later.cells[0], settings=settings), *later.cells[1:]))
+    other = msgspec.structs.replace(
+        later, cells=(msgspec.structs.replace(later.cells[0], settings=settings), *later.cells[1:])
+    )
     assert other.key != question.key
 
 
 @given(literal=st.text("abcdefghijklmnopqrstuvwxyz-", min_size=4, max_size=20))
-def test_a_value_that_is_added_has_a_label_of_its_own_and_stands_behind_those_that_are_known(literal):
+def test_a_value_that_is_added_has_a_label_of_its_own_and_stands_behind_those_that_are_known(
+    literal,
+):
     known: tuple[Any, ...] = ("none", "all-but-attention", "layer")
     cells = [Cell(layout=Layout(), settings=Settings(recompute=recompute)) for recompute in known]
-    later = Cell(layout=Layout(), settings=Settings(recompute=literal if literal not in known else "nested"))  # type: ignore[arg-type]
+    later = Cell(
+        layout=Layout(), settings=Settings(recompute=literal if literal not in known else "nested")
+    )  # type: ignore[arg-type]
     assert sorted([later, *reversed(cells)], key=simplicity) == [*cells, later]
     assert len({cell.label for cell in (later, *cells)}) == 4
     assert len({cell.settings.slug for cell in (later, *cells)}) == 4
 
 
 def test_every_degree_is_told_in_labels_paths_and_flags():
-    layouts = [Layout(gpus=12, ulysses_degree=u, ring_degree=r, replicate_degree=c) for u in (1, 2) for r in (1, 3) for c in (1, 2)]
+    layouts = [
+        Layout(gpus=12, ulysses_degree=u, ring_degree=r, replicate_degree=c)
+        for u in (1, 2)
+        for r in (1, 3)
+        for c in (1, 2)
+    ]
     for told in ("suffix", "slug", "flags"):
         assert len({getattr(layout, told) for layout in layouts}) == len(layouts), told
     assert (
-        Cell(layout=Layout(gpus=6, ulysses_degree=2, ring_degree=3), settings=Settings()).label == "vanilla, 6 GPUs, SP=2, ring=3"
+        Cell(layout=Layout(gpus=6, ulysses_degree=2, ring_degree=3), settings=Settings()).label
+        == "vanilla, 6 GPUs, SP=2, ring=3"
     )
     assert Layout(gpus=4).slug == "sp-1"
     assert Layout(gpus=6, ring_degree=3).flags == ("--gpus", "6", "--ulysses", "1", "--ring", "3")
-    assert [layout.sharing for layout in layouts[:4]] == ["1", "1, 2 copies", "1, ring=3", "1, ring=3, 2 copies"]
+    assert [layout.sharing for layout in layouts[:4]] == [
+        "1",
+        "1, 2 copies",
+        "1, ring=3",
+        "1, ring=3, 2 copies",
+    ]
 
 
-def with_fields(question: Question, of_settings: dict[str, Any], of_layout: dict[str, Any]) -> Question:
+def with_fields(
+    question: Question, of_settings: dict[str, Any], of_layout: dict[str, Any]
+) -> Question:
     """The question as a later version would have it, whose nouns have more fields."""
     cells = tuple(
-        Cell(layout=_grown(cell.layout, of_layout), settings=_grown(cell.settings, of_settings)) for cell in question.cells
+        Cell(layout=_grown(cell.layout, of_layout), settings=_grown(cell.settings, of_settings))
+        for cell in question.cells
     )
     return msgspec.structs.replace(question, cells=cells)
 
@@ -112,5 +151,7 @@ def _grown(noun: Any, added: dict[str, Any]) -> Any:
     kind: Any = type(noun)
     fields = [(name, Any, default) for name, default in added.items()]
     later = msgspec.defstruct(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
-    assert issubclass(later, Noun)
-    return later(**{field.name: getattr(noun, field.name) for field in msgspec.structs.fields(noun)})
+    assert issubclass(later, Record)
+    return later(
+        **{field.name: getattr(noun, field.name) for field in msgspec.structs.fields(noun)}
+    )

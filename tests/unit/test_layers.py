@@ -1,41 +1,94 @@
-"""The formula beside traces of six layers of models that the catalog does not have, and of none recomputed."""
+"""The formula beside traces of six layers of models that the catalog does not have, and of none
+recomputed.
+"""
 
 from typing import Any
 
 import pytest
 
-from highwater.prediction.formula import likely_footprint
+from highwater.memory.formula.formula import likely_footprint
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.units import GIB
 
 TOLERANCE = 0.003
-"""Relative. Most are off by less than 0.05 %; tiles of an MLP are a little shorter than is taken here."""
+"""Relative. Most are off by less than 0.05 %; tiles of an MLP are a little shorter than is taken
+here."""
 LAST_CHUNK_BYTES = 512 * 1024**2
 """Where the loss has the peak, the last chunk of logits is taken to be whole."""
-GRPO: dict[str, Any] = {"objective": "grpo", "loss": "full", "entropy": "full", "sequences_per_micro_batch": 2}
+GRPO: dict[str, Any] = {
+    "objective": "grpo",
+    "loss": "full",
+    "entropy": "full",
+    "sequences_per_micro_batch": 2,
+}
 SIZES: dict[str, dict[str, int | bool | str]] = {
-    "mixtral": {"hidden_size": 4096, "kv_heads": 8, "intermediate_size": 14_336, "vocab_size": 32_000, "experts": 8}
+    "mixtral": {
+        "hidden_size": 4096,
+        "kv_heads": 8,
+        "intermediate_size": 14_336,
+        "vocab_size": 32_000,
+        "experts": 8,
+    }
     | {"experts_per_token": 2},
-    "qwen3_moe": {"hidden_size": 2048, "kv_heads": 4, "intermediate_size": 768, "vocab_size": 151_936, "experts": 128}
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "kv_heads": 4,
+        "intermediate_size": 768,
+        "vocab_size": 151_936,
+        "experts": 128,
+    }
     | {"experts_per_token": 8},
-    "qwen3": {"hidden_size": 2560, "kv_heads": 8, "intermediate_size": 9728, "vocab_size": 151_936, "tied_embeddings": True},
-    "llama": {"hidden_size": 4096, "kv_heads": 32, "intermediate_size": 11_008, "vocab_size": 32_000},
-    "olmo2": {"hidden_size": 4096, "kv_heads": 32, "intermediate_size": 11_008, "vocab_size": 100_352},
+    "qwen3": {
+        "hidden_size": 2560,
+        "kv_heads": 8,
+        "intermediate_size": 9728,
+        "vocab_size": 151_936,
+        "tied_embeddings": True,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "kv_heads": 32,
+        "intermediate_size": 11_008,
+        "vocab_size": 32_000,
+    },
+    "olmo2": {
+        "hidden_size": 4096,
+        "kv_heads": 32,
+        "intermediate_size": 11_008,
+        "vocab_size": 100_352,
+    },
 }
 """Mixtral-8x7B, Qwen3-30B-A3B, Qwen3-4B, Llama-2-7B, OLMo-2-7B."""
 
 
 def shape(family: str) -> ModelShape:
-    common = {"model_type": family, "layers": 6, "query_heads": 32, "head_dim": 128, "native_length_tokens": 4096}
+    common = {
+        "model_type": family,
+        "layers": 6,
+        "query_heads": 32,
+        "head_dim": 128,
+        "native_length_tokens": 4096,
+    }
     return ModelShape(**{**common, "tied_embeddings": False, **SIZES[family]})
 
 
-def allocated_gib(family: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any]) -> float:
-    named = {"allocator": "expandable", "loss": "chunked", "sequences_per_micro_batch": 1} | settings
+def allocated_gib(
+    family: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any]
+) -> float:
+    named = {
+        "allocator": "expandable",
+        "loss": "chunked",
+        "sequences_per_micro_batch": 1,
+    } | settings
     layout = Layout(gpus=gpus, ulysses_degree=ulysses)
-    return likely_footprint(shape(family), Settings(**named), layout, length_tokens=length).allocated_bytes / GIB
+    return (
+        likely_footprint(
+            shape(family), Settings(**named), layout, length_tokens=length
+        ).allocated_bytes
+        / GIB
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +120,9 @@ def test_a_layer_takes_what_its_traces_do(
     family: str, gpus: int, ulysses: int, length: int, settings: dict[str, Any], traced_gib: float
 ) -> None:
     """Traced with torch 2.13."""
-    assert allocated_gib(family, gpus, ulysses, length, settings) == pytest.approx(traced_gib, rel=TOLERANCE)
+    assert allocated_gib(family, gpus, ulysses, length, settings) == pytest.approx(
+        traced_gib, rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,4 +141,8 @@ def test_what_is_kept_without_recompute_is_what_traces_keep(
 ) -> None:
     """Traced with torch 2.13; with as much SP as GPUs."""
     found_gib = allocated_gib(family, gpus, gpus, length, settings | {"recompute": "none"})
-    assert traced_gib * (1 - TOLERANCE) <= found_gib <= traced_gib * (1 + TOLERANCE) + LAST_CHUNK_BYTES / GIB
+    assert (
+        traced_gib * (1 - TOLERANCE)
+        <= found_gib
+        <= traced_gib * (1 + TOLERANCE) + LAST_CHUNK_BYTES / GIB
+    )

@@ -6,7 +6,8 @@ import pytest
 from places import write_model
 
 from highwater.errors import ModelError
-from highwater.spec.model import MIN_FIELDS, catalog_names, load_model
+from highwater.spec.model import catalog_names, load_model
+from highwater.spec.model_config import MIN_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,11 @@ def test_every_catalog_model_can_be_read() -> None:
 
 def test_a_model_is_named_after_its_directory(tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path / "my-model")))
-    assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == ("my-model", 2, 4096)
+    assert (model.name, model.shape.kv_heads, model.shape.native_length_tokens) == (
+        "my-model",
+        2,
+        4096,
+    )
 
 
 def test_two_places_with_one_config_are_one_model(tmp_path: Path) -> None:
@@ -40,7 +45,9 @@ def test_two_places_with_one_config_are_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", MIN_FIELDS)
-def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(tmp_path: Path, field: str) -> None:
+def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(
+    tmp_path: Path, field: str
+) -> None:
     with pytest.raises(ModelError, match=field):
         load_model(str(write_model(tmp_path, **{field: None})))
 
@@ -54,22 +61,44 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path: Path, valu
 @pytest.mark.parametrize("value", [0, "2", True, [64, 64]])
 @pytest.mark.parametrize(
     "field",
-    ["num_key_value_heads", "head_dim", "intermediate_size", "num_experts", "moe_intermediate_size", "num_experts_per_tok"],
+    [
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "num_experts",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+    ],
 )
 def test_so_is_a_size_that_may_be_left_out(tmp_path: Path, field: str, value: object) -> None:
-    experts = {"model_type": "qwen3_moe", "num_experts": 8} if "expert" in field or field.startswith("moe") else {}
+    experts = (
+        {"model_type": "qwen3_moe", "num_experts": 8}
+        if "expert" in field or field.startswith("moe")
+        else {}
+    )
     with pytest.raises(ModelError, match=f"{field} is"):
         load_model(str(write_model(tmp_path, **{**experts, field: value})))
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(tmp_path: Path, field: str) -> None:
+def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(
+    tmp_path: Path, field: str
+) -> None:
     plain = load_model(str(write_model(tmp_path / "plain", model_type="llama"))).shape
-    assert load_model(str(write_model(tmp_path / "odd", model_type="llama", **{field: 8, "num_experts_per_tok": 2}))).shape == plain
+    assert (
+        load_model(
+            str(
+                write_model(
+                    tmp_path / "odd", model_type="llama", **{field: 8, "num_experts_per_tok": 2}
+                )
+            )
+        ).shape
+        == plain
+    )
 
 
 def test_a_family_that_nobody_compared_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="of the family a-type-of-tomorrow, which nobody has compared"):
+    with pytest.raises(ModelError, match="family a-type-of-tomorrow"):
         load_model(str(write_model(tmp_path, model_type="a-type-of-tomorrow")))
 
 
@@ -90,17 +119,35 @@ def test_a_value_that_changes_logits_or_attention_is_refused_and_its_neutral_one
     neutral = {"logits_scaling": 1.0, "layer_types": ["full_attention"] * 2}.get(field, False)
     with pytest.raises(ModelError, match=family) as refusal:
         load_model(str(write_model(tmp_path, model_type=family, **changes)))
-    assert str(changes[field]) in refusal.value.problem or "linear_attention" in refusal.value.problem
+    assert (
+        str(changes[field]) in refusal.value.problem or "linear_attention" in refusal.value.problem
+    )
     if field != "final_logit_softcapping":
         load_model(str(write_model(tmp_path, model_type=family, **{field: neutral})))
 
 
 def test_a_671_billion_model_is_never_read_as_one_of_40(tmp_path: Path) -> None:
     """DeepSeek-V3's sizes."""
-    sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
-    experts = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
-    with pytest.raises(ModelError, match=r"of the family deepseek_v3.*MLA"):
-        load_model(str(write_model(tmp_path, model_type="deepseek_v3", **sizes, **experts, kv_lora_rank=512)))
+    sizes = {
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+    }
+    experts = {
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    }
+    with pytest.raises(ModelError, match=r"deepseek_v3.*MLA"):
+        load_model(
+            str(
+                write_model(
+                    tmp_path, model_type="deepseek_v3", **sizes, **experts, kv_lora_rank=512
+                )
+            )
+        )
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
@@ -116,7 +163,9 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.7B", "/no/such/directory", ""])
-def test_an_unknown_model_is_answered_with_the_known_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_is_answered_with_the_known_ones(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as refusal:
         load_model(name)
@@ -135,7 +184,9 @@ def test_positions_that_are_learned_are_no_rope(tmp_path: Path, model_type: str)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path: Path, model_type: str) -> None:
+def test_a_config_that_leaves_rope_to_its_types_default_has_rope(
+    tmp_path: Path, model_type: str
+) -> None:
     assert load_model(str(write_model(tmp_path, model_type=model_type))).rope
 
 

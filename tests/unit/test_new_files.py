@@ -1,5 +1,8 @@
-"""Files that are written for a user: none that is there is touched, and none is left half written."""
+"""Files that are written for a user: none that is there is touched, and none is left half
+written.
+"""
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -25,16 +28,16 @@ def small_disk() -> Iterator[None]:
 def test_a_file_that_came_while_another_was_being_made_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "guide.html"
     path.write_text("mine")
-    with pytest.raises(MachineError, match="cannot be written: File exists"):
+    with pytest.raises(MachineError, match=os.strerror(errno.EEXIST)):
         write_new_file(path, b"theirs", flag="-o")
     assert path.read_text() == "mine"
 
 
 def test_where_there_is_no_room_no_half_file_is_left(tmp_path: Path, small_disk: None) -> None:
     write_new_file(tmp_path / "short.md", b"x" * LIMIT_BYTES, flag="-o")
-    with pytest.raises(MachineError, match="cannot be written: File too large") as refused:
+    with pytest.raises(MachineError, match=os.strerror(errno.EFBIG)) as refused:
         write_new_file(tmp_path / "long.md", b"x" * (LIMIT_BYTES + 1), flag="-o")
-    assert refused.value.hint == "make room there, or leave `-o` out"
+    assert "`-o`" in refused.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["short.md"]
 
 

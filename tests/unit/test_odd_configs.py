@@ -1,4 +1,6 @@
-"""Odd configs: whatever stands in a config.json, it is read or refused, by the family's name where it has one."""
+"""Odd configs: whatever stands in a config.json, it is read or refused, by the family's name where
+it has one.
+"""
 
 import json
 from contextlib import suppress
@@ -35,16 +37,34 @@ FULL: dict[str, Any] = {
     "vision_config": {},
     "torch_dtype": "bfloat16",
 }
-ODD = (None, "yarn", ["llama"], [], {}, {"a": 1}, -1, 0, 1.5, 2**31 - 1, 10**30, True, float("nan"), "\ud800")
+ODD = (
+    None,
+    "yarn",
+    ["llama"],
+    [],
+    {},
+    {"a": 1},
+    -1,
+    0,
+    1.5,
+    2**31 - 1,
+    10**30,
+    True,
+    float("nan"),
+    "\ud800",
+)
 
 
 def ask(directory: Path) -> None:
-    """Read the model and predict it; what cannot be is a HighwaterError, and everything else a failure of the test."""
+    """Read the model and predict it; what cannot be is a HighwaterError, and everything else a
+    failure of the test.
+    """
     with suppress(HighwaterError):
         load_model(str(directory))
         to_json(predict(str(directory), gpus="1xH100-80GB", loss="chunked", allocator="expandable"))
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("field", FULL)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mistral", "smollm3", "a-type-of-tomorrow"])
 def test_whatever_a_field_holds_is_read_or_refused(tmp_path: Path, family: str, field: str) -> None:
@@ -55,7 +75,9 @@ def test_whatever_a_field_holds_is_read_or_refused(tmp_path: Path, family: str, 
         ask(tmp_path)
 
 
-@pytest.mark.parametrize("field", ["rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"])
+@pytest.mark.parametrize(
+    "field", ["rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"]
+)
 def test_so_is_whatever_its_rope_scaling_holds(tmp_path: Path, field: str) -> None:
     for odd in ODD:
         write_model(tmp_path, rope_scaling={**FULL["rope_scaling"], field: odd})
@@ -82,13 +104,23 @@ def test_a_config_that_is_no_object_of_fields_is_refused(tmp_path: Path, text: s
         ({"model_type": ["llama"]}, r"has the model_type \['llama'\]"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
         ({"num_key_value_heads": 3}, "4 query heads do not go with 3 key/value heads"),
-        ({"model_type": "llama", "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": None}, "a hidden size of 64"),
+        (
+            {
+                "model_type": "llama",
+                "num_attention_heads": 128,
+                "num_key_value_heads": 8,
+                "head_dim": None,
+            },
+            "a hidden size of 64",
+        ),
         ({"hidden_size": 2**31}, "hidden_size is 2147483648"),
         ({"hidden_size": 2**30, "intermediate_size": 2**30}, "more than any model has"),
         ({"torch_dtype": "\ud800"}, "holds what is no text"),
     ],
 )
-def test_what_cannot_be_is_said_with_its_value(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_said_with_its_value(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ModelError, match=said) as refusal:
         load_model(str(write_model(tmp_path, **changes)))
     assert refusal.value.hint
@@ -111,8 +143,10 @@ def test_a_null_text_config_is_refused_with_what_to_remove(tmp_path: Path) -> No
         ("t5", {"d_model": 64, "num_layers": 2}),
     ],
 )
-def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
+def test_a_family_that_is_not_understood_is_refused_by_its_name(
+    tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **config}))
     with pytest.raises(ModelError, match=f"of the family {family}") as refusal:
         load_model(str(tmp_path))
-    assert ("save the text model alone" in refusal.value.hint) == ("text_config" in config)
+    assert ("the text model alone" in refusal.value.hint) == ("text_config" in config)

@@ -1,4 +1,6 @@
-"""A private folder is gone with its maker: at once, or when the next one is made; what nobody of ours made stays."""
+"""A private folder is gone with its maker: at once, or when the next one is made; what nobody of
+ours made stays.
+"""
 
 import os
 import signal
@@ -8,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from highwater.launch.private_folder import private_folder
+from highwater.run.private_folder import private_folder
 
 MAKES = """
 import sys, time
 from pathlib import Path
-from highwater.launch.private_folder import private_folder
+from highwater.run.private_folder import private_folder
 with private_folder(Path(sys.argv[1]), kind=sys.argv[2]) as folder:
     (folder / "big").write_text("mine")
     print(folder, flush=True)
@@ -22,9 +24,13 @@ with private_folder(Path(sys.argv[1]), kind=sys.argv[2]) as folder:
 """
 
 
-def making(parent: Path, how: str = "and go", kind: str = "") -> tuple["subprocess.Popen[str]", Path]:
+def making(
+    parent: Path, how: str = "and go", kind: str = ""
+) -> tuple["subprocess.Popen[str]", Path]:
     """A process that makes a folder and says which."""
-    process = subprocess.Popen([sys.executable, "-c", MAKES, str(parent), kind, how], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKES, str(parent), kind, how], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -39,7 +45,9 @@ def test_a_folder_is_its_users_alone_and_gone_when_its_maker_is_done(tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 @pytest.mark.parametrize("kind", ["", "checkpoint-"])
-def test_what_a_killed_maker_left_is_removed_by_the_next_start(tmp_path: Path, number: signal.Signals, kind: str) -> None:
+def test_what_a_killed_maker_left_is_removed_by_the_next_start(
+    tmp_path: Path, number: signal.Signals, kind: str
+) -> None:
     process, left = making(tmp_path, "and wait", kind)
     process.send_signal(number)
     process.wait(10)

@@ -3,7 +3,7 @@
 from places import question_of
 
 from highwater.cli.progress import Progress
-from highwater.search.campaign import CellAnswered, TrialFinished, TrialStarted
+from highwater.search.cell_search import CellAnswered, TrialFinished, TrialStarted
 from highwater.spec.study import CellAnswer
 from highwater.spec.trial import Outcome, TrialResult
 
@@ -11,16 +11,24 @@ QUESTION = question_of(loss="full")
 CELL = QUESTION.cells[0]
 
 
-def started(length_tokens: int, *, trials_left: int, attempt: int = 1, repeat: int = 0) -> TrialStarted:
+def started(
+    length_tokens: int, *, trials_left: int, attempt: int = 1, repeat: int = 0
+) -> TrialStarted:
     """A trial of the first cell begins."""
     spec = QUESTION.trial(CELL, length_tokens)
-    return TrialStarted(cell=CELL, spec=spec, attempt=attempt, repeat=repeat, trials_left=trials_left)
+    return TrialStarted(
+        cell=CELL, spec=spec, attempt=attempt, repeat=repeat, trials_left=trials_left
+    )
 
 
-def finished(length_tokens: int, outcome: Outcome, *, wall_s: float, reason: str = "") -> TrialFinished:
+def finished(
+    length_tokens: int, outcome: Outcome, *, wall_s: float, reason: str = ""
+) -> TrialFinished:
     """A trial of the first cell has ended."""
     result = TrialResult(outcome=outcome, reason=reason, wall_s=wall_s)
-    return TrialFinished(cell=CELL, spec=QUESTION.trial(CELL, length_tokens), attempt=1, repeat=0, result=result)
+    return TrialFinished(
+        cell=CELL, spec=QUESTION.trial(CELL, length_tokens), attempt=1, repeat=0, result=result
+    )
 
 
 def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock() -> None:
@@ -62,32 +70,52 @@ def test_the_table_says_where_every_cell_stands() -> None:
     progress = Progress(QUESTION)
     assert [row[3] for row in progress.table().rows] == ["waiting", "waiting"]
     progress.hear(started(40960, trials_left=1, attempt=2, repeat=1))
-    assert progress.table().rows[0][3:] == ("trying 40,960, attempt 2, to confirm", "-", "0")
+    now, *rest = progress.table().rows[0][3:]
+    assert now.split(", ") == ["trying 40,960", "attempt 2", "to confirm"]
+    assert rest == ["-", "0"]
     progress.hear(finished(40960, Outcome.FIT, wall_s=1))
     progress.hear(started(51200, trials_left=0))
     progress.hear(finished(51200, Outcome.OUT_OF_MEMORY, wall_s=1))
-    assert progress.table().rows[0][3:] == ("51,200: ran out of memory", "40,960", "2")
-    answer = CellAnswer(cell=CELL, capacity_tokens=40960, does_not_fit_tokens=51200, limit="memory", reason="", trials=2)
+    now, *rest = progress.table().rows[0][3:]
+    assert now.startswith("51,200: ")
+    assert rest == ["40,960", "2"]
+    answer = CellAnswer(
+        cell=CELL,
+        capacity_tokens=40960,
+        does_not_fit_tokens=51200,
+        limit="memory",
+        reason="",
+        trials=2,
+    )
     progress.hear(CellAnswered(answer=answer))
     assert progress.table().rows[0][3] == "done: 40,960"
 
 
 def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run() -> None:
     progress = Progress(QUESTION)
-    events = (finished(4096, Outcome.FIT, wall_s=2), started(8192, trials_left=0), finished(8192, Outcome.OUT_OF_MEMORY, wall_s=2))
+    events = (
+        finished(4096, Outcome.FIT, wall_s=2),
+        started(8192, trials_left=0),
+        finished(8192, Outcome.OUT_OF_MEMORY, wall_s=2),
+    )
     told = []
     for event in events:
         progress.hear(event)
         told.append((progress.line(event), progress.table().rows[0][3]))
-    assert told[0] == ("vanilla, 1 GPU: recorded: 4,096 tokens fit in 2.00 s", "4,096: fit, recorded")
-    assert told[2] == ("vanilla, 1 GPU: 8,192 tokens ran out of memory in 2.00 s: ", "8,192: ran out of memory")
+    assert ["recorded" in text for text in told[0]] == [True, True]
+    assert ["recorded" in text for text in told[2]] == [False, False]
+    assert told[0][0].endswith(": recorded: 4,096 tokens fit in 2.00 s"), "the wording, here alone"
+    assert "8,192" in told[2][0]
 
 
 def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned() -> None:
     progress = Progress(QUESTION)
-    assert progress.line(started(4096, trials_left=1)) == "vanilla, 1 GPU: trying 4,096 tokens"
-    line = progress.line(finished(4096, Outcome.CRASHED, wall_s=2, reason="\x1b[31mboom " + "and so on " * 100))
-    assert line.startswith("vanilla, 1 GPU: 4,096 tokens crashed in 2.00 s: \\x1b[31mboom and so on")
+    assert "4,096" in progress.line(started(4096, trials_left=1))
+    line = progress.line(
+        finished(4096, Outcome.CRASHED, wall_s=2, reason="\x1b[31mboom " + "and so on " * 100)
+    )
+    assert line.startswith("vanilla, 1 GPU: 4,096 ")
+    assert " 2.00 s: \\x1b[31mboom and so" in line
     assert len(line) < 160
 
 
@@ -97,12 +125,18 @@ def test_a_memory_only_trial_is_named_in_every_line() -> None:
     spec = QUESTION.trial(cell, 8192, memory_only=True)
     started = TrialStarted(cell=cell, spec=spec, attempt=1, repeat=0, trials_left=3)
     progress.hear(started)
-    assert progress.line(started).endswith("trying 8,192 tokens, memory-only")
+    assert "memory-only" in progress.line(started)
     for outcome, said in (
         (Outcome.MEMORY_ONLY_FIT, "8,192 tokens fit, memory-only"),
         (Outcome.TIMEOUT, "8,192 tokens (memory-only) timed out"),
     ):
-        finished = TrialFinished(cell=cell, spec=spec, attempt=1, repeat=0, result=TrialResult(outcome=outcome, reason="x"))
+        finished = TrialFinished(
+            cell=cell,
+            spec=spec,
+            attempt=1,
+            repeat=0,
+            result=TrialResult(outcome=outcome, reason="x"),
+        )
         progress.hear(finished)
         assert said in progress.line(finished)
     assert progress.table().rows[0][4] == "-", "nothing was trained"

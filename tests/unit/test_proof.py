@@ -1,4 +1,6 @@
-"""Proof by memory-only trials: what a search says was trained was, what it says memory holds was shown, nothing is mixed."""
+"""Proof by memory-only trials: what a search says was trained was, what it says memory holds was
+shown, nothing is mixed.
+"""
 
 from pathlib import Path
 
@@ -6,20 +8,34 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
-from highwater.launch.simulated import Law, SimulatedRunner, TimeLaw
-from highwater.report.table import answer_table, plain_table, published_lines, published_tables, published_text
-from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted, campaign
-from highwater.search.guess import Line
+from highwater.pages.study.tables import (
+    answer_table,
+    plain_table,
+    published_lines,
+    published_tables,
+    published_text,
+)
+from highwater.run.simulated import Law, SimulatedRunner, TimeLaw
+from highwater.search.cell_search import (
+    CellAnswered,
+    Event,
+    TrialFinished,
+    TrialStarted,
+    search_cells,
+)
+from highwater.search.memory_line import Line
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.spec.flops import step_flops
+from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.protocols import Runner
 from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Grid, Question, Study
+from highwater.spec.study import Cell, CellAnswer, Question, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
 from highwater.store.recording import RecordingRunner
@@ -42,7 +58,11 @@ def ask(**changes) -> Question:
         "memory_budget_bytes": None,
         "cells": (Cell(layout=Layout(), settings=Settings()),),
         "grid": Grid(
-            start_tokens=STEP, step_tokens=STEP, native_length_tokens=STEP, beyond_step_tokens=STEP, max_tokens=GRID_SIZE * STEP
+            start_tokens=STEP,
+            step_tokens=STEP,
+            native_length_tokens=STEP,
+            beyond_step_tokens=STEP,
+            max_tokens=GRID_SIZE * STEP,
         ),
         "proof": "memory",
         "timeout_s": LIMIT_S,
@@ -56,10 +76,14 @@ def fits_up_to(index: int) -> Law:
 
 
 def steps_at(flops_per_s: float) -> TimeLaw:
-    """Steps of a trainer of constant speed; a memory-only one skips the quadratic part in all layers but the last."""
+    """Steps of a trainer of constant speed; a memory-only one skips the quadratic part in all
+    layers but the last.
+    """
 
     def seconds(spec: TrialSpec) -> float:
-        whole = step_flops(MODEL.shape, length_tokens=spec.length_tokens, sequences=1, settings=Settings())
+        whole = step_flops(
+            MODEL.shape, length_tokens=spec.length_tokens, sequences=1, settings=Settings()
+        )
         linear = 6 * MODEL.shape.matmul_parameters * spec.length_tokens
         depth = MODEL.shape.layers if spec.attention_depth is None else spec.attention_depth
         return OVERHEAD_S + (linear + (whole - linear) * depth / MODEL.shape.layers) / flops_per_s
@@ -72,7 +96,7 @@ def runner(capacity: int, flops_per_s: float) -> SimulatedRunner:
 
 
 def events_of(question: Question, by: Runner) -> list[Event]:
-    return list(campaign(question, by))
+    return list(search_cells(question, by))
 
 
 def finished(events: list[Event]) -> list[tuple[TrialSpec, TrialResult]]:
@@ -89,19 +113,28 @@ SPEEDS = st.floats(1e12, 1e16)
 
 
 @given(CAPACITIES, SPEEDS, st.sampled_from(["bisect", "linear"]))
-def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(capacity, flops_per_s, method):
+def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(
+    capacity, flops_per_s, method
+):
     events = events_of(ask(method=method), runner(capacity, flops_per_s))
     answer, trials = answer_of(events), finished(events)
     for spec, result in trials:
-        assert result.outcome is not (Outcome.FIT if spec.is_memory_only else Outcome.MEMORY_ONLY_FIT)
+        assert result.outcome is not (
+            Outcome.FIT if spec.is_memory_only else Outcome.MEMORY_ONLY_FIT
+        )
     full = {spec.length_tokens for spec, result in trials if result.outcome is Outcome.FIT}
-    memory_only = {spec.length_tokens for spec, result in trials if result.outcome is Outcome.MEMORY_ONLY_FIT}
+    memory_only = {
+        spec.length_tokens for spec, result in trials if result.outcome is Outcome.MEMORY_ONLY_FIT
+    }
     if answer.limit == "time":  # even one layer takes too long: the longest that told stands
         assert answer.does_not_fit_tokens is None
     else:
         assert (answer.reach_tokens or 0) == capacity * STEP
         assert answer.does_not_fit_tokens == (capacity + 1) * STEP
-        assert any(s.length_tokens == answer.does_not_fit_tokens and r.outcome is Outcome.OUT_OF_MEMORY for s, r in trials)
+        assert any(
+            s.length_tokens == answer.does_not_fit_tokens and r.outcome is Outcome.OUT_OF_MEMORY
+            for s, r in trials
+        )
     assert (answer.capacity_tokens or 0) == max(full, default=0)
     if answer.memory_only is not None:
         assert answer.memory_only.length_tokens == max(memory_only) > max(full, default=0)
@@ -119,14 +152,17 @@ def test_nothing_is_foreseen_from_nothing(capacity, flops_per_s):
 
 @given(st.integers(1, GRID_SIZE - 1), SPEEDS)
 def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
-    """The longest full fit is a forecast's worth below what the limit allows, unless the trials are spent."""
+    """The longest full fit is a forecast's worth below what the limit allows, unless the trials are
+    spent.
+    """
     answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
     seconds = steps_at(flops_per_s)
     question = ask()
     in_time = [
         index
         for index in range(1, capacity + 1)
-        if 2 * seconds(question.trial(question.cells[0], index * STEP)) <= 0.8 * FULL_SHARE * LIMIT_S
+        if 2 * seconds(question.trial(question.cells[0], index * STEP))
+        <= 0.8 * FULL_SHARE * LIMIT_S
     ]
     if in_time and answer.capacity_tokens is not None:
         assert answer.capacity_tokens >= 0.75 * max(in_time) * STEP
@@ -138,14 +174,20 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
 
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             hangs = spec.length_tokens > 20 * STEP and not spec.is_memory_only
-            return SimulatedRunner(fits_up_to(50), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S).run(spec)
+            return SimulatedRunner(
+                fits_up_to(50), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S
+            ).run(spec)
 
     events = events_of(ask(), Slow())
     trials, answer = finished(events), answer_of(events)
     late = [spec.length_tokens for spec, result in trials if result.outcome is Outcome.TIMEOUT]
     assert late
     assert len(late) == len(set(late))
-    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (50 * STEP, 51 * STEP, "memory")
+    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        50 * STEP,
+        51 * STEP,
+        "memory",
+    )
     assert answer.capacity_tokens <= 20 * STEP
     assert "(memory-only)" in answer.reason
 
@@ -153,9 +195,15 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
 def test_where_every_length_is_in_time_every_trial_is_full_and_finds_what_a_full_proof_finds():
     for capacity in (0, 1, 7, 100):
         fast = runner(capacity, 1e18)
-        by_memory, in_full = (answer_of(events_of(question, fast)) for question in (ask(), ask(proof="full", timeout_s=None)))
+        by_memory, in_full = (
+            answer_of(events_of(question, fast))
+            for question in (ask(), ask(proof="full", timeout_s=None))
+        )
         assert by_memory.memory_only is None
-        assert (by_memory.capacity_tokens, by_memory.does_not_fit_tokens) == (in_full.capacity_tokens, in_full.does_not_fit_tokens)
+        assert (by_memory.capacity_tokens, by_memory.does_not_fit_tokens) == (
+            in_full.capacity_tokens,
+            in_full.does_not_fit_tokens,
+        )
 
 
 @given(CAPACITIES, st.sampled_from(["bisect", "linear"]))
@@ -172,9 +220,11 @@ def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is
             return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
 
     def hint(question: Question, cell: Cell, usable_bytes: int) -> Line:
-        return Line(0, (usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters) / (100 * STEP))
+        return Line(
+            0, (usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters) / (100 * STEP)
+        )
 
-    answer = answer_of(list(campaign(ask(device_total_bytes=100 * GIB), Leaky(), guess=hint)))
+    answer = answer_of(list(search_cells(ask(device_total_bytes=100 * GIB), Leaky(), line_of=hint)))
     assert answer.reach_tokens == 100 * STEP
     assert not answer.monotone
     assert "in full" in answer.reason
@@ -190,9 +240,11 @@ def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
     assert answer.memory_only is not None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(1, GRID_SIZE - 1), st.floats(1e13, 1e15), st.integers(0, 12))
-def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_twice(tmp_path_factory, capacity, flops_per_s, kill):
+def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_twice(
+    tmp_path_factory, capacity, flops_per_s, kill
+):
     folder: Path = tmp_path_factory.mktemp("study")
     question = ask()
 
@@ -226,10 +278,13 @@ def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_tw
 def test_a_forecast_scales_the_steps_and_leaves_the_rest():
     trials = FullTrials(ask())
     assert trials.expected_s(STEP) is None
-    result = SimulatedRunner(fits_up_to(9), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(ask().trial(ask().cells[0], STEP))
+    result = SimulatedRunner(fits_up_to(9), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
+        ask().trial(ask().cells[0], STEP)
+    )
     trials.tell(STEP, result)
     longer, shorter = (
-        step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings()) for tokens in (4 * STEP, STEP)
+        step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings())
+        for tokens in (4 * STEP, STEP)
     )
     growth = longer / shorter
     assert trials.expected_s(4 * STEP) == pytest.approx(20 * growth)
@@ -245,13 +300,17 @@ def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
     gpu = SimulatedRunner(fits_up_to(40), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
     for index in (20, 60, 50):
         length_tokens = index * STEP
-        trials.tell(length_tokens, gpu.run(msgspec.structs.replace(spec, length_tokens=length_tokens)))
+        trials.tell(
+            length_tokens, gpu.run(msgspec.structs.replace(spec, length_tokens=length_tokens))
+        )
     assert trials.next_index(100, lambda i: i * STEP) == 49
 
 
 def study_of(capacity: int, flops_per_s: float) -> Study:
     question = ask()
-    return Study(question=question, answers=(answer_of(events_of(question, runner(capacity, flops_per_s))),))
+    return Study(
+        question=question, answers=(answer_of(events_of(question, runner(capacity, flops_per_s))),)
+    )
 
 
 def test_tables_lines_and_json_keep_the_two_apart():
@@ -266,8 +325,12 @@ def test_tables_lines_and_json_keep_the_two_apart():
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
     assert f"high-water mark: {answer.capacity_tokens:,} tokens" in text
-    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in published_lines(study)
-    assert f"{answer.capacity_tokens}* (409600* memory-only)" in "".join(map(published_text, published_tables([study])))
+    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in published_lines(
+        study
+    )
+    assert f"{answer.capacity_tokens}* (409600* memory-only)" in "".join(
+        map(published_text, published_tables([study]))
+    )
 
 
 def test_the_exit_code_of_a_memory_only_answer_is_that_of_an_answer():

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.prediction.constants import CUBLAS_WORKSPACES_BYTES
-from highwater.prediction.replay import replay
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.trace.replay import replay
 from highwater.spec.codec import from_builtins, to_builtins
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import MIB
@@ -49,7 +49,9 @@ STEPS = st.lists(
 
 
 def log_of(steps, source) -> EventLog:
-    """Allocations numbered in their order; what is freed may be no more, or not yet; given back is what is alive, and once."""
+    """Allocations numbered in their order; what is freed may be no more, or not yet; given back is
+    what is alive, and once.
+    """
     events, alive = [], set()
     for number, step in enumerate(steps):
         match step:
@@ -65,7 +67,12 @@ def log_of(steps, source) -> EventLog:
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])
-@given(STEPS, st.sampled_from(["traced", "recorded"]), st.one_of(st.none(), st.integers(16, 600)), st.booleans())
+@given(
+    STEPS,
+    st.sampled_from(["traced", "recorded"]),
+    st.one_of(st.none(), st.integers(16, 600)),
+    st.booleans(),
+)
 def test_no_replay_reports_less_reserved_than_allocated(allocator, steps, source, spare, is_share):
     log = log_of(steps, source)
     capacity = None if spare is None else WORKSPACES + spare * MIB
@@ -73,7 +80,9 @@ def test_no_replay_reports_less_reserved_than_allocated(allocator, steps, source
         part = msgspec.structs.replace(log, events=log.events[:end])
         result = replay(part, allocator=allocator, capacity_bytes=capacity, is_share=is_share)
         assert result.peak_reserved_bytes >= result.peak_allocated_bytes
-        assert result.peak_allocated_bytes == max(result.allocated_by_phase.values(), default=WORKSPACES * (source == "traced"))
+        assert result.peak_allocated_bytes == max(
+            result.allocated_by_phase.values(), default=WORKSPACES * (source == "traced")
+        )
         assert capacity is None or result.peak_reserved_bytes <= capacity
 
 
@@ -82,7 +91,9 @@ def test_peaks_are_told_by_phase_and_by_what_is_alive():
     assert result.fits
     assert result.phase == "backward"
     assert result.peak_allocated_bytes == WORKSPACES + 200 * MIB
-    assert result.peak_reserved_bytes == WORKSPACES + 240 * MIB, "the 40 MiB that are free do not hold 60"
+    assert result.peak_reserved_bytes == WORKSPACES + 240 * MIB, (
+        "the 40 MiB that are free do not hold 60"
+    )
     assert result.allocated_by_phase == {
         "setup": WORKSPACES + 100 * MIB,
         "forward": WORKSPACES + 180 * MIB,
@@ -90,7 +101,11 @@ def test_peaks_are_told_by_phase_and_by_what_is_alive():
         "optimizer": WORKSPACES + 80 * MIB,
     }
     found = [(kind.operator, kind.phase, kind.bytes, kind.count) for kind in result.alive]
-    assert found == [("mm", "setup", 100 * MIB, 1), ("mm", "backward", 60 * MIB, 1), ("add", "forward", 40 * MIB, 2)]
+    assert found == [
+        ("mm", "setup", 100 * MIB, 1),
+        ("mm", "backward", 60 * MIB, 1),
+        ("add", "forward", 40 * MIB, 2),
+    ]
 
 
 def test_expandable_segments_are_reserved_in_whole_pages():

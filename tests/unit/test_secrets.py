@@ -16,7 +16,8 @@ from highwater.store.journal import open_journal
 from highwater.store.recording import RecordingRunner
 
 SECONDS = 5.0
-"""Of processor time for a text as long as is looked at: a pattern that goes over it once for each letter takes minutes."""
+"""Of processor time for a text as long as is looked at: a pattern that goes over it once for each
+letter takes minutes."""
 SECRETS = (
     "HF_TOKEN=hf_abcdefghijklmnopqrst",
     'headers: {"Authorization": "Bearer abcdefgh12345678"}',
@@ -54,7 +55,8 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> Non
     "text",
     [
         "65,536 tokens: memory ran out: rank 0, forward: OutOfMemoryError: CUDA out of memory",
-        "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by signal 11 (SIGSEGV)",
+        "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by "
+        "signal 11 (SIGSEGV)",
         "vanilla, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
@@ -74,7 +76,9 @@ def test_texts_of_real_studies_hold_nothing_that_is_taken_for_a_secret() -> None
 
 
 @pytest.mark.parametrize("length", [0, 10, KEPT - 1, KEPT, KEPT + 1, 30_000_000])
-def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(length: int) -> None:
+def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothing_changes(
+    length: int,
+) -> None:
     text = f"RuntimeError: begins {'x' * length} ends"
     short = kept(text)
     assert len(short) <= KEPT + 1
@@ -87,16 +91,26 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept_and_done_again_nothin
 def test_no_part_of_a_secret_is_left_where_a_text_is_cut() -> None:
     whole = "hf_abcdefghijklmnopqrst"
     for before in range(KEPT * 3 // 4 - 100, KEPT * 3 // 4 + 10):
-        short = kept(f"{'x ' * (before // 2)}{whole} {'y' * KEPT} {whole} {'z ' * (KEPT // 8 - 30 + before % 30)}")
+        short = kept(
+            f"{'x ' * (before // 2)}{whole} {'y' * KEPT} {whole} "
+            f"{'z ' * (KEPT // 8 - 30 + before % 30)}"
+        )
         assert "hf_" not in short
 
 
-def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(tmp_path: Path) -> None:
+def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(
+    tmp_path: Path,
+) -> None:
     text = "RuntimeError: HF_TOKEN=hf_abcdefghijklmnopqrst " + "x" * 1_000_000
 
     class Talkative:
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-            ranks = tuple(RankReport(rank=r, failure=Failure(kind="error", phase="data", text=text, hint=text)) for r in range(8))
+            ranks = tuple(
+                RankReport(
+                    rank=r, failure=Failure(kind="error", phase="data", text=text, hint=text)
+                )
+                for r in range(8)
+            )
             return TrialResult(outcome=Outcome.CRASHED, reason=text, ranks=ranks)
 
     path = tmp_path / "study.jsonl"
@@ -112,13 +126,20 @@ def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_b
 
 
 def test_an_error_on_stderr_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    error(UsageError("loading failed: Authorization: Bearer abcdefgh12345678", hint="use `--token-budget 16k`"))
+    error(
+        UsageError(
+            "loading failed: Authorization: Bearer abcdefgh12345678",
+            hint="use `--token-budget 16k`",
+        )
+    )
     said = capsys.readouterr().err
     assert "abcdefgh12345678" not in said
     assert "`--token-budget 16k`" in said
 
 
-@pytest.mark.parametrize("letters", ["a", "token", "token:", "-", "a.", "password", "://x:", "x@", 'token="', " "])
+@pytest.mark.parametrize(
+    "letters", ["a", "token", "token:", "-", "a.", "password", "://x:", "x@", 'token="', " "]
+)
 def test_no_text_is_looked_at_for_long(letters: str) -> None:
     text = letters * (LOGGED // len(letters))
     began = time.process_time()

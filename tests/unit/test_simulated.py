@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TableLaw
-from highwater.prediction.constants import CONTEXT_BYTES, FILLED_SHARE
-from highwater.prediction.formula import footprint
+from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
+from highwater.memory.formula.formula import footprint
+from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.spec.layout import Layout
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.settings import Settings
@@ -23,18 +23,29 @@ RUNGS = st.builds(
     strategy=st.sampled_from(["fsdp", "fsdp2"]),
     offload=st.booleans(),
 )
-LAYOUTS = st.sampled_from([Layout(), Layout(gpus=4), Layout(gpus=4, ulysses_degree=2), Layout(gpus=8, ulysses_degree=8)])
+LAYOUTS = st.sampled_from(
+    [Layout(), Layout(gpus=4), Layout(gpus=4, ulysses_degree=2), Layout(gpus=8, ulysses_degree=8)]
+)
 
 
 def trial(length: int = 8192, *, model: str = "Qwen3-0.6B", **fields) -> TrialSpec:
     known = load_model(model)
-    named = {"model_name": known.name, "model_directory": known.directory, "config_digest": known.config_digest, "device": "cuda"}
-    return TrialSpec(**(named | {"layout": Layout(), "settings": Settings(), "length_tokens": length} | fields))
+    named = {
+        "model_name": known.name,
+        "model_directory": known.directory,
+        "config_digest": known.config_digest,
+        "device": "cuda",
+    }
+    return TrialSpec(
+        **(named | {"layout": Layout(), "settings": Settings(), "length_tokens": length} | fields)
+    )
 
 
 @given(st.sampled_from(catalog_names()), LAYOUTS, RUNGS, LENGTHS, LENGTHS)
 def test_no_length_needs_less_memory_than_a_shorter_one(model, layout, rung, one, other):
-    short, long = (trial(length, model=model, layout=layout, settings=rung) for length in sorted((one, other)))
+    short, long = (
+        trial(length, model=model, layout=layout, settings=rung) for length in sorted((one, other))
+    )
     assert FormulaLaw()(short) <= FormulaLaw()(long)
 
 
@@ -42,15 +53,19 @@ def test_no_length_needs_less_memory_than_a_shorter_one(model, layout, rung, one
 def test_each_saving_setting_needs_no_more_memory_than_its_opposite(model, layout, rung, length):
     spec = trial(length, model=model, layout=layout, settings=rung)
     savings = [{"allocator": "expandable"}, {"recompute": "layer"}, {"offload": True}]
-    if length >= 2**18:  # below that its sum of the head's gradient, in float32, may weigh more than the logits it saves
+    # below that its sum of the head's gradient, in float32, may weigh more than the logits it saves
+    if length >= 2**18:
         savings.append({"loss": "chunked"})
     for saving in savings:
         saved = msgspec.structs.replace(spec, settings=msgspec.structs.replace(rung, **saving))
         sums = 0
         if "recompute" in saving and length < 2**13:
-            # Over the tiles of an MLP its gradients are summed in float32, however short the sequence.
+            # Over the tiles of an MLP its gradients are summed in float32, however short the
+            # sequence.
             shape = load_model(model).shape
-            sums = 4 * 3 * shape.hidden_size * shape.intermediate_size / FILLED_SHARE[rung.allocator]
+            sums = (
+                4 * 3 * shape.hidden_size * shape.intermediate_size / FILLED_SHARE[rung.allocator]
+            )
         assert FormulaLaw()(saved) <= FormulaLaw()(spec) + sums
 
 
@@ -77,7 +92,11 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
     (rank, *_) = SimulatedRunner(FormulaLaw()).run(spec).ranks
     budget = rank.budget
     assert (budget.nccl_bytes > 0) == (layout.gpus > 1)
-    assert budget.context_bytes + budget.nccl_bytes + budget.allocator_cap_bytes == budget.budget_bytes == 80 * GIB
+    assert (
+        budget.context_bytes + budget.nccl_bytes + budget.allocator_cap_bytes
+        == budget.budget_bytes
+        == 80 * GIB
+    )
     needed = footprint(load_model("Qwen3-0.6B").shape, rung, layout, length_tokens=8192)
     assert rank.memory.peak_reserved_bytes == needed.needed_bytes - needed.outside_bytes
     assert rank.memory.device_used_bytes == needed.needed_bytes
@@ -86,8 +105,14 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
 def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():
     spec = trial()
     needs_ten = lambda spec: 10 * GIB  # noqa: E731
-    assert SimulatedRunner(needs_ten, device_total_bytes=10 * GIB).run(spec).outcome is Outcome.OUT_OF_MEMORY
-    assert SimulatedRunner(needs_ten, device_total_bytes=12 * GIB).run(spec).headroom_bytes == 2 * GIB - CONTEXT_BYTES["cuda"]
+    assert (
+        SimulatedRunner(needs_ten, device_total_bytes=10 * GIB).run(spec).outcome
+        is Outcome.OUT_OF_MEMORY
+    )
+    assert (
+        SimulatedRunner(needs_ten, device_total_bytes=12 * GIB).run(spec).headroom_bytes
+        == 2 * GIB - CONTEXT_BYTES["cuda"]
+    )
     assert SimulatedRunner(needs_ten).run(spec).outcome is Outcome.FIT
 
 
@@ -98,7 +123,9 @@ def test_on_the_cpu_the_budget_bounds_the_data_segment():
     assert result.headroom_bytes == GIB
 
 
-@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT])
+@pytest.mark.parametrize(
+    "outcome", [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT]
+)
 def test_a_law_may_name_the_outcome(outcome):
     result = SimulatedRunner(lambda spec: outcome).run(trial(), attempt=2)
     assert (result.outcome, result.attempt) == (outcome, 2)

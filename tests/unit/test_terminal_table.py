@@ -1,4 +1,6 @@
-"""Tables and texts in a terminal of any width: every figure whole, every column there, no line too long."""
+"""Tables and texts in a terminal of any width: every figure whole, every column there, no line too
+long.
+"""
 
 import re
 
@@ -6,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.report.table import TextTable
-from highwater.report.terminal import folded, terminal_table, terminal_text
+from highwater.pages.study.tables import TextTable
+from highwater.pages.terminal import folded, terminal_table, terminal_text
 
 WIDTHS = st.integers(20, 240)
 FIGURES = st.one_of(
@@ -19,10 +21,15 @@ FIGURES = st.one_of(
 )
 """At most 11 characters: no line is too short for one."""
 WORDS = st.lists(
-    st.sampled_from(["an", "exchange", "in", "every", "layer,", "Env", "+", "chunked", "131,072", "2.00 GiB"]), max_size=12
+    st.sampled_from(
+        ["an", "exchange", "in", "every", "layer,", "Env", "+", "chunked", "131,072", "2.00 GiB"]
+    ),
+    max_size=12,
 )
 NAMES = WORDS.map(" ".join)
-HEADINGS = st.sampled_from(["rung", "SP", "capacity", "ended by", "predicted GPU memory", "headroom, at least", ""])
+HEADINGS = st.sampled_from(
+    ["rung", "SP", "capacity", "ended by", "predicted GPU memory", "headroom, at least", ""]
+)
 
 
 @st.composite
@@ -40,32 +47,51 @@ def tables(draw: st.DrawFn) -> TextTable:
 
 
 def words(text: str) -> set[str]:
-    """What stands between spaces: a part of a figure is none of its words. A colon belongs to the name before it."""
+    """What stands between spaces: a part of a figure is none of its words. A colon belongs to the
+    name before it.
+    """
     return {word.rstrip(":") for word in text.split()}
 
 
 @given(tables(), WIDTHS)
 @example(TextTable(title="", columns=("a",), rows=(("131,072 " * 20,),)), 20)
-def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(table: TextTable, width: int) -> None:
+def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(
+    table: TextTable, width: int
+) -> None:
     drawn = terminal_table(table, width=width)
     assert max(map(len, drawn.splitlines())) <= width
     assert all(line == line.rstrip() for line in drawn.splitlines())
     shown = words(drawn)
-    filled = [heading for heading, *cells in zip(table.columns, *table.rows, strict=True) if any(cells)]
-    for text in (table.title, *table.footnotes, *filled, *(cell for row in table.rows for cell in row)):
+    filled = [
+        heading for heading, *cells in zip(table.columns, *table.rows, strict=True) if any(cells)
+    ]
+    for text in (
+        table.title,
+        *table.footnotes,
+        *filled,
+        *(cell for row in table.rows for cell in row),
+    ):
         assert words(text.replace(",", "")) <= {word.replace(",", "") for word in shown}, text
         assert set(re.findall(r"[\d,.]*\d", text)) <= set(re.findall(r"[\d,.]*\d", drawn))
 
 
 @given(tables(), WIDTHS)
 def test_no_figure_stands_there_that_the_table_has_not(table: TextTable, width: int) -> None:
-    theirs = " ".join((table.title, *table.footnotes, *table.columns, *(" ".join(row) for row in table.rows)))
-    assert set(re.findall(r"[\d,.]*\d", terminal_table(table, width=width))) <= set(re.findall(r"[\d,.]*\d", theirs))
+    theirs = " ".join(
+        (table.title, *table.footnotes, *table.columns, *(" ".join(row) for row in table.rows))
+    )
+    assert set(re.findall(r"[\d,.]*\d", terminal_table(table, width=width))) <= set(
+        re.findall(r"[\d,.]*\d", theirs)
+    )
 
 
 @given(st.lists(st.tuples(NAMES.filter(bool), NAMES), min_size=1), WIDTHS)
-def test_names_and_what_they_say_stay_within_any_width(rows: list[tuple[str, str]], width: int) -> None:
-    drawn = terminal_table(TextTable(title="t", columns=(), rows=tuple(rows), left_columns=2), width=width)
+def test_names_and_what_they_say_stay_within_any_width(
+    rows: list[tuple[str, str]], width: int
+) -> None:
+    drawn = terminal_table(
+        TextTable(title="t", columns=(), rows=tuple(rows), left_columns=2), width=width
+    )
     assert max(map(len, drawn.splitlines())) <= width
     assert all(words(name) | words(value) <= words(drawn) for name, value in rows)
 
@@ -75,7 +101,15 @@ LADDER = TextTable(
     columns=("rung", "SP", "GPUs", "capacity", "ended by", "predicted GPU memory", "peak in"),
     rows=(
         ("vanilla", "1", "4", "69,632", "73,728: GPU memory", "73.24 GiB to 79.15 GiB", "loss"),
-        ("Env + Offload + chunked", "4", "4", "131,072", "the longest length in question", "21.89 GiB to 22.75 GiB", "a layer"),
+        (
+            "Env + Offload + chunked",
+            "4",
+            "4",
+            "131,072",
+            "the longest length in question",
+            "21.89 GiB to 22.75 GiB",
+            "a layer",
+        ),
     ),
 )
 
@@ -106,8 +140,10 @@ def test_where_there_is_room_a_row_is_a_line_and_nothing_is_left_out() -> None:
 def test_sentences_break_before_a_row_goes_on_below() -> None:
     lines = terminal_table(LADDER, width=96).splitlines()
     assert lines[4:] == [
-        "vanilla                  1     69,632        73,728: GPU memory  73.24 GiB to 79.15 GiB     loss",
-        "Env + Offload + chunked  4    131,072     the longest length in  21.89 GiB to 22.75 GiB  a layer",
+        "vanilla                  1     69,632        73,728: GPU memory  73.24 GiB to 79.15 GiB  "
+        "   loss",
+        "Env + Offload + chunked  4    131,072     the longest length in  21.89 GiB to 22.75 GiB  "
+        "a layer",
         "                                                       question",
         "",
         "in every row: GPUs 4",
@@ -127,13 +163,17 @@ def test_sentences_break_before_a_row_goes_on_below() -> None:
         ("模型模型模型 4", ["模型模型模", "型 4"]),
     ],
 )
-def test_lines_break_between_words_and_never_within_a_figure_or_a_command(text: str, lines: list[str]) -> None:
+def test_lines_break_between_words_and_never_within_a_figure_or_a_command(
+    text: str, lines: list[str]
+) -> None:
     assert folded(text, 10) == lines
 
 
 def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is() -> None:
     fenced = "```text\nhighwater find Qwen3-0.6B --max-length 8k\n```"
-    text = f"- an item of eleven words that does not fit on a line\n{fenced}\n| a | row of | 131,072 |"
+    text = (
+        f"- an item of eleven words that does not fit on a line\n{fenced}\n| a | row of | 131,072 |"
+    )
     assert terminal_text(text, width=20).splitlines() == [
         *("- an item of", "  eleven words that", "  does not fit on a", "  line"),
         *fenced.splitlines(),
@@ -143,7 +183,9 @@ def test_an_item_goes_on_below_itself_and_what_is_fenced_stays_as_it_is() -> Non
 
 @pytest.mark.parametrize("indent", [0, 2, 4, 8])
 @pytest.mark.parametrize("width", [40, 80])
-def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(indent: int, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(
+    indent: int, width: int
+) -> None:
     text = f"{' ' * indent}- {' '.join(['131,072 tokens'] * 20)}"
     lines = terminal_text(text, width=width).splitlines()
     assert len(lines) > 1

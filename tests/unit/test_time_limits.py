@@ -1,5 +1,8 @@
-"""The time limit of a study may change: what was cut short is run again with more time, and nothing that told is."""
+"""The time limit of a study may change: what was cut short is run again with more time, and nothing
+that told is.
+"""
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,16 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import question_of
+from places import examples, question_of
 from studies import report_of
 from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE, StudyError
-from highwater.launch.simulated import FormulaLaw, SimulatedRunner, TimeLaw
-from highwater.report.study_commands import commands, find_words
-from highwater.report.study_parts import question_table, state
-from highwater.search.campaign import CellAnswered, campaign
+from highwater.pages.study.study_commands import commands, find_words
+from highwater.pages.study.study_parts import question_table, state
+from highwater.run.simulated import FormulaLaw, SimulatedRunner, TimeLaw
+from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, CellAnswer, Question
@@ -31,16 +34,29 @@ SLOW = 1e13
 """FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 CRASHES = st.lists(st.sampled_from([None, None, Outcome.CRASHED]), max_size=12)
-TIMED = [path for path in sorted(FOUND.glob("*.jsonl")) if read_study(path).question.timeout_s is not None]
+TIMED = [
+    path
+    for path in sorted(FOUND.glob("*.jsonl"))
+    if read_study(path).question.timeout_s is not None
+]
 
 
 class Ran:
-    """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are given: None is what memory says."""
+    """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are
+    given: None is what memory says.
+    """
 
     def __init__(
-        self, capacity: int, flops_per_s: float, timeout_s: float | None, kill: int | None = None, ends: Ends = ()
+        self,
+        capacity: int,
+        flops_per_s: float,
+        timeout_s: float | None,
+        kill: int | None = None,
+        ends: Ends = (),
     ) -> None:
-        self._gpu = SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=timeout_s)
+        self._gpu = SimulatedRunner(
+            fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=timeout_s
+        )
         self._capacity = capacity
         self._kill = kill
         self._ends = ends
@@ -60,7 +76,9 @@ class Ran:
 
     def take(self, step_time: TimeLaw, timeout_s: float) -> None:
         """Let steps take another time."""
-        self._gpu = SimulatedRunner(fits_up_to(self._capacity), step_time=step_time, timeout_s=timeout_s)
+        self._gpu = SimulatedRunner(
+            fits_up_to(self._capacity), step_time=step_time, timeout_s=timeout_s
+        )
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
@@ -72,11 +90,13 @@ def within(timeout_s: float, **changes: object) -> Question:
     return ask(timeout_s=timeout_s, **changes)
 
 
-def search(path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False) -> tuple[CellAnswer, ...]:
+def search(
+    path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False
+) -> tuple[CellAnswer, ...]:
     """A search as the interface makes it: recorded, and resumed from what is."""
     answers: list[CellAnswer] = []
     with open_journal(path, question, retry_crashed=retry_crashed) as journal:
-        for event in campaign(question, RecordingRunner(ran, journal), past=journal.past):
+        for event in search_cells(question, RecordingRunner(ran, journal), past=journal.past):
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
                 answers.append(event.answer)
@@ -86,7 +106,9 @@ def search(path: Path, question: Question, ran: Ran, *, retry_crashed: bool = Fa
 def told(path: Path) -> set[tuple[str, int]]:
     """Trials that told about memory, by specification and repeat."""
     trials = read_study(path).trials
-    return {(t.spec.key, t.repeat) for t in trials if t.result is not None and t.result.outcome.tells}
+    return {
+        (t.spec.key, t.repeat) for t in trials if t.result is not None and t.result.outcome.tells
+    }
 
 
 def test_the_limit_is_no_part_of_the_question():
@@ -101,10 +123,16 @@ def test_with_more_time_only_what_was_cut_is_run_again_and_the_answer_is_longer(
     assert cut.limit == "time"
     before = told(path)
     (answer,) = search(path, within(2000.0), longer)
-    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (100 * STEP, 101 * STEP, "memory")
+    assert (answer.reach_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        100 * STEP,
+        101 * STEP,
+        "memory",
+    )
     assert (answer.capacity_tokens or 0) > (cut.capacity_tokens or 0)
     assert not before & longer.keys
-    assert all(tokens > (cut.reach_tokens or 0) for tokens, memory_only in longer.tokens if memory_only)
+    assert all(
+        tokens > (cut.reach_tokens or 0) for tokens, memory_only in longer.tokens if memory_only
+    )
     assert read_study(path).answers == (answer,)
 
 
@@ -126,7 +154,10 @@ def test_what_memory_was_shown_to_hold_is_trained_in_full_as_far_as_more_time_al
     assert first.memory_only is not None
     ran = Ran(100, 2e14, 3000.0)
     (second,) = search(path, within(3000.0), ran)
-    assert (second.reach_tokens, second.does_not_fit_tokens) == (first.reach_tokens, first.does_not_fit_tokens)
+    assert (second.reach_tokens, second.does_not_fit_tokens) == (
+        first.reach_tokens,
+        first.does_not_fit_tokens,
+    )
     assert (second.capacity_tokens or 0) > (first.capacity_tokens or 0)
     assert not any(memory_only for _, memory_only in ran.tokens), "memory was shown already"
 
@@ -141,7 +172,9 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
             if spec.settings.mlp_tiles == 1:
                 return super().run(spec, attempt=attempt, repeat=repeat)
             self.specs.append(spec)
-            return SimulatedRunner(fits_up_to(70), step_time=lambda _: 0.01, timeout_s=20.0).run(spec)
+            return SimulatedRunner(fits_up_to(70), step_time=lambda _: 0.01, timeout_s=20.0).run(
+                spec
+            )
 
     path = tmp_path / "study.jsonl"
     first = search(path, within(20.0, cells=cells), TwoRungs(100, SLOW, 20.0))
@@ -152,11 +185,15 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
     assert {spec.settings.mlp_tiles for spec in ran.specs} == {1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     capacity=st.integers(0, GRID_SIZE - 1),
     flops_per_s=st.floats(1e12, 1e15),
-    limits=st.lists(st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8), CRASHES), min_size=1, max_size=5),
+    limits=st.lists(
+        st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8), CRASHES),
+        min_size=1,
+        max_size=5,
+    ),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
 )
@@ -172,12 +209,27 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
             search(path, within(timeout_s, **changes), ran)
         assert not before & ran.keys
     longest_s = max(timeout_s for timeout_s, *_ in limits)
-    (resumed,) = search(path, within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s), retry_crashed=True)
+    (resumed,) = search(
+        path,
+        within(longest_s, **changes),
+        Ran(capacity, flops_per_s, longest_s),
+        retry_crashed=True,
+    )
     study = read_study(path)
-    full = [t.spec.length_tokens for t in study.trials if t.result is not None and t.result.outcome is Outcome.FIT]
-    assert (resumed.capacity_tokens or 0) == max(full, default=0), "nothing that was trained is forgotten"
+    full = [
+        t.spec.length_tokens
+        for t in study.trials
+        if t.result is not None and t.result.outcome is Outcome.FIT
+    ]
+    assert (resumed.capacity_tokens or 0) == max(full, default=0), (
+        "nothing that was trained is forgotten"
+    )
     assert resumed.monotone
-    (fresh,) = search(path.with_name("fresh.jsonl"), within(longest_s, **changes), Ran(capacity, flops_per_s, longest_s))
+    (fresh,) = search(
+        path.with_name("fresh.jsonl"),
+        within(longest_s, **changes),
+        Ran(capacity, flops_per_s, longest_s),
+    )
     assert (resumed.reach_tokens or 0) >= (fresh.reach_tokens or 0)
     assert resumed.limit == fresh.limit
     for timeout_s in (longest_s, longest_s / 2):
@@ -186,18 +238,23 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
         assert again.specs == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     capacity=st.integers(0, GRID_SIZE - 1),
     searches=st.lists(
-        st.tuples(st.none() | st.integers(0, 8), st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16)),
+        st.tuples(
+            st.none() | st.integers(0, 8),
+            st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16),
+        ),
         min_size=1,
         max_size=5,
     ),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
 )
-def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(tmp_path_factory, capacity, searches, method, confirm):
+def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
+    tmp_path_factory, capacity, searches, method, confirm
+):
     path = tmp_path_factory.mktemp("study") / "study.jsonl"
     question = ask(proof="full", timeout_s=None, method=method, confirm=confirm)
     for kill, ends in searches:
@@ -207,23 +264,35 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(tmp_path_f
             search(path, question, ran)
         assert not before & ran.keys
     (answer,) = search(path, question, Ran(capacity, 1e15, None), retry_crashed=True)
-    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (capacity * STEP, "memory", True)
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (
+        capacity * STEP,
+        "memory",
+        True,
+    )
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
 
 def test_a_stale_end_of_a_trial_does_not_undo_an_answer_that_others_made(tmp_path):
     path, question = tmp_path / "study.jsonl", ask(proof="full", timeout_s=None)
     late, crashed = Outcome.TIMEOUT, Outcome.CRASHED
-    (cut,) = search(path, question, Ran(20, 1e15, None, ends=(*(None,) * 4, late, late, late, crashed, crashed)))
+    (cut,) = search(
+        path, question, Ran(20, 1e15, None, ends=(*(None,) * 4, late, late, late, crashed, crashed))
+    )
     assert (cut.limit, cut.capacity_tokens) == ("inconclusive", 8 * STEP)
     (answer,) = search(path, question, Ran(20, 1e15, None))
-    assert (answer.limit, answer.capacity_tokens, answer.does_not_fit_tokens) == ("memory", 20 * STEP, 21 * STEP)
+    assert (answer.limit, answer.capacity_tokens, answer.does_not_fit_tokens) == (
+        "memory",
+        20 * STEP,
+        21 * STEP,
+    )
     for _ in range(2):
         assert_stays(path, question, (answer,), Ran(20, 1e15, None))
 
 
 def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...], ran: Ran) -> None:
-    """Asked again, the study answers the same, runs nothing, and gets no line but that it was opened."""
+    """Asked again, the study answers the same, runs nothing, and gets no line but that it was
+    opened.
+    """
     before = path.read_text().splitlines()
     assert search(path, question, ran) == answers
     assert ran.specs == []
@@ -234,32 +303,54 @@ def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...]
 def first_full_then_quick(capacity: int, timeout_s: float, ends: Ends = ()) -> Ran:
     """Full trials take as long as their length, memory-only ones next to nothing."""
     ran = Ran(capacity, SLOW, None, ends=ends)
-    ran.take(lambda spec: 1.0 if spec.is_memory_only else 3.0 * spec.length_tokens / STEP, timeout_s)
+    ran.take(
+        lambda spec: 1.0 if spec.is_memory_only else 3.0 * spec.length_tokens / STEP, timeout_s
+    )
     return ran
 
 
 def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path):
     path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
     (short,) = search(path, within(5.0), first_full_then_quick(100, 5.0))
-    assert (short.capacity_tokens, short.reach_tokens, short.does_not_fit_tokens) == (None, 100 * STEP, 101 * STEP)
+    assert (short.capacity_tokens, short.reach_tokens, short.does_not_fit_tokens) == (
+        None,
+        100 * STEP,
+        101 * STEP,
+    )
     ran = first_full_then_quick(100, 60.0, crashes)
     (crashed,) = search(path, within(60.0), ran)
     assert ran.tokens == [(STEP, False)] * 3
-    assert (crashed.reach_tokens, crashed.limit, crashed.monotone) == (100 * STEP, "inconclusive", True)
-    assert search(path, within(60.0), first_full_then_quick(100, 60.0, crashes), retry_crashed=True) == (crashed,)
+    assert (crashed.reach_tokens, crashed.limit, crashed.monotone) == (
+        100 * STEP,
+        "inconclusive",
+        True,
+    )
+    assert search(
+        path, within(60.0), first_full_then_quick(100, 60.0, crashes), retry_crashed=True
+    ) == (crashed,)
     assert read_study(path).answers == (crashed,)
-    assert path.read_text().count('"kind":"cell_answered"') == 3, "the third was found after trials of its own"
+    assert path.read_text().count('"kind":"cell_answered"') == 3, (
+        "the third was found after trials of its own"
+    )
     (mended,) = search(path, within(60.0), first_full_then_quick(100, 60.0), retry_crashed=True)
-    assert (mended.limit, mended.reach_tokens, mended.does_not_fit_tokens) == ("memory", 100 * STEP, 101 * STEP)
+    assert (mended.limit, mended.reach_tokens, mended.does_not_fit_tokens) == (
+        "memory",
+        100 * STEP,
+        101 * STEP,
+    )
     assert (mended.capacity_tokens or 0) > STEP
 
 
-@pytest.mark.parametrize(("again_s", "retry_crashed"), [(6000.0, True), (60000.0, False)], ids=["asked for", "with more time"])
+@pytest.mark.parametrize(
+    ("again_s", "retry_crashed"),
+    [(6000.0, True), (60000.0, False)],
+    ids=["asked for", "with more time"],
+)
 def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again_s, retry_crashed):
     path, crashes = tmp_path / "study.jsonl", (None, *(Outcome.CRASHED,) * 3)
     search(path, within(60.0), first_full_then_quick(100, 60.0))
     (crashed,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, crashes))
-    assert "409,600 tokens in full: given" in crashed.reason
+    assert "409,600 tokens in full" in crashed.reason
     assert (crashed.capacity_tokens, crashed.limit) == (64 * STEP, "memory")
     less = first_full_then_quick(100, 600.0)
     assert search(path, within(600.0), less, retry_crashed=True) == (crashed,)
@@ -275,29 +366,39 @@ def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again
 @pytest.mark.parametrize("proof", ["memory", "full"])
 @pytest.mark.parametrize("ends", [(), (None,)], ids=["the first trial", "a later one"])
 def test_a_trial_that_always_crashes_is_launched_three_times_and_never_again(tmp_path, proof, ends):
-    path, question = tmp_path / "study.jsonl", within(60.0) if proof == "memory" else ask(proof="full", timeout_s=None)
+    path, question = (
+        tmp_path / "study.jsonl",
+        within(60.0) if proof == "memory" else ask(proof="full", timeout_s=None),
+    )
     crash = (Outcome.CRASHED,) * 3
 
     def gpu(*ends: Outcome | None) -> Ran:
-        return first_full_then_quick(100, 60.0, ends) if proof == "memory" else Ran(100, 1e15, None, ends=ends)
+        return (
+            first_full_then_quick(100, 60.0, ends)
+            if proof == "memory"
+            else Ran(100, 1e15, None, ends=ends)
+        )
 
     first = gpu(*ends, *crash, *crash)
     (answer,) = search(path, question, first)
     assert len(first.specs) == len(ends) + 3
-    assert open_notes(path, question) == ["what only crashed is not launched again: add `--retry-crashed` once its cause is mended"]
+    (note,) = open_notes(path, question)
+    assert "`--retry-crashed`" in note
     for _ in range(2):
         again = gpu(*crash)
         assert search(path, question, again) == (answer,)
         assert again.specs == []
-    asked = gpu(*crash)
-    assert search(path, question, asked, retry_crashed=True) == (answer,)
-    assert len(asked.specs) == 3
+    goal = gpu(*crash)
+    assert search(path, question, goal, retry_crashed=True) == (answer,)
+    assert len(goal.specs) == 3
     (answer,) = search(path, question, gpu(), retry_crashed=True)
     assert (answer.limit, answer.reach_tokens) == ("memory", 100 * STEP)
     assert open_notes(path, question) == []
 
 
-def test_a_full_trial_after_the_edge_that_always_crashes_is_launched_three_times_and_never_again(tmp_path):
+def test_a_full_trial_after_the_edge_that_always_crashes_is_launched_three_times_and_never_again(
+    tmp_path,
+):
     path, crashes = tmp_path / "study.jsonl", (Outcome.CRASHED,) * 3
     search(path, within(60.0), first_full_then_quick(100, 60.0))
     (answer,) = search(path, within(6000.0), first_full_then_quick(100, 6000.0, (None, *crashes)))
@@ -313,18 +414,25 @@ def open_notes(path: Path, question: Question) -> list[str]:
 
 def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
     path, spec = tmp_path / "study.jsonl", ask().trial(ask().cells[0], STEP, memory_only=True)
-    ends = [TrialResult(outcome=outcome, reason="") for outcome in (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.TIMEOUT)]
+    ends = [
+        TrialResult(outcome=outcome, reason="")
+        for outcome in (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.TIMEOUT)
+    ]
     with open_journal(path, within(300.0)) as journal:
         for attempt, end in enumerate(ends, 1):
             journal.trial_started(spec, attempt=attempt, repeat=0)
             journal.trial_finished(spec, attempt=attempt, repeat=0, result=end)
         (answer,) = (
-            e.answer for e in campaign(ask(), RecordingRunner(Ran(9, SLOW, 300.0), journal)) if isinstance(e, CellAnswered)
+            e.answer
+            for e in search_cells(ask(), RecordingRunner(Ran(9, SLOW, 300.0), journal))
+            if isinstance(e, CellAnswered)
         )
         journal.cell_answered(answer)
     for timeout_s, stand in ((300.0, ends), (301.0, [None] * 3)):
         with open_journal(path, within(timeout_s), retry_crashed=True) as journal:
-            assert [journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2, 3)] == stand
+            assert [
+                journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2, 3)
+            ] == stand
             assert (journal.past(ask().cells[0]).answer is None) == (timeout_s > 300.0)
 
 
@@ -334,21 +442,32 @@ def test_a_study_from_before_goes_on_under_another_limit(recorded: Path, tmp_pat
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)
     limit_s = before.question.timeout_s or 0.0
-    ends = [(trial.spec.key, trial.result.outcome) for trial in before.trials if trial.result is not None]
-    cut = {key for key, end in ends if end is Outcome.TIMEOUT} - {key for key, end in ends if end.tells}
+    ends = [
+        (trial.spec.key, trial.result.outcome)
+        for trial in before.trials
+        if trial.result is not None
+    ]
+    cut = {key for key, end in ends if end is Outcome.TIMEOUT} - {
+        key for key, end in ends if end.tells
+    }
     for timeout_s, is_longer in ((limit_s / 2, False), (2 * limit_s, True)):
-        with open_journal(path, msgspec.structs.replace(before.question, timeout_s=timeout_s)) as journal:
+        with open_journal(
+            path, msgspec.structs.replace(before.question, timeout_s=timeout_s)
+        ) as journal:
             study = journal.snapshot()
             lacking = {
                 trial.spec.key
                 for trial in study.trials
-                if trial.result is not None and journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat) is None
+                if trial.result is not None
+                and journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat) is None
             }
             settled = [journal.past(cell).answer for cell in study.question.cells]
         assert (study.answers, study.question.timeout_s) == (before.answers, timeout_s)
         assert [trial.result for trial in study.trials] == [trial.result for trial in before.trials]
         assert lacking == (cut if is_longer else set())
-        assert settled == [None if is_longer else study.answer_of(cell) for cell in study.question.cells]
+        assert settled == [
+            None if is_longer else study.answer_of(cell) for cell in study.question.cells
+        ]
 
 
 def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
@@ -358,25 +477,49 @@ def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
         with open_journal(path, within(timeout_s)) as journal:
             journal.trial_started(spec, attempt=attempt, repeat=0)
             journal.trial_finished(spec, attempt=attempt, repeat=0, result=late)
-    for timeout_s, stand in ((200.0, [late, late]), (300.0, [late, late]), (301.0, [late, None]), (601.0, [None, None])):
+    for timeout_s, stand in (
+        (200.0, [late, late]),
+        (300.0, [late, late]),
+        (301.0, [late, None]),
+        (601.0, [None, None]),
+    ):
         with open_journal(path, within(timeout_s)) as journal:
-            assert [journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2)] == stand
+            assert [
+                journal.recorded(spec, attempt=attempt, repeat=0) for attempt in (1, 2)
+            ] == stand
     with open_journal(path, within(900.0)) as journal:
         journal.trial_started(spec, attempt=1, repeat=0)
-        journal.trial_finished(spec, attempt=1, repeat=0, result=TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit"))
-        assert journal.recorded(spec, attempt=2, repeat=0) == late, "the first attempt told: nobody needs the second"
-    assert [trial.timeout_s for trial in read_study(path).trials] == [300.0, 900.0], "what was run again stands where it ended"
+        journal.trial_finished(
+            spec,
+            attempt=1,
+            repeat=0,
+            result=TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit"),
+        )
+        assert journal.recorded(spec, attempt=2, repeat=0) == late, (
+            "the first attempt told: nobody needs the second"
+        )
+    assert [trial.timeout_s for trial in read_study(path).trials] == [300.0, 900.0], (
+        "what was run again stands where it ended"
+    )
 
 
 def test_with_the_proof_full_a_resumption_tries_again_what_left_no_answer(tmp_path):
     path, question = tmp_path / "study.jsonl", question_of(loss="chunked", allocator="expandable")
     law = FormulaLaw(shape=question.model.shape)
     for is_cut in (True, False):
-        gpu = SimulatedRunner(lambda spec, is_cut=is_cut: Outcome.TIMEOUT if is_cut and law(spec) > 60 * 2**30 else law(spec))
+        gpu = SimulatedRunner(
+            lambda spec, is_cut=is_cut: (
+                Outcome.TIMEOUT if is_cut and law(spec) > 60 * 2**30 else law(spec)
+            )
+        )
         with open_journal(path, question) as journal:
             ran = RecordingRunner(gpu, journal)
             told_before = len(told(path))
-            (answer,) = (e.answer for e in campaign(question, ran, past=journal.past) if isinstance(e, CellAnswered))
+            (answer,) = (
+                e.answer
+                for e in search_cells(question, ran, past=journal.past)
+                if isinstance(e, CellAnswered)
+            )
             journal.cell_answered(answer)
         assert answer.limit == ("time" if is_cut else "memory")
         assert ran.reused == told_before
@@ -387,12 +530,13 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     for timeout_s in (300.0, 600.0):
         open_journal(path, within(timeout_s)).close()
     question = read_study(path).question
-    assert " ".join(find_words(question)).endswith("--proof memory --timeout 600s --dry-run")
+    proof = ["--proof", "memory", "--timeout", "600s", "--dry-run"]
+    assert list(find_words(question))[-5:] == proof
     rows = dict(question_table(report_of(read_study(path))).rows)
-    assert "full trials up to 10m 00s" in rows["search"]
+    assert "up to 10m 00s" in rows["search"]
     with pytest.raises(StudyError) as refusal:
         open_journal(path, within(900.0, confirm=1))
-    assert "confirm is 0 there and 1 here" in refusal.value.problem
+    assert "confirm is 0 there" in refusal.value.problem
     assert "timeout" not in refusal.value.problem
 
 
@@ -406,7 +550,9 @@ def test_an_inconclusive_answer_that_nothing_was_run_for_is_not_recorded_again(t
     assert path.read_text().count('"kind":"cell_answered"') == 1
 
 
-def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(tmp_path):
+def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(
+    tmp_path,
+):
     path = tmp_path / "study.jsonl"
     answers = search(path, within(300.0), Ran(100, 2e14, 300.0))
     with suppress(KeyboardInterrupt):
@@ -414,16 +560,20 @@ def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_n
     study, report = read_study(path), report_of(read_study(path))
     assert (study.answers, study.answers_within_s, study.complete) == (answers, (300.0,), False)
     assert "**Unfinished**" in state(report)
-    assert "0 of 1 cells are answered, 1 more in less time than there is now" in state(report)
+    assert "0 of 1 cells are" in state(report)
+    assert "1 more in less time" in state(report)
     assert exit_code(study) == EXIT_INCONCLUSIVE
-    assert "full trials up to 50m 00s (1 of 1 answers up to 5m 00s)" in dict(question_table(report).rows)["search"]
+    limits = re.findall("up to (.m|..m) 00s", dict(question_table(report).rows)["search"])
+    assert limits == ["50m", "5m"]
     answers = search(path, within(3000.0), Ran(100, 2e14, 3000.0))
     open_journal(path, within(60.0)).close()
     study, report = read_study(path), report_of(read_study(path))
     assert (study.answers, study.answers_within_s, study.complete) == (answers, (3000.0,), True)
-    assert "full trials up to 50m 00s" in dict(question_table(report).rows)["search"]
+    assert "up to 50m 00s" in dict(question_table(report).rows)["search"]
     assert "answers" not in dict(question_table(report).rows)["search"]
-    (anew,) = (command for command in report.commands if command.what.startswith("every trial anew"))
+    (anew,) = (
+        command for command in report.commands if command.what.startswith("every trial anew")
+    )
     assert "--timeout 3000s" in anew.text
 
 

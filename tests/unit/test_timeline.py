@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from highwater.prediction.replay import replay
-from highwater.prediction.timeline import timeline
+from highwater.memory.trace.replay import replay
+from highwater.memory.trace.timeline import timeline
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack, ReleaseCached
 from highwater.units import GIB, MIB
 
@@ -33,7 +33,10 @@ def peak_of(entries) -> int:
     alive, peak = {}, 0
     for entry in entries:
         if entry["action"] == "alloc":
-            assert not any(at < entry["addr"] + entry["size"] and entry["addr"] < at + size for at, size in alive.items())
+            assert not any(
+                at < entry["addr"] + entry["size"] and entry["addr"] < at + size
+                for at, size in alive.items()
+            )
             alive[entry["addr"]] = entry["size"]
         elif entry["action"] == "free_completed":
             assert alive.pop(entry["addr"]) == entry["size"]
@@ -54,7 +57,8 @@ def test_every_allocation_has_its_place_its_time_and_its_names(allocator):
 
 
 def test_what_does_not_fit_is_the_last_entry():
-    (entries,) = pickle.loads(timeline(LOG, allocator="native", capacity_bytes=GIB // 4))["device_traces"]  # noqa: S301 -- ours
+    drawn = timeline(LOG, allocator="native", capacity_bytes=GIB // 4)
+    (entries,) = pickle.loads(drawn)["device_traces"]  # noqa: S301 -- ours
     assert [entry["action"] for entry in entries].count("oom") == 1
     assert entries[-1]["action"] == "oom"
     assert entries[-1]["size"] == 300 * MIB
@@ -72,6 +76,11 @@ def test_no_place_is_taken_twice_where_memory_waits_for_what_was_given_back(allo
         Free(2),
     )
     log = EventLog(source="traced", versions={}, operators=("mm",), events=events)
-    (entries,) = pickle.loads(timeline(log, allocator=allocator, capacity_bytes=600 * MIB))["device_traces"]  # noqa: S301 -- ours
+    drawn = timeline(log, allocator=allocator, capacity_bytes=600 * MIB)
+    (entries,) = pickle.loads(drawn)["device_traces"]  # noqa: S301 -- ours
     assert peak_of(entries) == 464 * MIB, "the larger one, and cuBLAS's two workspaces"
-    assert [entry["action"] for entry in entries][2:] == ["alloc", "free_requested", "free_completed"] * 2
+    assert [entry["action"] for entry in entries][2:] == [
+        "alloc",
+        "free_requested",
+        "free_completed",
+    ] * 2

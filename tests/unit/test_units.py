@@ -1,4 +1,6 @@
-"""Bytes, tokens and seconds: what is typed is what is meant, and what is printed can be read back."""
+"""Bytes, tokens and seconds: what is typed is what is meant, and what is printed can be read
+back.
+"""
 
 import pytest
 from hypothesis import given
@@ -20,7 +22,13 @@ from highwater.units import (
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GiB", 80 * GIB), ("79.15 GiB", 84986665369), ("512MiB", 512 * 1024**2), ("1_000", 1000), ("2tib", 2048 * GIB)],
+    [
+        ("80GiB", 80 * GIB),
+        ("79.15 GiB", 84986665369),
+        ("512MiB", 512 * 1024**2),
+        ("1_000", 1000),
+        ("2tib", 2048 * GIB),
+    ],
 )
 def test_memory_sizes_are_binary(text: str, count: int) -> None:
     assert parse_bytes(text) == count
@@ -40,19 +48,30 @@ def test_what_is_no_memory_size_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "meant"), [("79.15", "79.15GiB"), ("80", "80GiB"), ("1024", "1024GiB"), ("81559", "81559MiB")])
-def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(text: str, meant: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("79.15", "79.15GiB"), ("80", "80GiB"), ("1024", "1024GiB"), ("81559", "81559MiB")],
+)
+def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(
+    text: str, meant: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         parse_memory(text)
     assert refusal.value.hint == f"give the unit: `{meant}`"
 
 
-@pytest.mark.parametrize(("text", "count"), [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)],
+)
 def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text: str, count: int) -> None:
     assert parse_memory(text) == count
 
 
-@pytest.mark.parametrize(("text", "count"), [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)],
+)
 def test_lengths_count_in_binary_thousands(text: str, count: int) -> None:
     assert parse_tokens(text) == count
 
@@ -64,7 +83,8 @@ def test_a_length_is_a_whole_positive_number_of_tokens(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)]
+    ("text", "seconds"),
+    [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)],
 )
 def test_times_take_hours_minutes_and_seconds(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
@@ -86,7 +106,10 @@ def test_a_printed_length_reads_back_as_itself(count: int) -> None:
     assert parse_tokens(format_tokens(count)) == count
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(2.314, "2.31 s"), (41.2, "41 s"), (245, "4m 05s"), (3725, "1h 02m"), (None, "-")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2.314, "2.31 s"), (41.2, "41 s"), (245, "4m 05s"), (3725, "1h 02m"), (None, "-")],
+)
 def test_a_time_is_printed_as_one_says_it(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
 

@@ -1,8 +1,10 @@
-"""Measure the capacities on the pages beside this file: each search on GPUs of its own, several at once; print the tables.
+"""Measure the capacities on the pages beside this file: each search on GPUs of its own, several at
+once; print the tables.
 
-``python docs/results/find/measure.py --page sft --gpus 4 --minutes 20`` goes on with the studies of that page beside it;
-``--table`` only prints. A search that time cuts off keeps its finished trials: the next call answers the rest.
-``--predict`` (no GPU, a minute or three a cell) writes what traces predict of each search, before it is measured.
+``python docs/results/find/measure.py --page sft --gpus 4 --minutes 20`` goes on with the studies of
+that page beside it; ``--table`` only prints. A search that time cuts off keeps its finished trials:
+the next call answers the rest. ``--predict`` (no GPU, a minute or three a cell) writes what traces
+predict of each search, before it is measured.
 """
 
 import argparse
@@ -30,10 +32,14 @@ PUBLISHED_SETTINGS = {
     "Env + entropy-saving": "env",
     "Env + Offload": "env+offload+never",
 }
-"""By rung, what the published table calls it; entropy saving is not in that table, its cells stand beside those without."""
+"""By rung, what the published table calls it; entropy saving is not in that table, its cells stand
+beside those without."""
 
 _SFT = "--start-length 8192 --resolution 8192 --max-length 262144 --timeout 15m --gpus 1"
-_GRPO = "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --resolution 8192 --proof memory"
+_GRPO = (
+    "--objective grpo --sequences-per-micro-batch 2 --memory 79.15GiB --resolution 8192 "
+    "--proof memory"
+)
 _SHORT, _LONGER = "--timeout 75s", "--timeout 2m"
 _ENV = "--loss full --entropy full --allocator expandable"
 _SAVING = "--loss full --entropy chunked --allocator expandable"
@@ -59,34 +65,60 @@ PAGES: dict[str, dict[str, str]] = {
         "qwen3-0.6b-79gib-chunked": f"Qwen3-0.6B --memory 79.15GiB --loss chunked {_SFT}",
     },
     "published": {
-        # Whole machines first: what needs fewer GPUs then fills what is left. Each begins at the published length.
-        "grpo-8b-4-sp4": f"Qwen3-8B --gpus 4 --ulysses 4 --start-length 51200 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-4b-4-sp4": f"Qwen3-4B --gpus 4 --ulysses 4 --start-length 81920 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-0.6b-4-sp4": f"Qwen3-0.6B --gpus 4 --ulysses 4 --start-length 112640 {_ENV} {_GRPO} {_SHORT}",
-        "grpo-4b-4-sp2": f"Qwen3-4B --gpus 4 --ulysses 2 --start-length 40960 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-4b-4-sp1": f"Qwen3-4B --gpus 4 --ulysses 1 --start-length 20480 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-0.6b-4-sp2": f"Qwen3-0.6B --gpus 4 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} {_SHORT}",
-        "grpo-0.6b-4-sp1": f"Qwen3-0.6B --gpus 4 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} {_SHORT}",
-        "grpo-4b-2-sp2": f"Qwen3-4B --gpus 2 --ulysses 2 --start-length 32768 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-4b-2-sp1": f"Qwen3-4B --gpus 2 --ulysses 1 --start-length 16384 {_ENV} {_GRPO} {_LONGER}",
-        "grpo-0.6b-2-sp2": f"Qwen3-0.6B --gpus 2 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} {_SHORT}",
-        "grpo-0.6b-2-sp1": f"Qwen3-0.6B --gpus 2 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} {_SHORT}",
-        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 16384 {_GRPO} {_SHORT}",
-        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full --start-length 24576 {_GRPO} {_SHORT}",
-        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO} {_LONGER}",
-        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --offload {_ENV} --start-length 28672 {_GRPO} {_SHORT}",
-        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO} {_LONGER}",
-        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO} {_SHORT}",
+        # Whole machines first: what needs fewer GPUs then fills what is left. Each begins at the
+        # published length.
+        "grpo-8b-4-sp4": f"Qwen3-8B --gpus 4 --ulysses 4 --start-length 51200 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-4b-4-sp4": f"Qwen3-4B --gpus 4 --ulysses 4 --start-length 81920 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-0.6b-4-sp4": f"Qwen3-0.6B --gpus 4 --ulysses 4 --start-length 112640 {_ENV} {_GRPO} "
+        f"{_SHORT}",
+        "grpo-4b-4-sp2": f"Qwen3-4B --gpus 4 --ulysses 2 --start-length 40960 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-4b-4-sp1": f"Qwen3-4B --gpus 4 --ulysses 1 --start-length 20480 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-0.6b-4-sp2": f"Qwen3-0.6B --gpus 4 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} "
+        f"{_SHORT}",
+        "grpo-0.6b-4-sp1": f"Qwen3-0.6B --gpus 4 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} "
+        f"{_SHORT}",
+        "grpo-4b-2-sp2": f"Qwen3-4B --gpus 2 --ulysses 2 --start-length 32768 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-4b-2-sp1": f"Qwen3-4B --gpus 2 --ulysses 1 --start-length 16384 {_ENV} {_GRPO} "
+        f"{_LONGER}",
+        "grpo-0.6b-2-sp2": f"Qwen3-0.6B --gpus 2 --ulysses 2 --start-length 51200 {_ENV} {_GRPO} "
+        f"{_SHORT}",
+        "grpo-0.6b-2-sp1": f"Qwen3-0.6B --gpus 2 --ulysses 1 --start-length 28672 {_ENV} {_GRPO} "
+        f"{_SHORT}",
+        "grpo-1.7b-1": f"Qwen3-1.7B --gpus 1 --strategy fsdp --loss full --entropy full "
+        f"--start-length 16384 {_GRPO} {_SHORT}",
+        "grpo-0.6b-1": f"Qwen3-0.6B --gpus 1 --strategy fsdp --loss full --entropy full "
+        f"--start-length 24576 {_GRPO} {_SHORT}",
+        "grpo-1.7b-1-offload": f"Qwen3-1.7B --gpus 1 --offload {_ENV} --start-length 28672 "
+        f"{_GRPO} {_LONGER}",
+        "grpo-0.6b-1-offload": f"Qwen3-0.6B --gpus 1 --offload {_ENV} --start-length 28672 "
+        f"{_GRPO} {_SHORT}",
+        "grpo-1.7b-1-entropy": f"Qwen3-1.7B --gpus 1 {_SAVING} --start-length 16384 {_GRPO} "
+        f"{_LONGER}",
+        "grpo-0.6b-1-entropy": f"Qwen3-0.6B --gpus 1 {_SAVING} --start-length 24576 {_GRPO} "
+        f"{_SHORT}",
     },
     "edges": {
-        # One cell each: a search that knows its edge may be ended by hand, and no other cell waits behind it.
-        "edge-8b-2-full-native": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full --allocator native {_EDGE}",
-        "edge-8b-2-full": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full --allocator expandable {_EDGE}",
-        "edge-4b-2-full-native": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator native {_EDGE}",
-        "edge-4b-2-full": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator expandable {_EDGE}",
-        "edge-4b-1-full-offload": f"Qwen3-4B --gpus 1 --offload --loss full --allocator expandable {_EDGE_OFFLOAD}",
-        "edge-4b-1-chunked-offload": f"Qwen3-4B --gpus 1 --offload --loss chunked --allocator expandable {_EDGE_OFFLOAD}",
-        "edge-1.7b-1-full-offload": f"Qwen3-1.7B --gpus 1 --offload --loss full --allocator expandable {_EDGE}",
+        # One cell each: a search that knows its edge may be ended by hand, and no other cell waits
+        # behind it.
+        "edge-8b-2-full-native": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full --allocator native "
+        f"{_EDGE}",
+        "edge-8b-2-full": f"Qwen3-8B --gpus 2 --ulysses 2 --loss full --allocator expandable "
+        f"{_EDGE}",
+        "edge-4b-2-full-native": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator native "
+        f"{_EDGE}",
+        "edge-4b-2-full": f"Qwen3-4B --gpus 2 --ulysses 2 --loss full --allocator expandable "
+        f"{_EDGE}",
+        "edge-4b-1-full-offload": f"Qwen3-4B --gpus 1 --offload --loss full --allocator "
+        f"expandable {_EDGE_OFFLOAD}",
+        "edge-4b-1-chunked-offload": f"Qwen3-4B --gpus 1 --offload --loss chunked --allocator "
+        f"expandable {_EDGE_OFFLOAD}",
+        "edge-1.7b-1-full-offload": f"Qwen3-1.7B --gpus 1 --offload --loss full --allocator "
+        f"expandable {_EDGE}",
         "edge-1.7b-1-chunked": f"Qwen3-1.7B --gpus 1 --loss chunked --allocator expandable {_EDGE}",
         "edge-4b-1-full-native": f"Qwen3-4B --gpus 1 --loss full --allocator native {_EDGE}",
         "edge-4b-1-full": f"Qwen3-4B --gpus 1 --loss full --allocator expandable {_EDGE}",
@@ -95,15 +127,19 @@ PAGES: dict[str, dict[str, str]] = {
         "edge-1.7b-1-full": f"Qwen3-1.7B --gpus 1 --loss full --allocator expandable {_EDGE}",
         "edge-0.6b-1-full-native": f"Qwen3-0.6B --gpus 1 --loss full --allocator native {_EDGE}",
         "edge-0.6b-1-full": f"Qwen3-0.6B --gpus 1 --loss full --allocator expandable {_EDGE}",
-        "edge-8b-4-full-native": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --allocator native {_EDGE}",
-        "edge-8b-4-full": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --allocator expandable {_EDGE}",
+        "edge-8b-4-full-native": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --allocator native "
+        f"{_EDGE}",
+        "edge-8b-4-full": f"Qwen3-8B --gpus 4 --ulysses 4 --loss full --allocator expandable "
+        f"{_EDGE}",
     },
     "long": {
         "long-8b-4": f"Qwen3-8B --gpus 4 --ulysses 4 {_GRID} {_FURTHER}",
         "long-8b-4-offload": f"Qwen3-8B --gpus 4 --ulysses 4 --offload {_GRID} {_FURTHER}",
         "long-8b-2": f"Qwen3-8B --gpus 2 --ulysses 2 {_GRID} {_LONG}",
-        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_CHUNKED} --timeout 10m",
-        "long-0.6b-79gib": f"Qwen3-0.6B --gpus 1 --memory 79.15GiB --start-length 131072 --resolution 8192 {_LONG}",
+        "long-8b-2-offload": f"Qwen3-8B --gpus 2 --ulysses 2 --offload {_GRID} {_CHUNKED} "
+        f"--timeout 10m",
+        "long-0.6b-79gib": f"Qwen3-0.6B --gpus 1 --memory 79.15GiB --start-length 131072 "
+        f"--resolution 8192 {_LONG}",
         "long-0.6b-1": f"Qwen3-0.6B --gpus 1 {_GRID} {_FURTHER}",
         "long-1.7b-1": f"Qwen3-1.7B --gpus 1 {_GRID} {_LONG}",
         "long-4b-1": f"Qwen3-4B --gpus 1 {_GRID} {_LONG}",
@@ -117,16 +153,35 @@ PAGES: dict[str, dict[str, str]] = {
 
 def main() -> None:
     """Search on every GPU until all is answered or time is up, then print what is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", nargs="+", choices=list(PAGES), default=list(PAGES), help="pages to measure or print")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use at once; what needs more is left out")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; finished trials are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--page",
+        nargs="+",
+        choices=list(PAGES),
+        default=list(PAGES),
+        help="pages to measure or print",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs to use at once; what needs more is left out"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="stop after this long; finished trials are kept"
+    )
     parser.add_argument("--only", nargs="+", help="names of searches to run")
     parser.add_argument("--table", action="store_true", help="print the tables, measure nothing")
-    parser.add_argument("--predict", action="store_true", help="write NAME.prediction.json where there is none, measure nothing")
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="write NAME.prediction.json where there is none, measure nothing",
+    )
     arguments = parser.parse_args()
     searches = {
-        name: flags for page in arguments.page for name, flags in PAGES[page].items() if name in (arguments.only or PAGES[page])
+        name: flags
+        for page in arguments.page
+        for name, flags in PAGES[page].items()
+        if name in (arguments.only or PAGES[page])
     }
     if arguments.predict:
         for name, flags in searches.items():
@@ -206,7 +261,9 @@ def _search(name: str, flags: str, own: list[int], cards: _Cards, deadline: floa
 
 
 def predict(name: str, flags: str) -> None:
-    """What traces say of a search on the cards of this page, beside its study; kept if it is there."""
+    """What traces say of a search on the cards of this page, beside its study; kept if it is
+    there.
+    """
     path = HERE / f"{name}.prediction.json"
     if path.is_file():
         return
@@ -217,9 +274,13 @@ def predict(name: str, flags: str) -> None:
         for at, end in zip(starts, [*starts[1:], len(words)], strict=True)
     }
     gpus, memory = asked.pop("gpus"), asked.pop("memory", None)
-    settings = {"offload": False} | {key: value for key, value in asked.items() if key not in ("proof", "timeout")}
+    settings = {"offload": False} | {
+        key: value for key, value in asked.items() if key not in ("proof", "timeout")
+    }
     started = time.monotonic()
-    prediction = highwater.predict(model, gpus=f"{gpus}xH200-141GB", gpu_memory=memory, exact=True, **settings)
+    prediction = highwater.predict(
+        model, gpus=f"{gpus}xH200-141GB", gpu_memory=memory, exact=True, **settings
+    )
     path.write_bytes(msgspec.json.format(msgspec.json.encode(prediction)) + b"\n")
     cells = ", ".join(f"{cell.cell.label} {cell.capacity_tokens:,}" for cell in prediction.cells)
     print(f"{name}: {cells} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -233,7 +294,9 @@ def _value(words: list[str]) -> str | int | bool:
 
 
 def table(page: str) -> str:
-    """One row per search and cell: what trained in full and what by memory alone, what ended it, the peak, tokens/s."""
+    """One row per search and cell: what trained in full and what by memory alone, what ended it,
+    the peak, tokens/s.
+    """
     published = _published() if page == "published" else None
     head = [
         "search",
@@ -256,7 +319,13 @@ def table(page: str) -> str:
             continue
         study = highwater.open_study(path)
         for cell in study.question.cells:
-            row = [name, str(cell.layout.gpus), str(cell.layout.ulysses_degree), cell.settings.label, *_figures(study, cell)]
+            row = [
+                name,
+                str(cell.layout.gpus),
+                str(cell.layout.ulysses_degree),
+                cell.settings.label,
+                *_figures(study, cell),
+            ]
             if published is not None:
                 key = (
                     PUBLISHED_SETTINGS[cell.settings.label],
@@ -276,15 +345,25 @@ def _row(fields: list[str]) -> str:
 def _published() -> dict[tuple[str, int, int, str], int]:
     with PUBLISHED.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["max_model_len"]]
-    return {(r["settings"], int(r["gpus"]), int(r["sp"]), r["model"]): int(r["max_model_len"]) for r in rows}
+    return {
+        (r["settings"], int(r["gpus"]), int(r["sp"]), r["model"]): int(r["max_model_len"])
+        for r in rows
+    }
 
 
 def _figures(study: Study, cell: Cell) -> list[str]:
     """What the trials of one cell tell, also before its edge is known."""
     full, memory_only = (_results(study, cell, memory_only=kind) for kind in (False, True))
     trained = max((n for n, r in full.items() if r.outcome is Outcome.FIT), default=0)
-    proven = max((n for n, r in memory_only.items() if r.outcome is Outcome.MEMORY_ONLY_FIT), default=0)
-    ran_out = [n for results in (full, memory_only) for n, r in results.items() if r.outcome.is_memory and n > max(trained, proven)]
+    proven = max(
+        (n for n, r in memory_only.items() if r.outcome is Outcome.MEMORY_ONLY_FIT), default=0
+    )
+    ran_out = [
+        n
+        for results in (full, memory_only)
+        for n, r in results.items()
+        if r.outcome.is_memory and n > max(trained, proven)
+    ]
     best = full[trained] if trained > proven else memory_only.get(proven)
     over = " (over its budget)" if best is not None and (best.headroom_bytes or 0) < 0 else ""
     return [
@@ -302,7 +381,9 @@ def _results(study: Study, cell: Cell, *, memory_only: bool) -> dict[int, TrialR
     return {
         trial.spec.length_tokens: trial.result
         for trial in study.trials
-        if trial.result and trial.spec == study.question.trial(cell, trial.spec.length_tokens, memory_only=memory_only)
+        if trial.result
+        and trial.spec
+        == study.question.trial(cell, trial.spec.length_tokens, memory_only=memory_only)
     }
 
 

@@ -1,8 +1,10 @@
-"""Intervals beside the trials that are held out: how many lie within, and how many of those that were said to fit did.
+"""Intervals beside the trials that are held out: how many lie within, and how many of those that
+were said to fit did.
 
-``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the trials that ``traced.json`` calls so; what comes
-with the package was not learned from them. By formula, by formula with each search judged by an interval that learned from the
-other held-out ones too, as ``--calibrate`` does, and by the traces as ``traced.json`` first had them.
+``python docs/results/predict/intervals.py`` (no GPU, no trace). Held out are the trials that
+``traced.json`` calls so; what comes with the package was not learned from them. By formula, by
+formula with each search judged by an interval that learned from the other held-out ones too, as
+``--calibrate`` does, and by the traces as ``traced.json`` first had them.
 """
 
 import json
@@ -11,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.prediction.calibration import Factors, factors_of, interval
-from highwater.prediction.formula import likely_footprint
-from highwater.prediction.residuals import Method, Residual, residual, shipped_residuals, study_residuals
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.interval.calibration import Factors, factors_of, interval
+from highwater.memory.interval.residuals import (
+    Method,
+    Residual,
+    bundled_residuals,
+    residual,
+    study_residuals,
+)
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
@@ -46,7 +54,14 @@ class Tally:
     """Of those that were said to fit."""
 
     def add(
-        self, spec: TrialSpec, result: TrialResult, method: Method, needed_bytes: int, factors: Factors, *, cached_bytes: int = 0
+        self,
+        spec: TrialSpec,
+        result: TrialResult,
+        method: Method,
+        needed_bytes: int,
+        factors: Factors,
+        *,
+        cached_bytes: int = 0,
     ) -> None:
         """One trial that tells."""
         found = residual(spec, result, method, needed_bytes, cached_bytes=cached_bytes)
@@ -54,7 +69,10 @@ class Tally:
             self.shares.append(found.factor)
             self.not_above += found.factor <= factors.upper
             self.not_below += found.factor >= factors.lower
-        given = max((rank.budget.budget_bytes for rank in result.ranks if rank.budget is not None), default=0)
+        given = max(
+            (rank.budget.budget_bytes for rank in result.ranks if rank.budget is not None),
+            default=0,
+        )
         if interval(needed_bytes, factors).high_bytes <= given:
             self.said_to_fit += 1
             self.ran_out += result.outcome is Outcome.OUT_OF_MEMORY
@@ -64,7 +82,11 @@ def main() -> None:
     """A row for each way to predict, and each allocator."""
     rows: dict[str, dict[str, Any]] = json.loads(ROWS.read_text())
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
-    ways: tuple[tuple[Method, bool], ...] = (("formula", False), ("formula", True), ("trace", False))
+    ways: tuple[tuple[Method, bool], ...] = (
+        ("formula", False),
+        ("formula", True),
+        ("trace", False),
+    )
     for method, from_others in ways:
         for allocator in ALLOCATORS:
             tally = judged(method, allocator, from_others, rows)
@@ -76,17 +98,31 @@ def main() -> None:
                 print(f"| {' | '.join((method, learned, allocator, *counts, shares, *fits))} |")
 
 
-def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[str, dict[str, Any]]) -> Tally:
+def judged(
+    method: Method, allocator: Allocator, from_others: bool, rows: dict[str, dict[str, Any]]
+) -> Tally:
     """Every held-out trial that tells."""
     tally = Tally()
     studies = held_out()
-    shipped = shipped_residuals()
+    shipped = bundled_residuals()
     for name, study in studies.items():
         others = (
-            [each for other in studies.values() if other is not study for each in study_residuals(other)] if from_others else []
+            [
+                each
+                for other in studies.values()
+                if other is not study
+                for each in study_residuals(other)
+            ]
+            if from_others
+            else []
         )
         factors = factors_of(
-            [each.factor for each in dict.fromkeys((*shipped, *others)) if is_of(each, method, allocator)], allocator
+            [
+                each.factor
+                for each in dict.fromkeys((*shipped, *others))
+                if is_of(each, method, allocator)
+            ],
+            allocator,
         )
         for trial in study.trials:
             spec, result, row = trial.spec, trial.result, rows.get(f"{name}/{trial.spec.key}")
@@ -100,9 +136,21 @@ def judged(method: Method, allocator: Allocator, from_others: bool, rows: dict[s
                 or spec.settings.allocator != allocator
             ):
                 continue
-            formula = likely_footprint(study.question.model.shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+            formula = likely_footprint(
+                study.question.model.shape,
+                spec.settings,
+                spec.layout,
+                length_tokens=spec.length_tokens,
+            )
             if method == "formula":
-                tally.add(spec, result, method, formula.needed_bytes, factors, cached_bytes=formula.cached_bytes)
+                tally.add(
+                    spec,
+                    result,
+                    method,
+                    formula.needed_bytes,
+                    factors,
+                    cached_bytes=formula.cached_bytes,
+                )
             elif row["judged"]["fits"]:
                 predicted = row["judged"]["peak_reserved_bytes"] + formula.outside_bytes
                 tally.add(spec, result, method, predicted, factors)
@@ -116,7 +164,11 @@ def is_of(each: Residual, method: Method, allocator: Allocator) -> bool:
 
 def held_out() -> dict[str, Study]:
     """Searches that were predicted before they were measured, by name."""
-    paths = [path for path in sorted(STUDIES.glob("*.jsonl")) if path.with_suffix(".prediction.json").is_file()]
+    paths = [
+        path
+        for path in sorted(STUDIES.glob("*.jsonl"))
+        if path.with_suffix(".prediction.json").is_file()
+    ]
     return {path.stem: highwater.open_study(path) for path in paths}
 
 

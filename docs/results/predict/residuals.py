@@ -1,7 +1,9 @@
-"""Residuals that come with the package, from the development trials of ``traced.json``; never from one that is held out.
+"""Residuals that come with the package, from the development trials of ``traced.json``; never from
+one that is held out.
 
-``python docs/results/predict/residuals.py`` (no GPU, no trace) writes ``src/highwater/prediction/residuals.json``: traced and by
-formula, of every trial of an H200 that was there while tracer and formula were being made.
+``python docs/results/predict/residuals.py`` (no GPU, no trace) writes
+``src/highwater/memory/interval/residuals.json``: traced and by formula, of every trial of an H200
+that was there while tracer and formula were being made.
 """
 
 import json
@@ -10,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.prediction.formula import likely_footprint
-from highwater.prediction.residuals import Residual, residual
-from highwater.prediction.terms import Footprint
+from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.interval.residuals import Residual, residual
 from highwater.spec.codec import to_json
 from highwater.spec.trial import TrialResult, TrialSpec
 
 ROWS = Path(__file__).with_name("traced.json")
 STUDIES = Path(__file__).parents[1] / "find"
-TARGET = Path(__file__).parents[3] / "src" / "highwater" / "prediction" / "residuals.json"
+TARGET = Path(__file__).parents[3] / "src" / "highwater" / "memory" / "interval" / "residuals.json"
 
 
 def main() -> None:
@@ -35,7 +37,9 @@ def residuals() -> list[Residual]:
     """Traced ones first."""
     development = list(told())
     traced = [
-        residual(spec, result, "trace", row["traced"]["peak_reserved_bytes"] + formula.outside_bytes)
+        residual(
+            spec, result, "trace", row["traced"]["peak_reserved_bytes"] + formula.outside_bytes
+        )
         for row, spec, result, formula in development
         if row["traced"]["fits"]
     ]
@@ -54,8 +58,20 @@ def told() -> Iterator[tuple[dict[str, Any], TrialSpec, TrialResult, Footprint]]
         shape = study.question.model.shape
         for trial in study.trials:
             row, spec = rows.get(f"{name}/{trial.spec.key}"), trial.spec
-            if row is not None and not row["held_out"] and trial.result is not None and not trial.repeat:
-                yield row, spec, trial.result, likely_footprint(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens)
+            if (
+                row is not None
+                and not row["held_out"]
+                and trial.result is not None
+                and not trial.repeat
+            ):
+                yield (
+                    row,
+                    spec,
+                    trial.result,
+                    likely_footprint(
+                        shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
+                    ),
+                )
 
 
 if __name__ == "__main__":

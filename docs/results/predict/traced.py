@@ -1,10 +1,13 @@
-"""Traced and replayed peaks beside those of every trial in docs/results/find; writes JSON, prints the tables.
+"""Traced and replayed peaks beside those of every trial in docs/results/find; writes JSON, prints
+the tables.
 
-``python docs/results/predict/traced.py`` (no GPU, half a minute a trace) goes on with ``traced.json`` beside it; ``--table`` only
-prints. Held out are the searches that were predicted before they were measured (``NAME.prediction.json``), but for FSDP1's, from
-which the tracer has learned since. What a trace and the formula said of a held-out trial when it was first compared stays as
-``judged`` and ``formula_judged``; ``traced`` and ``formula`` are of what those rows have mended. The others are of an engine
-before (commit 4793eda): their traces stay as they are.
+``python docs/results/predict/traced.py`` (no GPU, half a minute a trace) goes on with
+``traced.json`` beside it; ``--table`` only prints, ``--summary`` a row for each way to predict.
+Held out are the searches that were predicted before they were measured
+(``NAME.prediction.json``), but for FSDP1's, from which the tracer has learned since. What a trace
+and the formula said of a held-out trial when it was first compared stays as ``judged`` and
+``formula_judged``; ``traced`` and ``formula`` are of what those rows have mended. The others are of
+an engine before (commit 4793eda): their traces stay as they are.
 """
 
 import argparse
@@ -18,10 +21,10 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.launch.tracing import CachedTracer, fullest_rank, trace_directory
-from highwater.prediction.capacity import Prediction, predict_cell
-from highwater.prediction.formula import likely_footprint
-from highwater.prediction.replay import replay
+from highwater.memory.capacity import Prediction, predict_cell
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.trace.replay import replay
+from highwater.run.tracing import CachedTracer, fullest_rank, trace_directory
 from highwater.spec.codec import from_json
 from highwater.spec.events import EventLog
 from highwater.spec.model import load_model
@@ -37,6 +40,12 @@ NAMES = {
     "traced": "traced",
     "formula_judged": "formula as it was first",
     "formula": "formula",
+}
+WAYS = {
+    "judged": "trace, as first compared",
+    "traced": "trace, since mended by what they showed",
+    "formula_judged": "formula, as first compared",
+    "formula": "formula, since mended",
 }
 HEADINGS = (
     "model",
@@ -55,18 +64,32 @@ HEADINGS = (
 
 def main() -> None:
     """Trace what is not in the file yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="print the tables, trace nothing")
+    parser.add_argument("--summary", action="store_true", help="print a few rows, trace nothing")
+    arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    if not parser.parse_args().table:
+    if arguments.summary:
+        print(summary(rows))
+        return
+    if not arguments.table:
         with CachedTracer(trace_directory(os.environ), kernel="cudnn") as tracer:
             for study_name, spec, result in told():
-                name = f"{study_name}/{spec.key}"  # one trial may stand in two studies, of two engines
+                name = (
+                    f"{study_name}/{spec.key}"  # one trial may stand in two studies, of two engines
+                )
                 if name not in rows:
-                    here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
+                    here = msgspec.structs.replace(
+                        spec, model_directory=load_model(spec.model_name).directory
+                    )
                     rows[name] = row = beside(study_name, spec, result, tracer(here))
                     if row["held_out"]:
-                        row |= {"judged": {key: row["traced"][key] for key in ("fits", *PEAKS)}, "formula_judged": row["formula"]}
+                        row |= {
+                            "judged": {key: row["traced"][key] for key in ("fits", *PEAKS)},
+                            "formula_judged": row["formula"],
+                        }
                     FILE.write_text(json.dumps(rows, indent=1) + "\n")
         for path, study in studies():
             for trial in study.trials:
@@ -74,13 +97,16 @@ def main() -> None:
                     known["formula"] = by_formula(trial.spec, known["capacity_bytes"])
         FILE.write_text(json.dumps(rows, indent=1) + "\n")
     for title, is_held_out in (("Held out", True), ("Development", False)):
-        print(f"{title}\n\n{table([row for row in rows.values() if row['held_out'] is is_held_out])}\n")
+        shown = [row for row in rows.values() if row["held_out"] is is_held_out]
+        print(f"{title}\n\n{table(shown)}\n")
     print(f"{beside_the_fullest_rank(rows)}\n")
     print(capacities())
 
 
 def told() -> Iterator[tuple[str, TrialSpec, TrialResult]]:
-    """Trials of held-out studies that say whether their length fits; those of one length together."""
+    """Trials of held-out studies that say whether their length fits; those of one length
+    together.
+    """
     for path, study in studies():
         if not prediction_of(path).is_file():
             continue
@@ -101,15 +127,20 @@ def prediction_of(path: Path) -> Path:
 
 
 def beside(study_name: str, spec: TrialSpec, result: TrialResult, log: EventLog) -> dict[str, Any]:
-    """The replay with the trial's own capacity, the formula, and what was measured on the rank that is traced."""
+    """The replay with the trial's own capacity, the formula, and what was measured on the rank that
+    is traced.
+    """
     fullest = fullest_rank(spec)  # which may have written nothing, where another ran out before
     rank = min(result.ranks, key=lambda report: abs(report.rank - fullest))
     capacity = rank.budget.allocator_cap_bytes if rank.budget is not None else None
     is_share = spec.memory_budget_bytes is not None
-    ours = replay(log, allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=is_share)
+    ours = replay(
+        log, allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=is_share
+    )
     return {
         "study": study_name,
-        # FSDP1's trials showed that it gives back what another stream still uses: their rows are traced since, and seen.
+        # FSDP1's trials showed that it gives back what another stream still uses: their rows are
+        # traced since, and seen.
         "held_out": spec.settings.strategy != "fsdp",
         "model": spec.model_name,
         "rung": spec.settings.label,
@@ -147,25 +178,71 @@ def by_formula(spec: TrialSpec, capacity_bytes: int | None) -> dict[str, int]:
     return dict(zip(PEAKS, (found.allocated_bytes, found.reserved_bytes), strict=True))
 
 
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    """A row for each way to predict: of the held-out peaks how far off, of the capacities how many
+    it has.
+    """
+    found = list(capacity_rows())
+    steps_off = {"judged": 5, "formula": 7}  # of these columns of a capacity
+    headings = ("by", "trials", "off by: half of them", "95 %", "most", "capacities exact")
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    held_out = [
+        row
+        for row in rows.values()
+        if row["held_out"] and row["measured"]["fits"] and row["traced"]["fits"]
+    ]
+    for name, words in WAYS.items():
+        shares = (f"{share:.3%}" for share in spread([error(row, name) for row in held_out]))
+        hits = sum(row[steps_off[name]] == "+0" for row in found) if name in steps_off else None
+        capacities = "" if hits is None else f"{hits} of {len(found)}"
+        lines.append(f"| {words} | {len(held_out)} | {' | '.join(shares)} | {capacities} |")
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row per trial; those that ran out say where. Then the errors of the reserved peak, traced and by formula."""
+    """A row per trial; those that ran out say where. Then the errors of the reserved peak, traced
+    and by formula.
+    """
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    for row in sorted(rows, key=lambda row: (row["gpus"], row["model"], row["study"], row["length_tokens"], row["rung"])):
+    for row in sorted(
+        rows,
+        key=lambda row: (
+            row["gpus"],
+            row["model"],
+            row["study"],
+            row["length_tokens"],
+            row["rung"],
+        ),
+    ):
         ours, known = row["traced"], row["measured"]
-        length = f"{format_tokens(row['length_tokens'])}{' (memory-only)' if row['memory_only'] else ''}"
+        length = (
+            f"{format_tokens(row['length_tokens'])}{' (memory-only)' if row['memory_only'] else ''}"
+        )
         names = [row["model"], row["rung"], str(row["gpus"]), str(row["ulysses_degree"]), length]
         if ours["fits"] and known["fits"]:
             pairs = [(ours[name], known[name]) for name in PEAKS]
-            figures = [text for a, b in pairs for text in (f"{a / GIB:.2f}", f"{b / GIB:.2f}", f"{a / b - 1:+.3%}")]
+            figures = [
+                text
+                for a, b in pairs
+                for text in (f"{a / GIB:.2f}", f"{b / GIB:.2f}", f"{a / b - 1:+.3%}")
+            ]
         else:
-            ends = ["fits" if side["fits"] else f"runs out in {side['phase']}" for side in (ours, known)]
+            ends = [
+                "fits" if side["fits"] else f"runs out in {side['phase']}" for side in (ours, known)
+            ]
             figures = [*ends, "", "", "", ""]
         lines.append(f"| {' | '.join((*names, *figures))} |")
     right = sum(row["traced"]["fits"] == row["measured"]["fits"] for row in rows)
     lines += ["", f"{right} of {len(rows)} trials are told right: whether they fit"]
     for name, words in NAMES.items():
-        known = [row for row in rows if name in row and row["measured"]["fits"] and row["traced"]["fits"]]
-        lines += [f"peak reserved, {words}: {off_by([error(row, name) for row in known])}"] if known else []
+        known = [
+            row for row in rows if name in row and row["measured"]["fits"] and row["traced"]["fits"]
+        ]
+        lines += (
+            [f"peak reserved, {words}: {off_by([error(row, name) for row in known])}"]
+            if known
+            else []
+        )
     known = [row for row in rows if row["measured"]["fits"]]
     for name in ("formula_judged", "formula"):
         off = [error(row, name, "peak_allocated_bytes") for row in known if name in row]
@@ -175,13 +252,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def filled(rows: list[dict[str, Any]], allocator: str) -> str:
-    """How much of the allocator's memory the formula's tensors fill: the fullest trial that fit, and the emptiest that did not."""
+    """How much of the allocator's memory the formula's tensors fill: the fullest trial that fit,
+    and the emptiest that did not.
+    """
     shares: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
         if row["capacity_bytes"] and (("Env" in row["rung"]) == (allocator == "expandable")):
-            shares[row["measured"]["fits"]].append(row["formula"]["peak_allocated_bytes"] / row["capacity_bytes"])
+            shares[row["measured"]["fits"]].append(
+                row["formula"]["peak_allocated_bytes"] / row["capacity_bytes"]
+            )
     return (
-        f"filled, {allocator}: {max(shares[True]):.4f} where it fit, at most; {min(shares[False]):.4f} where it ran out, at least"
+        f"filled, {allocator}: {max(shares[True]):.4f} where it fit, at most; "
+        f"{min(shares[False]):.4f} where it ran out, at least"
     )
 
 
@@ -191,14 +273,21 @@ def error(row: dict[str, Any], by: str, peak: str = "peak_reserved_bytes") -> fl
 
 
 def off_by(errors: list[float]) -> str:
+    """The same in words."""
+    median, most, largest = spread(errors)
+    return f"off by {median:.3%} (median), {most:.3%} (95th percentile), {largest:.3%} (most)"
+
+
+def spread(errors: list[float]) -> tuple[float, float, float]:
     """The middle one, the 95th percentile, the largest."""
     off = sorted(errors)
-    most = off[min(len(off) - 1, int(0.95 * len(off)))]
-    return f"off by {statistics.median(off):.3%} (median), {most:.3%} (95th percentile), {off[-1]:.3%} (most)"
+    return statistics.median(off), off[min(len(off) - 1, int(0.95 * len(off)))], off[-1]
 
 
 def beside_the_fullest_rank(rows: dict[str, dict[str, Any]]) -> str:
-    """The held-out peaks, traced, beside the most that any rank reserved: of several, the traced one is not always that rank."""
+    """The held-out peaks, traced, beside the most that any rank reserved: of several, the traced
+    one is not always that rank.
+    """
     off: list[float] = []
     for name, spec, result in told():
         row = rows[f"{name}/{spec.key}"]
@@ -209,29 +298,54 @@ def beside_the_fullest_rank(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def capacities() -> str:
-    """What was predicted of each cell before, beside the edge that its trials have; and what the formula of today says of it."""
-    headings = ("search", "cell", "predicted", "fit", "ran out", "steps off", "trials up to the edge", "formula: steps off")
+    """What was predicted of each cell before, beside the edge that its trials have; and what the
+    formula of today says of it.
+    """
+    headings = (
+        "search",
+        "cell",
+        "predicted",
+        "fit",
+        "ran out",
+        "steps off",
+        "trials up to the edge",
+        "formula: steps off",
+    )
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in capacity_rows())])
+
+
+def capacity_rows() -> Iterator[tuple[str, ...]]:
+    """A row for each cell that was predicted and whose edge is known."""
     for path, study in studies():
-        if prediction_of(path).is_file():
-            prediction = from_json(prediction_of(path).read_bytes(), Prediction)
-            for predicted in prediction.cells:
-                told = edge(study, predicted.cell)
-                if told is not None:
-                    fit, ran_out, trials = told
-                    by_trace = predicted.likely_edge_tokens
-                    formula = predict_cell(study.question, predicted.cell, prediction.room, likely_footprint).capacity_tokens
-                    off, formula_off = (f"{(length - fit) / (ran_out - fit):+.0f}" for length in (by_trace, formula))
-                    figures = (*map(format_tokens, (by_trace, fit, ran_out)), off, str(trials), formula_off)
-                    lines.append(f"| {path.stem} | {predicted.cell.label} | {' | '.join(figures)} |")
-    return "\n".join(lines)
+        if not prediction_of(path).is_file():
+            continue
+        prediction = from_json(prediction_of(path).read_bytes(), Prediction)
+        for predicted in prediction.cells:
+            told = edge(study, predicted.cell)
+            if told is None:
+                continue
+            fit, ran_out, trials = told
+            by_trace = predicted.likely_edge_tokens
+            formula = predict_cell(
+                study.question, predicted.cell, prediction.memory_limit, likely_footprint
+            ).capacity_tokens
+            off, formula_off = (
+                f"{(length - fit) / (ran_out - fit):+.0f}" for length in (by_trace, formula)
+            )
+            lengths = map(format_tokens, (by_trace, fit, ran_out))
+            yield (path.stem, predicted.cell.label, *lengths, off, str(trials), formula_off)
 
 
 def edge(study: Study, cell: Cell) -> tuple[int, int, int] | None:
-    """The longest length that fit, the next, which did not, and how many trials it took to know both; None: not known yet."""
+    """The longest length that fit, the next, which did not, and how many trials it took to know
+    both; None: not known yet.
+    """
     fit: set[int] = set()
     ran_out: set[int] = set()
-    for number, trial in enumerate((t for t in study.trials if Cell(layout=t.spec.layout, settings=t.spec.settings) == cell), 1):
+    for number, trial in enumerate(
+        (t for t in study.trials if Cell(layout=t.spec.layout, settings=t.spec.settings) == cell), 1
+    ):
         if trial.result is not None and trial.result.outcome.tells:
             (fit if trial.result.outcome.is_fit else ran_out).add(trial.spec.length_tokens)
         longest, grid = max(fit, default=0), study.question.grid

@@ -1,1 +1,1 @@
-"""Data plane: exact attention, reference and fast."""
+"""Data plane: exact attention, fast and as the reference that the fast ones must equal."""

@@ -1,9 +1,11 @@
 """Exact causal attention over packed documents, by the fastest fused kernel of the hardware.
 
-Documents are known by their lengths on the host: runs of equal lengths become one batched kernel call, so that packed
-sequences never see each other, no mask is ever built, and nothing quadratic is ever stored.
+Documents are known by their lengths on the host, and a run of equal lengths becomes one batched
+kernel call. Packed documents therefore never see each other, no mask is ever built, and nothing
+quadratic is ever stored.
 
-In a memory-only trial all layers but the last ones attend within short pieces: the same kernel, the same buffers, linear time.
+In a memory-only trial all layers but the last ones attend within short pieces: the same kernel, the
+same buffers, linear time (docs/decisions/006).
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size
 """
@@ -27,8 +29,11 @@ from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.pieces import pieces
 
 _numbers = count(1)
-"""Each registration has a name of its own: two models in one process do not take each other's calls."""
-_BACKENDS: dict[Kernel, SDPBackend] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+"""Numbers for the names of registrations: two models in one process keep their calls apart."""
+_BACKENDS: dict[Kernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
 
 
 def attend(
@@ -43,13 +48,15 @@ def attend(
 ) -> Tensor:
     """Causal attention of each document over itself, shape BSHD.
 
-    Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the quadratic path.
-    (cuDNN refuses a single key: documents of one token go through flash.)
-    ``in_pieces`` is for memory alone: the kernel runs on the same tokens as a batch of short pieces. It allocates what it would
-    for the whole documents, and its output means nothing. Documents that cannot be cut stay whole.
+    Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the
+    quadratic path. ``in_pieces`` is for memory alone: the kernel runs on the same tokens as a batch
+    of short pieces. It allocates what it would for the whole documents, and its output means
+    nothing. Documents that cannot be cut stay whole.
     """
     assert query_BHSD.shape[0] == 1, "documents are packed into one row"
-    assert sum(document_lengths) == query_BHSD.shape[2], "the documents' lengths add up to the packed tokens"
+    assert sum(document_lengths) == query_BHSD.shape[2], (
+        "the documents' lengths add up to the packed tokens"
+    )
     outputs: list[Tensor] = []
     start = 0
     for length, run in groupby(document_lengths):
@@ -57,20 +64,29 @@ def attend(
         stop = start + documents * length
         parts = _cut(stop - start, documents, query_BHSD.device) if in_pieces else documents
         q, k, v = (_as_batch(t, start, stop, parts) for t in (query_BHSD, key_BKSD, value_BKSD))
+        # cuDNN refuses a single key: documents of one token go through flash.
         with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
         outputs.append(out.transpose(1, 2).reshape(1, stop - start, *out.shape[1::2]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int) -> Kernel:
-    """The kernel for this hardware, proven by a small forward and backward pass: cuDNN from Hopper on, else flash.
+def select_kernel(
+    device: torch.device, dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int
+) -> Kernel:
+    """Choose the kernel that a small forward and backward pass shows to run: cuDNN or flash.
+
+    From Hopper on cuDNN is tried first.
 
     Raises MachineError where neither runs: the quadratic kernel is never an answer.
     """
     reasons: list[str] = []
-    for kernel in kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ("flash",):
+    for kernel in (
+        kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ("flash",)
+    ):
         try:
             prove(kernel, device, dtype, query_heads, kv_heads, head_dim)
         except RuntimeError as error:
@@ -78,35 +94,51 @@ def select_kernel(device: torch.device, dtype: torch.dtype, *, query_heads: int,
         else:
             return kernel
     raise MachineError(
-        f"no fused attention kernel runs here for {query_heads} heads of size {head_dim} in {dtype} ({'; '.join(reasons)})",
+        f"no fused attention kernel runs here for {query_heads} heads of size {head_dim} in "
+        f"{dtype} ({'; '.join(reasons)})",
         hint="use a GPU of compute capability 8.0 or newer; `highwater doctor` lists what is here",
     )
 
 
-def prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, head_dim: int) -> None:
-    """A small forward and backward pass; RuntimeError where the kernel does not run."""
+def prove(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Run a small forward and backward pass; RuntimeError where the kernel does not run."""
     shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
-    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    q, k, v = (
+        torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
+    )
     attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Our attention as transformers knows it, and who has called it."""
+    """Our attention as transformers knows it, with the modules that have called it."""
 
     name: str
-    """What to build the model with, as ``attn_implementation``."""
+    """The value of ``attn_implementation`` to build the model with."""
     callers: set[nn.Module]
-    """The attention modules that came through here: one per layer, or the model mixes tokens in some other way too."""
+    """The attention modules that came through here: one for each layer.
+
+    With fewer, the model mixes tokens in some other way too.
+    """
     group: dist.ProcessGroup | None = None
-    """The ranks that share each sequence; None where a rank has its own."""
+    """The ranks that share each sequence; None where every rank has sequences of its own."""
 
 
-def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: int | None = None) -> Attention:
+def register(
+    kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: int | None = None
+) -> Attention:
     """Register ``attend`` with transformers for this process.
 
-    With a ``group`` the ranks of it share each sequence, by Ulysses; ``document_lengths`` stay those of the whole.
-    With a ``depth`` only that many layers, the last ones, attend over whole documents, the others in pieces.
+    With a ``group`` its ranks share each sequence by Ulysses; ``document_lengths`` stay those of
+    the whole sequence. With a ``depth`` only the last ``depth`` layers attend over whole documents,
+    the others in pieces.
     """
     callers: set[nn.Module] = set()
 
@@ -129,7 +161,13 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: i
         _refuse_features(module, features, longest=max(document_lengths))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         in_pieces = depth is not None and _layers_from_the_end(module) > depth
-        ours = partial(attend, document_lengths=document_lengths, scaling=scale, kernel=kernel, in_pieces=in_pieces)
+        ours = partial(
+            attend,
+            document_lengths=document_lengths,
+            scaling=scale,
+            kernel=kernel,
+            in_pieces=in_pieces,
+        )
         if group is None:
             return ours(query_BHSD, key_BKSD, value_BKSD), None
         return attend_sharded(query_BHSD, key_BKSD, value_BKSD, group=group, attend=ours), None
@@ -140,16 +178,17 @@ def register(kernel: Kernel, *, group: dist.ProcessGroup | None = None, depth: i
 
 
 def _cut(tokens: int, documents: int, device: torch.device) -> int:
-    """Pieces that stand for a run of documents; the documents themselves where these are short, or cannot be cut."""
+    """Pieces that stand for a run of documents; ``documents`` itself where these cannot be cut.
+
+    A run that is short already stays as it is too.
+    """
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
 
 
 def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Tensor:
-    """A run of equal documents as a batch: a view, no copy, of shape (documents, heads, length, head size).
-
-    Nor does the gradient take a copy where the run is all there is: indexing would make it fill a tensor of zeros.
-    """
+    """View a run of equal documents as a batch of shape (documents, heads, length, head size)."""
+    # A slice of everything would be indexing still, whose gradient fills a tensor of zeros.
     row_HSD = tensor_BHSD.squeeze(0)
     if stop - start < tensor_BHSD.shape[2]:
         row_HSD = row_HSD[:, start:stop]
@@ -157,23 +196,30 @@ def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Ten
 
 
 def _layers_from_the_end(module: nn.Module) -> int:
-    """1 for the attention of the last layer; ModelError for a module that does not know where it is."""
+    """Position of the module's layer counted from the last one, which is 1.
+
+    Raises ModelError for a module that does not know its layer.
+    """
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
     if not isinstance(index, int) or config is None:
         raise ModelError(
-            f"{type(module).__name__} does not know its layer, so that none can be the one with the whole attention",
+            f"{type(module).__name__} does not know its layer, so that none can be the one with "
+            f"the whole attention",
             hint="leave `--attention-depth` and `--proof` out",
         )
     return config.num_hidden_layers - index
 
 
 def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
-    """Raise ModelError for what this attention does not compute, rather than compute something else."""
-    # A family that does not hand its window on has put it into the mask that it was not asked for; 0 is none there.
+    """Raise ModelError for a feature that this attention does not compute."""
+    # A family that does not hand its window on has put it into the mask, which it was not asked
+    # for. There 0 means no window.
     own = getattr(getattr(module, "config", None), "sliding_window", None) or None
     window = features.get("sliding_window", own)
     if window is not None and window < longest:
-        raise _unsupported(module, f"a sliding window of {window} tokens, too few for documents of {longest}")
+        raise _unsupported(
+            module, f"a sliding window of {window} tokens, too few for documents of {longest}"
+        )
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if features.get(name) is not None:
             raise _unsupported(module, name)

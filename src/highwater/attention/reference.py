@@ -1,7 +1,8 @@
-"""Reference attention: the textbook formula in float64, document by document. What every other attention must equal.
+"""Reference attention: the textbook formula in float64, document by document.
 
-Shapes:  S packed tokens  H query heads  K key/value heads  D head size
-Quadratic in memory on purpose: it is for tests, and for nothing else.
+Every other attention has to equal it. Quadratic in memory on purpose: it is for tests alone.
+
+Shapes:  S packed tokens  H query heads  K key/value heads  D head size  Q queries of a document
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,12 @@ from torch import Tensor
 
 
 def reference_attention(
-    query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, *, document_lengths: Sequence[int], scaling: float
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
 ) -> Tensor:
     """Causal softmax attention of each document over itself, shape SHD, in float64.
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: part of every JSON document that a benchmark writes."""
+"""The command, versions and GPU that every JSON document of a benchmark begins with."""
 
 import platform
 import sys
@@ -10,8 +10,9 @@ import torch
 
 def environment() -> dict[str, object]:
     """Command, versions and GPU of this process."""
+    is_file = sys.argv[0].endswith(".py")
     found: dict[str, object] = {
-        "command": ["python", "-m", *sys.argv] if not sys.argv[0].endswith(".py") else ["python", *_module(sys.argv)],
+        "command": ["python", *(_module(sys.argv) if is_file else ("-m", *sys.argv))],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -32,6 +33,6 @@ def environment() -> dict[str, object]:
 
 
 def _module(argv: list[str]) -> list[str]:
-    """The arguments with the file of a module as ``-m`` names it: no path of this machine leaves it."""
+    """The arguments with a module's file as ``-m`` names it: no path of this machine is told."""
     name = argv[0].rpartition("/highwater/")[2].removesuffix(".py").replace("/", ".")
     return ["-m", f"highwater.{name}", *argv[1:]]

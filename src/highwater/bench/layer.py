@@ -1,12 +1,14 @@
-"""Bytes per token alive at the peak of one decoder layer's recomputation and backward pass, and whose they are.
+"""Bytes per token alive at the peak of one decoder layer's recomputation and backward pass.
 
-``python -m highwater.bench.layer Qwen3-0.6B`` (the CPU, a minute; ``--device cuda``: the allocator's own peak). The engine's own
-model, its real widths, two layers and a small vocabulary, in bfloat16: one micro-batch forward and backward. The peak over the
+``python -m highwater.bench.layer Qwen3-0.6B`` (the CPU, a minute; ``--device cuda``: the
+allocator's own peak) also says whose bytes they are. The engine's own model, its real widths, two
+layers and a small vocabulary, in bfloat16: one micro-batch forward and backward. The peak over the
 tokens, less the inputs of all layers, is what one layer's backward pass costs.
 
-On the CPU every storage that an operator returns is followed from birth to death; those count whose size is a multiple of the
-tokens, a prime number, which leaves out weights, their gradients and tiles of a fixed size. What a kernel allocates for itself and
-gives back is not seen there. On a GPU it is the slope of the allocator's peak between two lengths, kernels included.
+On the CPU every storage that an operator returns is followed from birth to death. Storages count
+whose size is a multiple of the tokens, a prime number, which leaves out weights, their gradients
+and tiles of a fixed size. What a kernel allocates for itself and gives back is not seen there. On a
+GPU it is the slope of the allocator's peak between two lengths, kernels included.
 """
 
 import argparse
@@ -28,19 +30,20 @@ from torch.utils._pytree import tree_leaves
 
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
-from highwater.engine.data import Batch, Document, pack
-from highwater.engine.model import Decoder, build, read_config
-from highwater.engine.step import Trainer, backward_of
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
+from highwater.train.data import Batch, Document, pack
+from highwater.train.step import Training, backward_of
 
 LAYERS = 2
 VOCABULARY = 1024
 CPU_TOKENS = 1021
 """A prime, which is a factor of no weight's size."""
 GPU_TOKENS = (32_768, 65_536)
-"""Enough that tokens outweigh weights and their gradients at the peak."""
+"""Two lengths at which tokens outweigh weights and their gradients at the peak."""
 
 
 class Item(NamedTuple):
@@ -48,7 +51,7 @@ class Item(NamedTuple):
 
     made_by: str
     shape: str
-    """With T for the tokens."""
+    """Dtype and sizes, with T for the tokens."""
 
 
 class Peak(NamedTuple):
@@ -59,11 +62,14 @@ class Peak(NamedTuple):
     during: str = ""
     """The operator that reached it."""
     alive: Mapping[Item, float] = MappingProxyType({})
-    """Bytes per token by kind."""
+    """Bytes per token by kind of storage."""
 
 
-class Ledger(TorchDispatchMode):
-    """Follows every storage that an operator returns; ``peak`` is the moment at which most bytes were alive."""
+class StorageRecorder(TorchDispatchMode):
+    """Follows every storage that an operator returns.
+
+    ``peak`` is the moment at which most bytes were alive.
+    """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -74,7 +80,7 @@ class Ledger(TorchDispatchMode):
         self._total = 0
 
     def enter(self, phase: str) -> None:
-        """Told by the step which phase begins."""
+        """Note the phase that the step begins."""
         self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,8 +89,10 @@ class Ledger(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 self._see(tensor, str(func).removesuffix(".default"))
-        if self._total / self.tokens > self.peak.bytes_per_token:
-            self.peak = Peak(self._total / self.tokens, self.phase, str(func).removesuffix(".default"), self._by_kind())
+        per_token = self._total / self.tokens
+        if per_token > self.peak.bytes_per_token:
+            during = str(func).removesuffix(".default")
+            self.peak = Peak(per_token, self.phase, during, self._by_kind())
         return result
 
     def _see(self, tensor: Tensor, made_by: str) -> None:
@@ -96,12 +104,17 @@ class Ledger(TorchDispatchMode):
         if key in self._alive or not self._per_token(storage.nbytes(), tensor.shape):
             return
         shape = ", ".join(_in_tokens(size, self.tokens) for size in tensor.shape)
-        self._alive[key] = Item(made_by, f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]"), storage.nbytes()
+        item = Item(made_by, f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]")
+        self._alive[key] = item, storage.nbytes()
         self._total += storage.nbytes()
         weakref.finalize(storage, self._forget, key)
 
     def _per_token(self, size: int, shape: torch.Size) -> bool:
-        """By its size, or because it has a row for every token that is trained on: all but the first."""
+        """Whether a storage grows with the tokens.
+
+        Its size is a multiple of them, or it has a row for every token that is trained on: all but
+        the first.
+        """
         return size > 0 and (size % self.tokens == 0 or self.tokens - 1 in shape)
 
     def _by_kind(self) -> dict[Item, float]:
@@ -117,7 +130,9 @@ class Ledger(TorchDispatchMode):
 
 def main() -> None:
     """Print a table to stderr and the JSON document to stdout or ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="directory or catalog name")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure")
     parser.add_argument("--out", type=Path, help="write the JSON here")
@@ -132,7 +147,7 @@ def main() -> None:
 
 
 def measure(name: str, *, device: str, mlp_tiles: int | None = None) -> dict[str, Any]:
-    """What a token costs at the peak; ``layer_bytes_per_token`` of it is one layer's recomputation and backward pass."""
+    """Measure the bytes of a token at the peak; ``layer_bytes_per_token`` are one layer's."""
     with process_mesh.alone(torch.device(device, 0)):
         model, mesh = _model(name, torch.device(device, 0), mlp_tiles)
         peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
@@ -154,14 +169,19 @@ def measure(name: str, *, device: str, mlp_tiles: int | None = None) -> dict[str
 
 def table(row: dict[str, Any]) -> str:
     """The measurement, its items largest first, in thousands of bytes a token."""
+    names = ("bytes_per_token", "layer_input_bytes_per_token", "layer_bytes_per_token")
+    peak, inputs, layer = (f"{row[name] / 1000:.2f}" for name in names)
     lines = [
-        f"{row['model']} on {row['device']}: {row['bytes_per_token'] / 1000:.2f} KB/token at the peak, of which "
-        f"{row['layer_input_bytes_per_token'] / 1000:.2f} are the inputs of {LAYERS} layers",
-        f"one layer's recomputation and backward pass: {row['layer_bytes_per_token'] / 1000:.2f} KB/token",
+        f"{row['model']} on {row['device']}: {peak} KB/token at the peak, of which {inputs} are "
+        f"the inputs of {LAYERS} layers",
+        f"one layer's recomputation and backward pass: {layer} KB/token",
     ]
     if row["during"]:
         lines.append(f"the peak is in {row['phase']}, at {row['during']}")
-    items = [f"{item['bytes_per_token'] / 1000:7.2f}  {item['shape']:<32}  {item['made_by']}" for item in row["alive"]]
+    items = [
+        f"{item['bytes_per_token'] / 1000:7.2f}  {item['shape']:<32}  {item['made_by']}"
+        for item in row["alive"]
+    ]
     return "\n".join(lines + items)
 
 
@@ -171,7 +191,13 @@ def _model(name: str, device: torch.device, mlp_tiles: int | None) -> tuple[Deco
     shape = model.shape
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kernel = select_kernel(device, torch.bfloat16, query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    kernel = select_kernel(
+        device,
+        torch.bfloat16,
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
     mesh = process_mesh.shard_mesh(Layout(), device)
     config = read_config(model.directory, length_tokens=shape.native_length_tokens, rope="auto")
     config.num_hidden_layers, config.vocab_size = LAYERS, VOCABULARY
@@ -192,28 +218,28 @@ def _model(name: str, device: torch.device, mlp_tiles: int | None) -> tuple[Deco
 
 def _peak_of_tokens(model: Decoder, mesh: DeviceMesh) -> Peak:
     batch = _batch(CPU_TOKENS)
-    trainer = _trainer(model, mesh)
-    with Ledger(CPU_TOKENS) as ledger:
-        backward_of(trainer, [batch], enter=ledger.enter)
-    return ledger.peak
+    training = _training(model, mesh)
+    with StorageRecorder(CPU_TOKENS) as recorder:
+        backward_of(training, [batch], enter=recorder.enter)
+    return recorder.peak
 
 
 def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
     peaks: list[int] = []
-    trainer = _trainer(model, mesh)
+    training = _training(model, mesh)
     for tokens in GPU_TOKENS:
         batch = _batch(tokens)
-        backward_of(trainer, [batch])  # compiles kernels, and allocates the gradients
+        backward_of(training, [batch])  # compiles kernels, and allocates the gradients
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        backward_of(trainer, [batch])
+        backward_of(training, [batch])
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     return Peak((peaks[1] - peaks[0]) / (GPU_TOKENS[1] - GPU_TOKENS[0]))
 
 
-def _trainer(model: Decoder, mesh: DeviceMesh) -> Trainer:
-    return Trainer(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
+def _training(model: Decoder, mesh: DeviceMesh) -> Training:
+    return Training(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
 
 
 def _batch(tokens: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Peers: how others train the same model, set up as their users do, for benchmarks that print ratios."""
+"""Peers: how others train the same model, set up as their users do."""
 
 import importlib
 from collections.abc import Generator
@@ -15,21 +15,29 @@ from highwater.spec.hyperparameters import Hyperparameters
 
 
 class HuggingFacePeer:
-    """Plain Hugging Face: bfloat16 parameters, SDPA, per-layer recompute, full logits; float32 master weights and moments."""
+    """Plain Hugging Face: bfloat16 parameters, SDPA, per-layer recompute, full logits.
+
+    Master weights and moments are float32.
+    """
 
     def __init__(self, directory: str) -> None:
         self.model: Any = _load(directory).train()
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=Hyperparameters().learning_rate, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=Hyperparameters().learning_rate, fused=True
+        )
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
-        """One optimizer step over (token ids, labels) of one sequence each; the mean loss."""
+        """Train one step over (token ids, labels) of one sequence each; returns the mean loss."""
         total = torch.zeros((), device="cuda")
         for ids_T, labels_T in micro_batches:
             ids, labels = ids_T[None].cuda(), labels_T[None].cuda()
-            loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss / len(micro_batches)
+            of_one = self.model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss = of_one / len(micro_batches)
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.parameters, Hyperparameters().max_grad_norm)
@@ -45,10 +53,11 @@ class HuggingFacePeer:
 
 
 class LigerPeer(HuggingFacePeer):
-    """The same with all of Liger's kernels for the family: rotary embedding, RMS norm, SwiGLU, and a loss without logits.
+    """Hugging Face with all of Liger's kernels for the family.
 
-    Liger puts some of its kernels into the family's module, where every model of the process finds them. Here they are there
-    during this peer's own work alone, so that nobody else is timed with them.
+    They are rotary embedding, RMS norm, SwiGLU, and a loss without logits. Liger puts some of its
+    kernels into the family's module, where every model of the process finds them. Here they are
+    there during this peer's own work alone, so that nobody else is timed with them.
     """
 
     def __init__(self, directory: str) -> None:
@@ -61,7 +70,7 @@ class LigerPeer(HuggingFacePeer):
             self._patched = dict(vars(self._module))
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
-        """One optimizer step, Liger's kernels in the family's module."""
+        """Train one optimizer step with Liger's kernels in the family's module."""
         with _attributes_restored(self._module):
             vars(self._module).update(self._patched)
             return super().step(micro_batches)
@@ -69,7 +78,7 @@ class LigerPeer(HuggingFacePeer):
 
 @contextmanager
 def _attributes_restored(module: ModuleType) -> Generator[None]:
-    """Put everything back into the module that was there."""
+    """Put everything that was in the module back after the block."""
     before = dict(vars(module))
     try:
         yield
@@ -78,10 +87,12 @@ def _attributes_restored(module: ModuleType) -> Generator[None]:
 
 
 def _load(directory: str) -> Any:
-    """The model on the GPU in bfloat16: with the directory's weights, or random ones where it has none."""
+    """The model on the GPU in bfloat16, with the directory's weights if it has any, else random."""
     kind = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     if any(Path(directory).glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, device_map="cuda", **kind)
+        return AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, device_map="cuda", **kind
+        )
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, **kind)

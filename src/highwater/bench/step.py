@@ -1,9 +1,11 @@
-"""A training step of ours against Hugging Face's, plain or with Liger's kernels: time interleaved in one process, memory apart.
+"""A training step of ours against Hugging Face's, plain or with Liger's kernels.
 
-``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Both train on the same synthetic sequences,
-one sequence per micro-batch, ``--micro-batches`` of them per step. The losses of both are printed side by side: they start from
-the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at which the contenders do not fit on
-the card together: there each is timed in the process that measures its memory, and the row says so.
+``python -m highwater.bench.step Qwen3-0.6B --lengths 8192 32768 36864`` (one GPU). Time is measured
+interleaved in one process, memory apart. All train on the same synthetic sequences, one sequence
+per micro-batch, ``--micro-batches`` of them per step. Losses are printed side by side: they start
+from the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at
+which the contenders do not fit on the card together: there each is timed in the process that
+measures its memory, and the row says so.
 """
 
 import argparse
@@ -24,9 +26,7 @@ from torch import Tensor
 from highwater.attention.dense import register, select_kernel
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer, LigerPeer
-from highwater.engine.data import UNTRAINED, Document, pack
-from highwater.engine.model import build, read_config
-from highwater.engine.step import Trainer, make_optimizer, train_step
+from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.allocator import allocator_environment
 from highwater.spec.hyperparameters import Hyperparameters
@@ -34,9 +34,15 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
+from highwater.train.data import UNTRAINED, Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
 
 LOSS_TOLERANCE = 5e-4
-"""Relative: two bfloat16 paths from the same weights, a few steps of bfloat16 rounding apart."""
+"""Relative tolerance of losses.
+
+Two bfloat16 paths from the same weights are a few steps of bfloat16 rounding apart.
+"""
 
 STEPS_ALONE = 2
 """Timed steps in a process of its own, after one that warms up."""
@@ -45,7 +51,7 @@ Step = Callable[[list[tuple[Tensor, Tensor]]], float]
 
 
 class Alone(NamedTuple):
-    """One length of one contender that had the card to itself."""
+    """Peak reserved bytes and step times of one contender that had the card to itself."""
 
     reserved: int
     times: list[float]
@@ -57,16 +63,24 @@ def main() -> None:
     if arguments.memory_of:
         measure_alone(arguments.memory_of, arguments)
         return
-    # Memory first: once this process has timed a step, the card is no longer empty for anybody else.
+    # Memory first: once this process has timed a step, the card is no longer empty for anybody.
     alone = {name: _in_own_process(name, arguments) for name in arguments.contenders}
-    rows = {length: _row_alone(length, alone, arguments.micro_batches) for length in arguments.alone}
+    micro_batches = arguments.micro_batches
+    rows = {length: _row_alone(length, alone, micro_batches) for length in arguments.alone}
     if arguments.lengths:
         rows |= time_side_by_side(arguments)
     rows = dict(sorted(rows.items()))
     for length, row in rows.items():
-        row["peak_reserved_bytes"] = {name: found[length].reserved if length in found else None for name, found in alone.items()}
-        print(json.dumps({key: value for key, value in row.items() if key != "step_times_s"}), file=sys.stderr)
-    text = json.dumps({"environment": environment(), "model": arguments.model, "rows": list(rows.values())}, indent=1)
+        row["peak_reserved_bytes"] = {
+            name: found[length].reserved if length in found else None
+            for name, found in alone.items()
+        }
+        told = {key: value for key, value in row.items() if key != "step_times_s"}
+        print(json.dumps(told), file=sys.stderr)
+    text = json.dumps(
+        {"environment": environment(), "model": arguments.model, "rows": list(rows.values())},
+        indent=1,
+    )
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     else:
@@ -77,7 +91,10 @@ def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, obje
     """Median step time of every contender at every length, the contenders taking turns."""
     with tempfile.TemporaryDirectory() as folder:
         directory = same_weights(arguments.model, Path(folder))
-        steps = {name: CONTENDERS[name](directory, max(arguments.lengths)) for name in arguments.contenders}
+        steps = {
+            name: CONTENDERS[name](directory, max(arguments.lengths))
+            for name in arguments.contenders
+        }
         rows: dict[int, dict[str, object]] = {}
         for length in arguments.lengths:
             sequences = sequences_of(arguments.model, length, arguments.micro_batches)
@@ -91,7 +108,10 @@ def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, obje
 
 
 def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
-    """Print a line per length: peak reserved bytes of one contender alone on the card, and the times of its later steps."""
+    """Print a line per length: peak reserved bytes and step times of one contender alone.
+
+    It has the card to itself.
+    """
     lengths = sorted({*arguments.lengths, *arguments.alone})
     step = CONTENDERS[contender](load_model(arguments.model).directory, max(lengths))
     for length in lengths:
@@ -99,21 +119,27 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
         sequences = sequences_of(arguments.model, length, arguments.micro_batches)
         step(sequences)
-        # The second step is the first one with all optimizer states; its time counts where it is one of several.
-        times = [_timed(step, sequences) for _ in range(STEPS_ALONE if length in arguments.alone else 1)]
-        print(json.dumps({"length": length, "reserved": torch.cuda.max_memory_reserved(), "times": times}), flush=True)
+        # The second step is the first one with all optimizer states; its time counts where it
+        # is one of several.
+        steps = STEPS_ALONE if length in arguments.alone else 1
+        times = [_timed(step, sequences) for _ in range(steps)]
+        reserved = torch.cuda.max_memory_reserved()
+        print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
 
 
 def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "layer") -> Step:
-    """Our engine on one GPU."""
+    """A step of our engine on one GPU."""
     device = torch.device("cuda", 0)
     shape = load_model(directory).shape
-    kernel = select_kernel(device, torch.bfloat16, query_heads=shape.query_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    heads = {"query_heads": shape.query_heads, "kv_heads": shape.kv_heads}
+    kernel = select_kernel(device, torch.bfloat16, **heads, head_dim=shape.head_dim)
     if not torch.distributed.is_initialized():
         process_mesh.join_alone(device)
     mesh = process_mesh.shard_mesh(Layout(), device)
-    # The native RoPE at every length, as Hugging Face has it here: YaRN changes values, not time or memory.
-    config = read_config(directory, length_tokens=min(longest, shape.native_length_tokens), rope="auto")
+    # The native RoPE at every length, as Hugging Face has it here: YaRN changes values, not time
+    # or memory.
+    native = min(longest, shape.native_length_tokens)
+    config = read_config(directory, length_tokens=native, rope="auto")
     model = build(
         config,
         directory=directory,
@@ -123,21 +149,22 @@ def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "la
         recompute=recompute,
         compute_dtype=torch.bfloat16,
     )
-    trainer = Trainer(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
+    training = Training(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
     def step(sequences: list[tuple[Tensor, Tensor]]) -> float:
-        return float(train_step(trainer, [pack([Document(ids, labels)]) for ids, labels in sequences])[0])
+        batches = [pack([Document(ids, labels)]) for ids, labels in sequences]
+        return float(train_step(training, batches)[0])
 
     return step
 
 
 def hugging_face(directory: str, _longest: int) -> Step:
-    """Plain Hugging Face."""
+    """A step of plain Hugging Face."""
     return HuggingFacePeer(directory).step
 
 
 def liger(directory: str, _longest: int) -> Step:
-    """Hugging Face with Liger's kernels."""
+    """A step of Hugging Face with Liger's kernels."""
     return LigerPeer(directory).step
 
 
@@ -146,19 +173,30 @@ CONTENDERS: dict[str, Callable[[str, int], Step]] = {
     "liger": liger,
     "full": lambda directory, longest: ours(directory, longest, loss="full"),
     "chunked": lambda directory, longest: ours(directory, longest, loss="chunked"),
-    "attention-kept": lambda directory, longest: ours(directory, longest, loss="chunked", recompute="all-but-attention"),
+    "attention-kept": lambda directory, longest: ours(
+        directory, longest, loss="chunked", recompute="all-but-attention"
+    ),
 }
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory or catalog name")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens of one sequence, the contenders taking turns")
-    parser.add_argument(
-        "--alone", type=int, nargs="+", default=[], help="tokens of one sequence, each contender in its own process"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--micro-batches", type=int, default=2, help="sequences of a step, one after the other")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each contender, taking turns")
+    parser.add_argument("model", help="directory or catalog name")
+    for flag, how in (
+        ("--lengths", "the contenders taking turns"),
+        ("--alone", "each contender in its own process"),
+    ):
+        parser.add_argument(
+            flag, type=int, nargs="+", default=[], help=f"tokens of one sequence, {how}"
+        )
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, help="sequences of a step, one after the other"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed steps of each contender, taking turns"
+    )
     parser.add_argument(
         "--contenders",
         nargs="+",
@@ -172,7 +210,7 @@ def _parse() -> argparse.Namespace:
 
 
 def same_weights(model: str, folder: Path) -> str:
-    """A directory with the model's config and random weights that every contender loads."""
+    """Write a directory with the model's config and random weights, which every contender loads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(load_model(model).directory, local_files_only=True)
@@ -184,7 +222,10 @@ def same_weights(model: str, folder: Path) -> str:
 
 
 def sequences_of(model: str, length: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
-    """The same micro-batches for every contender: random tokens, the first 2,048 (or half) not trained on."""
+    """The same micro-batches for every contender, of random tokens.
+
+    The first 2,048 tokens, or half of them if they are fewer, are not trained on.
+    """
     vocabulary = load_model(model).shape.vocab_size
     generator = torch.Generator().manual_seed(length)
     sequences: list[tuple[Tensor, Tensor]] = []
@@ -204,15 +245,20 @@ def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
     return time.perf_counter() - began
 
 
-def _row(length: int, losses: dict[str, float], times: dict[str, list[float]], micro_batches: int) -> dict[str, object]:
+def _row(
+    length: int, losses: dict[str, float], times: dict[str, list[float]], micro_batches: int
+) -> dict[str, object]:
     base = next(iter(losses.values()))
     same_work = all(abs(loss - base) <= LOSS_TOLERANCE * abs(base) for loss in losses.values())
     proof: dict[str, object] = {"loss": losses, "same_work": same_work}
     tokens = micro_batches * length
-    return {"length_tokens": length, "step_tokens": tokens, "timed": "taking turns"} | proof | _speeds(tokens, times, same_work)
+    what = {"length_tokens": length, "step_tokens": tokens, "timed": "taking turns"}
+    return what | proof | _speeds(tokens, times, same_work)
 
 
-def _row_alone(length: int, alone: dict[str, dict[int, Alone]], micro_batches: int) -> dict[str, object]:
+def _row_alone(
+    length: int, alone: dict[str, dict[int, Alone]], micro_batches: int
+) -> dict[str, object]:
     times = {name: found[length].times for name, found in alone.items() if length in found}
     tokens = micro_batches * length
     speeds = _speeds(tokens, times, next(iter(alone)) in times)
@@ -222,21 +268,29 @@ def _row_alone(length: int, alone: dict[str, dict[int, Alone]], micro_batches: i
 def _speeds(step_tokens: int, times: dict[str, list[float]], comparable: bool) -> dict[str, object]:
     median = {name: statistics.median(values) for name, values in times.items()}
     first = next(iter(median), None)
+    ratios = None
+    if first and comparable:
+        ratios = {name: median[first] / value for name, value in median.items()}
     return {
         "step_times_s": times,
         "tokens_per_s": {name: step_tokens / value for name, value in median.items()},
         "speed_over": first,
-        "speed_ratio": {name: median[first] / value for name, value in median.items()} if first and comparable else None,
+        "speed_ratio": ratios,
     }
 
 
 def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, Alone]:
-    """What a contender managed alone, with expandable segments, up to the first length that it ran out of memory at."""
-    words = [arguments.model, "--memory-of", contender, "--micro-batches", str(arguments.micro_batches)]
+    """Run a contender alone, with expandable segments, and return what it measured by length.
+
+    Lengths end before the first at which it ran out of memory.
+    """
+    words = [arguments.model, "--memory-of", contender]
+    words += ["--micro-batches", str(arguments.micro_batches)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=os.environ | allocator_environment("expandable"))
+    variables = os.environ | allocator_environment("expandable")
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=variables)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"length"')]
     return {line["length"]: Alone(line["reserved"], line["times"]) for line in lines}
 

@@ -1,4 +1,6 @@
-"""The ``highwater`` command: parse, dispatch, and turn every error into its message and exit code."""
+"""The ``highwater`` command: parse, dispatch, and turn every error into its message and exit
+code.
+"""
 
 import errno
 import shlex
@@ -6,12 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from highwater.cli import console
+from highwater.cli.grammar import parse, usage
 from highwater.cli.interruption import exit_code_of, heeding_sigterm
-from highwater.cli.parser import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""What a system answers to a program that is wrong. All else that it refuses is the machine's: rights, room, names, limits."""
+"""What a system answers to a program that is wrong. All else that it refuses is the machine's:
+rights, room, names, limits."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -20,7 +23,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """The exit code of a command; an error of the user, of the machine or of ours is printed, and each has its code."""
+    """The exit code of a command; an error of the user, of the machine or of ours is printed, and
+    each has its code.
+    """
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)
@@ -49,25 +54,35 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
 def _refused_by_the_machine(error: Exception) -> MachineError | None:
     """A file, a disk or a limit that no part of the program has put into words; None for a bug."""
     if isinstance(error, MemoryError):
-        return MachineError("this machine has no memory left", hint="end what else runs here: `ps aux --sort=-rss | head` lists it")
+        return MachineError(
+            "this machine has no memory left",
+            hint="end what else runs here: `ps aux --sort=-rss | head` lists it",
+        )
     if not isinstance(error, OSError) or error.errno is None or error.errno in _OURS:
         return None
     if error.filename is None:
-        return MachineError(f"this machine refused: {error.strerror}", hint="`df -h` shows what is full, `ulimit -a` what ends")
+        return MachineError(
+            f"this machine refused: {error.strerror}",
+            hint="`df -h` shows what is full, `ulimit -a` what ends",
+        )
     path = str(error.filename)
     hint = f"`ls -ld {shlex.quote(path)}` shows whose it is, `df -h` what is full"
     return MachineError(f"{path} cannot be used: {error.strerror}", hint=hint)
 
 
 def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
-    """Raise UsageError for a word that no study could record, or that no system takes for a name."""
+    """Raise UsageError for a word that no study could record, or that no system takes for a
+    name.
+    """
     for word in words:
         if "\0" in word:
             raise UsageError(f"{word} has a zero byte", hint="leave it out: no name has one")
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"{word} is not UTF-8", hint="rename it: a name with a study has to be UTF-8") from error
+            raise UsageError(
+                f"{word} is not UTF-8", hint="rename it: a name with a study has to be UTF-8"
+            ) from error
 
 
 def _run(words: Sequence[str]) -> int:
@@ -76,15 +91,15 @@ def _run(words: Sequence[str]) -> int:
         sys.stderr.write(usage())
         return EXIT_USER
     # here, so that a slip in the grammar is told at once
-    from highwater.cli import commands, doctor, emission, guide, prediction, recommendation, report
+    from highwater.cli import commands, doctor, emit, guide, predict, recommend, report
 
     handlers = {
         "find": commands.find,
         "try": commands.try_,
-        "predict": prediction.predict,
+        "predict": predict.predict,
         "guide": guide.guide,
-        "recommend": recommendation.recommend,
-        "emit": emission.emit,
+        "recommend": recommend.recommend,
+        "emit": emit.emit,
         "show": commands.show,
         "report": report.report,
         "doctor": doctor.doctor,

@@ -1,4 +1,6 @@
-"""The commands: each takes what was typed, prints its answer and the next command to type, and returns the exit code."""
+"""The commands: each takes what was typed, prints its answer and the next command to type, and
+returns the exit code.
+"""
 
 import argparse
 import os
@@ -8,16 +10,30 @@ from contextlib import suppress
 from pathlib import Path
 
 from highwater import api
-from highwater.answered import answered
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE, StudyError, UsageError
-from highwater.report.study_commands import resumed
-from highwater.report.table import TextTable, answer_table, published_lines, published_tables, published_text, trial_table
-from highwater.report.text import plain
+from highwater.errors import (
+    EXIT_ANSWERED,
+    EXIT_ANSWERED_NO,
+    EXIT_INCONCLUSIVE,
+    StudyError,
+    UsageError,
+)
+from highwater.pages.study.study_commands import resumed
+from highwater.pages.study.tables import (
+    TextTable,
+    answer_table,
+    published_lines,
+    published_tables,
+    published_text,
+    trial_table,
+)
+from highwater.pages.text import plain
+from highwater.search.compare import MethodCount
+from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
-from highwater.spec.plan import ON_THE_CPU_NOTE, offload_notes, weights_notes
+from highwater.spec.plan_notes import ON_THE_CPU_NOTE, offload_notes, weights_notes
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
@@ -32,7 +48,7 @@ def find(arguments: argparse.Namespace) -> int:
         load_model(request.model)  # raises for one that is not there: the configuration has to work
         console.answer_exactly(to_yaml(request))
         return EXIT_ANSWERED
-    known = answered(request)
+    known = completed_study(request)
     if known is not None:
         console.notes(known.notes)
         return _say_found(arguments, known)
@@ -62,7 +78,8 @@ def try_(arguments: argparse.Namespace) -> int:
         )
     )
     console.talk(
-        f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, {spec.layout.gpus} x {spec.device}"
+        f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, "
+        f"{spec.layout.gpus} x {spec.device}"
     )
     try:
         result = api.answer_trial(request, spec)
@@ -78,8 +95,12 @@ def try_(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """``highwater show``: a study, or several, as a table, in the published layout, as its final lines, or as JSON."""
-    studies = [api.open_study(name) for name in arguments.studies] or [newest_study(Path(arguments.log_dir))]
+    """``highwater show``: a study, or several, as a table, in the published layout, as its final
+    lines, or as JSON.
+    """
+    studies = [api.open_study(name) for name in arguments.studies] or [
+        newest_study(Path(arguments.log_dir))
+    ]
     for study in studies:
         console.notes(study.notes)
     if arguments.as_ == "json":
@@ -111,14 +132,25 @@ def schema(_: argparse.Namespace) -> int:
 
 
 def compare_search(arguments: argparse.Namespace) -> int:
-    """``highwater compare-search``: the trials that each search method takes on a known table, side by side."""
+    """``highwater compare-search``: the trials that each search method takes on a known table, side
+    by side.
+    """
     counts = api.compare_search(arguments.table)
     if arguments.json:
         console.answer_json({"schema_version": 1, "methods": counts})
         return EXIT_ANSWERED
+    console.answer_table(_count_table(arguments.table, counts))
+    console.next_command(
+        "highwater find Qwen3-0.6B --method bisect --device cuda --memory 80GiB --dry-run"
+    )
+    return EXIT_ANSWERED
+
+
+def _count_table(path: str, counts: Sequence[MethodCount]) -> TextTable:
+    """The trials of each method, a row each."""
     models = list(dict.fromkeys(model for count in counts for model in count.trials_by_model))
-    table = TextTable(
-        title=f"trials to find the capacities of {plain(arguments.table)}: simulated",
+    return TextTable(
+        title=f"trials to find the capacities of {plain(path)}: simulated",
         columns=("method", "trials", *map(plain, models), "cells with another answer"),
         rows=tuple(
             (
@@ -129,18 +161,21 @@ def compare_search(arguments: argparse.Namespace) -> int:
             )
             for count in counts
         ),
-        footnotes=tuple(f"{count.method}: {plain(cell)}" for count in counts for cell in count.differing_cells),
+        footnotes=tuple(
+            f"{count.method}: {plain(cell)}" for count in counts for cell in count.differing_cells
+        ),
         left_columns=1,
     )
-    console.answer_table(table)
-    console.next_command("highwater find Qwen3-0.6B --method bisect --device cuda --memory 80GiB --dry-run")
-    return EXIT_ANSWERED
 
 
 def exit_code(study: Study) -> int:
-    """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no answer."""
+    """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no
+    answer.
+    """
     answers = study.answers
-    if not study.complete or any(answer.reach_tokens is None or answer.is_undecided for answer in answers):
+    if not study.complete or any(
+        answer.reach_tokens is None or answer.is_undecided for answer in answers
+    ):
         return EXIT_INCONCLUSIVE
     return EXIT_ANSWERED if any(answer.reach_tokens for answer in answers) else EXIT_ANSWERED_NO
 
@@ -154,8 +189,12 @@ def say_interrupted(path: Path | None) -> None:
     if study is None or path is None:
         console.talk("interrupted: no trial had finished")
         return
-    console.talk(f"interrupted: the study keeps every finished trial, {study.finished_trials} so far: {path}")
-    console.next_command(f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)")
+    console.talk(
+        f"interrupted: the study keeps every finished trial, {study.finished_trials} so far: {path}"
+    )
+    console.next_command(
+        f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)"
+    )
 
 
 def _say_found(arguments: argparse.Namespace, study: Study) -> int:
@@ -171,14 +210,26 @@ def _say_found(arguments: argparse.Namespace, study: Study) -> int:
 def _note_resumed(request: Request, question: Question) -> None:
     """Say what a study has already; what is wrong with it is told when it is opened for writing."""
     path = api.study_file(request, question)
-    if path is None or not os.path.exists(path):  # noqa: PTH110 -- which knows no name too long, and no folder without rights
+    # which knows no name too long, and no folder without rights
+    if path is None or not os.path.exists(path):  # noqa: PTH110
         return
     with suppress(StudyError):
         study = api.open_study(path)
         if study.question.key == question.key and study.finished_trials:
-            late = sum(trial.ran_out_of_less_than(question.timeout_s or 0.0) for trial in study.trials)
-            again = f"; of these {late} ran out of less time than there is now, and may be" if late else ""
-            console.notes([f"resuming {path}: finished trials are not run again, {study.finished_trials} so far{again}"])
+            late = sum(
+                trial.ran_out_of_less_than(question.timeout_s or 0.0) for trial in study.trials
+            )
+            again = (
+                f"; of these {late} ran out of less time than there is now, and may be"
+                if late
+                else ""
+            )
+            console.notes(
+                [
+                    f"resuming {path}: finished trials are not run again, {study.finished_trials} "
+                    f"so far{again}"
+                ]
+            )
 
 
 def _after_find(study: Study) -> str:
@@ -195,7 +246,9 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the same flags, as they were typed; a memory-only trial's is one with that proof."""
+    """The search with the same flags, as they were typed; a memory-only trial's is one with that
+    proof.
+    """
     words = iter(command)
     kept: list[str] = []
     for word in words:
@@ -218,7 +271,8 @@ def newest_study(log_directory: Path) -> Study:
         except StudyError as error:
             console.notes([f"not shown: {error.problem}"])
     raise StudyError(
-        f"no study under {log_directory} can be read", hint="restore one from a copy; `highwater find Qwen3-0.6B` makes another"
+        f"no study under {log_directory} can be read",
+        hint="restore one from a copy; `highwater find Qwen3-0.6B` makes another",
     )
 
 

@@ -1,4 +1,6 @@
-"""Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are errors."""
+"""Configuration files: every setting of a search as YAML. Flags override the file; unknown keys are
+errors.
+"""
 
 import argparse
 import os
@@ -12,8 +14,9 @@ from yaml.composer import ComposerError
 from highwater.cli.flags import typed_values
 from highwater.errors import UsageError
 from highwater.spec.codec import json_schema, to_builtins
+from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
-from highwater.spec.request import ONE_OR_SEVERAL, PACKINGS, Request, request_from
+from highwater.spec.request import PACKINGS, Request, request_from
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8
@@ -35,34 +38,50 @@ def request_of(arguments: argparse.Namespace) -> Request:
         from_file["model"] = typed["model"]
     read = to_builtins(request_from(from_file, config_file=str(path)))
     overridden = PACKINGS if any(name in typed for name in PACKINGS) else ()
-    return request_from({**{name: read[name] for name in from_file if name not in overridden}, **typed})
+    return request_from(
+        {**{name: read[name] for name in from_file if name not in overridden}, **typed}
+    )
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same as the request, every setting spelled out that has a value in it."""
+    """The configuration that asks the same as the request, every setting spelled out that has a
+    value in it.
+    """
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     if request.token_budget is not None:
         del settings["sequences_per_micro_batch"]
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    settings = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=False).rstrip()
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file. No key is required: the model may be named on the command line."""
+    """JSON Schema of a configuration file. No key is required: the model may be named on the
+    command line.
+    """
     schema = json_schema(Request)
-    schema["$defs"]["Request"].pop("required")
-    settings = schema["$defs"]["Request"]["properties"]
-    for name in ONE_OR_SEVERAL:
-        several = settings[name].pop("anyOf", None) or [{key: settings[name].pop(key) for key in ("type", "items")}]
-        settings[name]["anyOf"] = [{"type": "integer"}, *several]
+    request = schema["$defs"]["Request"]
+    del request["required"]
+    request["description"] = " ".join(request["description"].split())
+    settings = request["properties"]
+    for name, value in settings.items():
+        row = DECLARED[name]
+        if row.is_list:
+            several = value.pop("anyOf", None) or [
+                {key: value.pop(key) for key in ("type", "items")}
+            ]
+            value["anyOf"] = [{"type": "integer"}, *several]
+        settings[name] = {"description": row.help, **value}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **schema}
 
 
 class _Settings(yaml.SafeLoader):
     """YAML as settings need it: names, numbers, texts and lists of them.
 
-    Anchors and aliases make a few lines stand for more than a machine holds, nesting exhausts the stack, a tag asks for a type:
-    no setting needs one of them. A date stays the text that it was written as.
+    Anchors and aliases make a few lines stand for more than a machine holds, nesting exhausts the
+    stack, a tag asks for a type: no setting needs one of them. A date stays the text that it was
+    written as.
     """
 
     yaml_implicit_resolvers: ClassVar = {
@@ -82,7 +101,9 @@ class _Settings(yaml.SafeLoader):
         if getattr(event, "tag", None):
             raise ComposerError(None, None, f"the tag {event.tag} is not read", event.start_mark)
         if self._depth == _DEEPEST:
-            raise ComposerError(None, None, f"lists within lists are read {_DEEPEST} deep", event.start_mark)
+            raise ComposerError(
+                None, None, f"lists within lists are read {_DEEPEST} deep", event.start_mark
+            )
         self._depth += 1
         try:
             return super().compose_node(parent, index)
@@ -91,14 +112,23 @@ class _Settings(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    name = "study.yaml" if os.path.exists(path) and not os.path.isfile(path) else str(path)  # noqa: PTH110, PTH113 -- never raise
-    example = f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
+    # never raise
+    name = "study.yaml" if os.path.exists(path) and not os.path.isfile(path) else str(path)  # noqa: PTH110, PTH113
+    example = (
+        f"`highwater find Qwen3-0.6B --print-config > {shlex.quote(name)}` writes one that works"
+    )
     try:
-        content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506 -- a safe loader
+        # a safe loader
+        content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: what is no UTF-8, and numbers without end
-        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}", hint=example) from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # a ValueError: what is no UTF-8, and numbers without end
+        raise UsageError(
+            f"{path} is not YAML: {' '.join(str(error).split())}", hint=example
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -1,4 +1,6 @@
-"""What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where there is a terminal."""
+"""What the commands print: the answer to stdout, talk to stderr. Colours and live tables only where
+there is a terminal.
+"""
 
 import os
 import sys
@@ -10,10 +12,10 @@ from typing import TextIO
 
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, UsageError
-from highwater.report.table import TextTable, plain_table
-from highwater.report.terminal import folded, terminal_table, terminal_text
-from highwater.report.text import ascii_json, plain, plain_json, plain_lines
-from highwater.search.campaign import Event
+from highwater.pages.study.tables import TextTable, plain_table
+from highwater.pages.terminal import folded, terminal_table, terminal_text
+from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
+from highwater.search.cell_search import Event
 from highwater.spec.codec import to_json
 from highwater.spec.secrets import kept, without_secrets
 from highwater.spec.study import Question
@@ -28,19 +30,23 @@ _DIGITS_OF_A_WIDTH = 6
 def open_streams() -> None:
     """Make stdout and stderr fit for any text; raises UsageError when stdout is closed.
 
-    What is closed is opened to nowhere: else the next file to be opened, a study for one, would be taken for it.
+    What is closed is opened to nowhere: else the next file to be opened, a study for one, would be
+    taken for it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     is_closed = sys.stdout is None
-    sys.stdout = sys.stdout or open(_STDOUT, "w", closefd=False, encoding="utf-8")  # noqa: SIM115 -- open until the end
+    # open until the end
+    sys.stdout = sys.stdout or open(_STDOUT, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(_STDERR, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if is_closed:
-        raise UsageError("stdout is closed: nobody would read the answer", hint="keep it: `> answer.txt`")
+        raise UsageError(
+            "stdout is closed: nobody would read the answer", hint="keep it: `> answer.txt`"
+        )
 
 
 def finish_answer() -> None:
@@ -57,20 +63,26 @@ def write_no_more(stream: TextIO) -> None:
 
 
 def answer(text: str) -> None:
-    """Print text that is the answer, or a part of it; a terminal's lines end between words. Raises what ``answer_exactly`` does."""
+    """Print text that is the answer, or a part of it; a terminal's lines end between words. Raises
+    what ``answer_exactly`` does.
+    """
     text = plain_lines(text)
     answer_exactly(terminal_text(text, width=_width(sys.stdout)) if sys.stdout.isatty() else text)
 
 
 def answer_exactly(text: str) -> None:
-    """Print text that a program is to read, whatever it is shown on. Raises UsageError when it cannot be written."""
+    """Print text that a program is to read, whatever it is shown on. Raises UsageError when it
+    cannot be written.
+    """
     with _answering():
         sys.stdout.write(f"{plain_lines(text)}\n")
         sys.stdout.flush()
 
 
 def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_table) -> None:
-    """Print a table that is the answer: ``drawn`` as long as its lines are, or folded where a terminal is narrower."""
+    """Print a table that is the answer: ``drawn`` as long as its lines are, or folded where a
+    terminal is narrower.
+    """
     text = drawn(table)
     if sys.stdout.isatty():
         width = _width(sys.stdout)
@@ -92,7 +104,9 @@ def answer_json(document: object) -> None:
 
 
 def talk(text: str = "") -> None:
-    """Print to stderr what is not the answer; a terminal's lines end between words, but within no command in backticks."""
+    """Print to stderr what is not the answer; a terminal's lines end between words, but within no
+    command in backticks.
+    """
     text = plain(text)
     _say("\n".join(folded(text, _width(sys.stderr))) if sys.stderr.isatty() else text)
 
@@ -104,7 +118,9 @@ def notes(lines: Sequence[str]) -> None:
 
 
 def next_command(command: str) -> None:
-    """Print the command that one types after this answer, on one line however long: it is pasted."""
+    """Print the command that one types after this answer, on one line however long: it is
+    pasted.
+    """
     _say(f"next: {plain(command)}")
 
 
@@ -116,10 +132,17 @@ def error(problem: HighwaterError) -> None:
 
 
 def bug(problem: Exception) -> None:
-    """Print that the program itself has failed, and where: what one needs to report it, without the secrets that may be in it."""
-    talk(f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: {kept(str(problem))}")
+    """Print that the program itself has failed, and where: what one needs to report it, without the
+    secrets that may be in it.
+    """
+    talk(
+        f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: "
+        f"{kept(str(problem))}"
+    )
     talk()
-    talk("hint: finished trials are kept; report it with what follows and the command that you typed")
+    talk(
+        "hint: finished trials are kept; report it with what follows and the command that you typed"
+    )
     _say(plain_lines(f"\n{without_secrets(''.join(traceback.format_exception(problem)))}".rstrip()))
 
 
@@ -133,7 +156,9 @@ def _say(text: str) -> None:
 
 
 def _width(stream: TextIO) -> int:
-    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first, as everywhere."""
+    """Columns of the terminal that a stream leads to; the user's COLUMNS goes first, as
+    everywhere.
+    """
     named = os.environ.get("COLUMNS", "")
     if named.isdecimal() and len(named) < _DIGITS_OF_A_WIDTH and int(named):
         return int(named)
@@ -153,13 +178,16 @@ def _answering() -> Generator[None]:
         write_no_more(sys.stdout)
         raise UsageError(
             f"the answer cannot be written: {error.strerror}",
-            hint="write it elsewhere; what a search has found is in its study: `highwater show` shows it again",
+            hint="write it elsewhere; what a search has found is in its study: `highwater show` "
+            "shows it again",
         ) from error
 
 
 @contextmanager
 def progress(question: Question) -> Generator[Callable[[Event], None]]:
-    """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields who hears the events."""
+    """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
+    who hears the events.
+    """
     state = Progress(question)
     if not sys.stderr.isatty():
 
@@ -174,7 +202,11 @@ def progress(question: Question) -> Generator[Callable[[Event], None]]:
     from rich.text import Text
 
     def drawn() -> Text:
-        return Text(terminal_table(state.table(), width=_width(sys.stderr)), no_wrap=True, overflow="ignore")
+        return Text(
+            terminal_table(state.table(), width=_width(sys.stderr)), no_wrap=True, overflow="ignore"
+        )
 
-    with Live(console=Console(stderr=True), get_renderable=drawn, refresh_per_second=2, transient=True):
+    with Live(
+        console=Console(stderr=True), get_renderable=drawn, refresh_per_second=2, transient=True
+    ):
         yield state.hear

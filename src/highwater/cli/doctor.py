@@ -1,13 +1,18 @@
-"""``highwater doctor``: what this machine is, whether trials can run on it, and what to do when they cannot."""
+"""``highwater doctor``: what this machine is, whether trials can run on it, and what to do when
+they cannot.
+"""
 
 import argparse
+from collections.abc import Iterator
 
 import msgspec
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
-from highwater.launch.constants import read_constants
-from highwater.launch.probe import (
+from highwater.pages.study.tables import TextTable
+from highwater.pages.text import plain
+from highwater.run.measured_constants import read_constants
+from highwater.run.probe import (
     INSTALL_COMMAND,
     INSTALL_HINT,
     busy_gpus,
@@ -16,11 +21,9 @@ from highwater.launch.probe import (
     probe,
     refuse_torch_without_gpu,
 )
-from highwater.report.table import TextTable
-from highwater.report.text import plain
-from highwater.spec.codec import Noun
-from highwater.spec.constants import Constants, Reading
+from highwater.spec.codec import Record
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
+from highwater.spec.machine_constants import MEASURED_SCHEMA_VERSION, Constants, Reading
 from highwater.spec.study import counted_ranks
 from highwater.units import format_bytes
 
@@ -28,7 +31,7 @@ _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
 """``highwater predict --constants constants.json`` reads them."""
 
 
-class Finding(Noun, frozen=True, kw_only=True):
+class Finding(Record, frozen=True, kw_only=True):
     """Something to know, and what to do about it."""
 
     problem: str
@@ -36,10 +39,10 @@ class Finding(Noun, frozen=True, kw_only=True):
     stops_every_trial: bool
 
 
-class Diagnosis(Noun, frozen=True, kw_only=True):
+class Diagnosis(Record, frozen=True, kw_only=True):
     """The document that ``highwater doctor --json`` prints."""
 
-    schema_version: int = 1
+    schema_version: int = MEASURED_SCHEMA_VERSION
     machine: Machine
     findings: tuple[Finding, ...]
     constants: tuple[Constants, ...] = ()
@@ -80,40 +83,57 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """What stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch cannot use its GPUs."""
-    findings = [Finding(problem=problem, hint=INSTALL_HINT, stops_every_trial=True) for problem in package_obstacles(machine)]
+    """What stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch cannot
+    use its GPUs.
+    """
+    findings = [
+        Finding(problem=problem, hint=INSTALL_HINT, stops_every_trial=True)
+        for problem in package_obstacles(machine)
+    ]
     findings += [
         Finding(
-            problem=f"GPU {gpu.index} cannot be read: {gpu.reason}", hint=leave_out_unreadable(machine), stops_every_trial=False
+            problem=f"GPU {gpu.index} cannot be read: {gpu.reason}",
+            hint=leave_out_unreadable(machine),
+            stops_every_trial=False,
         )
         for gpu in machine.unreadable_gpus
     ]
     if torch_obstacle is not None:
-        findings.append(Finding(problem=torch_obstacle.problem, hint=torch_obstacle.hint, stops_every_trial=False))
+        findings.append(_of_error(torch_obstacle))
     if not machine.gpus and not machine.unreadable_gpus:
         findings.append(
             Finding(
-                problem="no GPU is visible: trials run on the CPU, with small models, under a memory limit",
+                problem="no GPU is visible: trials run on the CPU, with small models, under a "
+                "memory limit",
                 hint="with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
                 stops_every_trial=False,
             )
         )
+    return Diagnosis(machine=machine, findings=(*findings, *_of_gpus(machine)))
+
+
+def _of_gpus(machine: Machine) -> Iterator[Finding]:
+    """Those that trials cannot use, or would share."""
     for gpu in machine.gpus:
         try:
             refuse_unfit_gpu(gpu.name, gpu.compute_capability)
         except HighwaterError as error:
-            findings.append(Finding(problem=error.problem, hint=error.hint, stops_every_trial=False))
+            yield _of_error(error)
     busy = busy_gpus(machine.gpus)
     if busy:
         free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
-        findings.append(
-            Finding(
-                problem=f"GPU {', '.join(str(gpu.index) for gpu in busy)} in use: trials would measure somebody else's memory",
-                hint=f"set CUDA_VISIBLE_DEVICES={free}" if free else "wait until one is free, or add `--allow-busy`",
-                stops_every_trial=False,
-            )
+        yield Finding(
+            problem=f"GPU {', '.join(str(gpu.index) for gpu in busy)} in use: trials would "
+            f"measure somebody else's memory",
+            hint=f"set CUDA_VISIBLE_DEVICES={free}"
+            if free
+            else "wait until one is free, or add `--allow-busy`",
+            stops_every_trial=False,
         )
-    return Diagnosis(machine=machine, findings=tuple(findings))
+
+
+def _of_error(error: HighwaterError) -> Finding:
+    return Finding(problem=error.problem, hint=error.hint, stops_every_trial=False)
 
 
 def _torch_obstacle(machine: Machine) -> HighwaterError | None:
@@ -147,33 +167,52 @@ def _gpu_row(gpu: Gpu, state: str) -> tuple[str, ...]:
 
 
 def _host_table(machine: Machine) -> TextTable:
-    memory = f"{format_bytes(machine.host_memory_available_bytes)} free of {format_bytes(machine.host_memory_total_bytes)}"
-    rows = (("CPU cores", str(machine.cpu_cores)), ("host memory", memory), *sorted(machine.versions.items()))
-    return TextTable(title="machine", columns=(), rows=tuple((name, plain(text)) for name, text in rows), left_columns=2)
+    memory = (
+        f"{format_bytes(machine.host_memory_available_bytes)} free of "
+        f"{format_bytes(machine.host_memory_total_bytes)}"
+    )
+    rows = (
+        ("CPU cores", str(machine.cpu_cores)),
+        ("host memory", memory),
+        *sorted(machine.versions.items()),
+    )
+    return TextTable(
+        title="machine",
+        columns=(),
+        rows=tuple((name, plain(text)) for name, text in rows),
+        left_columns=2,
+    )
 
 
 def _measured(machine: Machine) -> tuple[Constants, ...]:
     """For one GPU, and for each power of two up to all of them."""
     if not machine.gpus:
-        raise MachineError("no GPU is visible: there is nothing to measure", hint="leave `--measure` out")
+        raise MachineError(
+            "no GPU is visible: there is nothing to measure", hint="leave `--measure` out"
+        )
     counts = [1]
     while 2 * counts[-1] <= len(machine.gpus):
         counts.append(2 * counts[-1])
     found: list[Constants] = []
     for count in counts:
-        console.talk(f"reading what libraries take on {counted_ranks(count, 'cuda')}, up to half a minute")
+        console.talk(
+            f"reading what libraries take on {counted_ranks(count, 'cuda')}, up to half a minute"
+        )
         found.append(read_constants(count))
     return tuple(found)
 
 
 def _constants_table(constants: tuple[Constants, ...]) -> TextTable:
-    """A row for each thing, in the order of its first use; what the allocator keeps of it in brackets."""
+    """A row for each thing, in the order of its first use; what the allocator keeps of it in
+    brackets.
+    """
     names = list(dict.fromkeys(reading.name for each in constants for reading in each.readings))
     columns = [{reading.name: reading for reading in each.readings} for each in constants]
     rows = [(plain(name), *(_taken(column.get(name)) for column in columns)) for name in names]
     totals = tuple(format_bytes(each.outside_bytes(*names)) for each in constants)
     return TextTable(
-        title="measured: memory beside tensors at the first use of each, a GPU (in brackets: kept in the allocator)",
+        title="measured: memory beside tensors at the first use of each, a GPU (in brackets: kept "
+        "in the allocator)",
         columns=("", *(counted_ranks(each.gpus, "cuda") for each in constants)),
         rows=(*rows, ("outside the allocator, together", *totals)),
         left_columns=1,

@@ -1,15 +1,18 @@
-"""``highwater guide``: the simplest settings for each length, from studies, tables and predictions."""
+"""``highwater guide``: the simplest settings for each length, from studies, tables and
+predictions.
+"""
 
 import argparse
 import shlex
 from pathlib import Path
 
-from highwater import guiding
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
-from highwater.report.guide import UNKNOWN, Guide, guide_rows
-from highwater.report.guide_markdown import guide_markdown
-from highwater.report.guide_parts import gpus_heading, summary
+from highwater.pages.guide import build as guiding
+from highwater.pages.guide.guide import UNKNOWN, Guide, guide_rows
+from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_parts import gpus_heading, summary
+from highwater.spec.trainer import TRAINERS
 from highwater.store.directory import free_name
 
 _FILES = (".csv", ".jsonl", ".json")
@@ -18,7 +21,8 @@ _FILES = (".csv", ".jsonl", ".json")
 def guide(arguments: argparse.Namespace) -> int:
     """Print the guide, or write it and print how far each model gets."""
     for flag in (arguments.predict, arguments.cluster):
-        arguments.sources += [word for word in flag if word.endswith(_FILES)]  # `--gpus KIND FILE`: argparse gives both to the flag
+        # `--gpus KIND FILE`: argparse gives both to the flag
+        arguments.sources += [word for word in flag if word.endswith(_FILES)]
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
         guiding.check_guide_file(output)
@@ -32,18 +36,28 @@ def guide(arguments: argparse.Namespace) -> int:
     )
     console.notes(made.notes)
     if output is not None:
-        if output.suffix == guiding.PAGE and arguments.predict and arguments.trainer == "trinity":
-            console.talk("the page's chooser: a quarter of a minute for each model and number of GPUs whose traces are replayed")
+        is_replayed = TRAINERS[arguments.trainer].traces == "bundled"
+        if output.suffix == guiding.PAGE and arguments.predict and is_replayed:
+            console.talk(
+                "the page's chooser: a quarter of a minute for each model and number of GPUs "
+                "whose traces are replayed"
+            )
         console.talk(f"the guide: {guiding.write_guide(output, made)}")
     if arguments.json:
         console.answer_json(guide_rows(made))
-    elif output is None:
-        console.answer(guide_markdown(made).rstrip("\n"))
-    else:
-        console.answer("\n".join(f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables))
-    if not arguments.json:
-        console.next_command(_after(arguments))
+        return _exit_code(made)
+    console.answer(_shown(made, is_written=output is not None))
+    console.next_command(_after(arguments))
     return _exit_code(made)
+
+
+def _shown(made: Guide, *, is_written: bool) -> str:
+    """The guide; where it is written into a file, how far each model gets."""
+    if not is_written:
+        return guide_markdown(made).rstrip("\n")
+    return "\n".join(
+        f"{t.device_name}, {gpus_heading(t)}, {t.training}: {summary(t)}" for t in made.tables
+    )
 
 
 def _after(arguments: argparse.Namespace) -> str:
@@ -59,4 +73,8 @@ def _after(arguments: argparse.Namespace) -> str:
 def _exit_code(made: Guide) -> int:
     if any(choice.capacity is not None for choice in made.choices):
         return EXIT_ANSWERED
-    return EXIT_INCONCLUSIVE if any(choice.label == UNKNOWN for choice in made.choices) else EXIT_ANSWERED_NO
+    return (
+        EXIT_INCONCLUSIVE
+        if any(choice.label == UNKNOWN for choice in made.choices)
+        else EXIT_ANSWERED_NO
+    )

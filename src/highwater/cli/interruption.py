@@ -1,4 +1,6 @@
-"""Being told to stop: SIGTERM, from a scheduler or `docker stop`, ends a command in the same order as Ctrl-C does."""
+"""Being told to stop: SIGTERM, from a scheduler or `docker stop`, ends a command in the same order
+as Ctrl-C does.
+"""
 
 import signal
 import threading
@@ -15,7 +17,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def heeding_sigterm() -> Generator[None]:
-    """Raises Terminated in the block when SIGTERM comes, unless whoever started this process decided otherwise."""
+    """Raises Terminated in the block when SIGTERM comes, unless whoever started this process
+    decided otherwise.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,43 +1,12 @@
-"""The grammar of ``highwater``: its commands and their flags. Errors of the grammar are errors like all others."""
+"""Parser: a grammar whose errors are errors like all others."""
 
 import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
-from highwater import __version__
-from highwater.cli.flags import (
-    OBJECTIVE_FLAGS,
-    OPTIMIZER_FLAGS,
-    PREDICT_FLAGS,
-    RECOMMEND_FLAGS,
-    SEARCH_FLAGS,
-    SINGLE_FLAGS,
-    TRIAL_FLAGS,
-    add_flags,
-)
-from highwater.emit.emitted import Target
 from highwater.errors import UsageError
-from highwater.spec.hardware import gpu_catalog
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
-
-_EVERY_DEGREE = {"ulysses": "every degree that divides GPUs and heads"}
-_RECOMMENDED = _EVERY_DEGREE | {"sequences_per_micro_batch": "2"}
-"""By field, defaults that are not those of a search."""
-_COMMANDS = {
-    "find": "the longest context that a model trains with here, by real trials",
-    "try": "one trial of one length",
-    "predict": "the longest context of every rung on GPUs that need not be here, in a second; nothing is run",
-    "guide": "the simplest settings for each length, from studies, known capacities and predictions: a page for the team",
-    "recommend": "the simplest settings that train a length on some GPUs, why simpler ones do not, what the next would buy",
-    "emit": "the recommended settings as the configuration of another trainer",
-    "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
-    "report": "a page about one study: trials, brackets, memory, predictions, failures, commands; as HTML, Markdown, CSV or JSON",
-    "doctor": "GPUs, versions, free memory, and what to do",
-    "schema": "the JSON Schema of --config files",
-    "compare-search": "trials that each search method takes to find the capacities of a known table",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,43 +18,30 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        raise UsageError(message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag")
+        raise UsageError(
+            message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag"
+        )
 
     def flags(self) -> list[str]:
         """Every flag, as its help lists them."""
         return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", self.format_help())))
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What was typed after ``highwater``. Raises UsageError, with the nearest word that works."""
-    parser, commands = _parsers()
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        near = get_close_matches(words[0], commands, n=1, cutoff=0.4)
-        raise UsageError(f"there is no command {words[0]!r}", hint=f"use `{commands[near[0] if near else 'find'].example}`")
-    arguments = parse_strictly(commands[words[0]] if words and words[0] in commands else parser, words, whole=parser)
-    arguments.command_line = ("highwater", *words)
-    return arguments
-
-
-def parse_strictly(parser: Parser, words: Sequence[str], *, whole: Parser | None = None) -> argparse.Namespace:
-    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``) does not know."""
+def parse_strictly(
+    parser: Parser, words: Sequence[str], *, whole: Parser | None = None
+) -> argparse.Namespace:
+    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``)
+    does not know.
+    """
     for word in words:
         if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
-            raise UsageError(f"{word.removesuffix('=--')} has no value", hint=f"for example `{parser.example}`")
+            raise UsageError(
+                f"{word.removesuffix('=--')} has no value", hint=f"for example `{parser.example}`"
+            )
     arguments, unknown = (whole or parser).parse_known_args(words)
     if unknown:
         raise _unknown(unknown[0], parser)
     return arguments
-
-
-def usage() -> str:
-    """The help of ``highwater`` itself."""
-    return _parsers()[0].format_help()
-
-
-def commands() -> dict[str, Parser]:
-    """The grammar of each command, by its name."""
-    return _parsers()[1]
 
 
 def _unknown(word: str, parser: Parser) -> UsageError:
@@ -94,202 +50,3 @@ def _unknown(word: str, parser: Parser) -> UsageError:
     near = get_close_matches(word.partition("=")[0], parser.flags(), n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`?" if near else f"`{parser.prog} --help` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
-
-
-def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(
-        prog="highwater",
-        example="highwater find Qwen3-0.6B",
-        description="The longest context you can train a model with, on these GPUs, and with which settings.",
-    )
-    parser.add_argument("--version", action="version", version=f"highwater {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    examples = {
-        "find": "highwater find Qwen3-0.6B",
-        "try": "highwater try Qwen3-0.6B --length 32k",
-        "predict": "highwater predict Qwen3-8B --gpus 4xA100-80GB",
-        "guide": "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
-        "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
-        "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
-        "compare-search": "highwater compare-search capacities.csv",
-    }
-    commands = {
-        name: subparsers.add_parser(name, help=text, description=f"{name}: {text}", example=examples.get(name, f"highwater {name}"))
-        for name, text in _COMMANDS.items()
-    }
-    _find_flags(commands["find"])
-    _try_flags(commands["try"])
-    _predict_flags(commands["predict"])
-    _guide_flags(commands["guide"])
-    _recommend_flags(commands["recommend"])
-    _emit_flags(commands["emit"])
-    _show_flags(commands["show"])
-    _report_flags(commands["report"])
-    commands["compare-search"].add_argument("table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len")
-    commands["doctor"].add_argument(
-        "--measure", action="store_true", help="read on the GPUs what libraries take of their memory, half a minute each count"
-    )
-    for name in ("doctor", "compare-search"):
-        commands[name].add_argument("--json", action="store_true", help="print one JSON document")
-    return parser, commands
-
-
-def _find_flags(parser: Parser) -> None:
-    _model_and_config(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the configuration that asks the same, and exit")
-    add_flags(parser, TRIAL_FLAGS, group="a trial")
-    add_flags(parser, SEARCH_FLAGS, group="the search")
-    _hyperparameters(parser)
-
-
-def _try_flags(parser: Parser) -> None:
-    _model_and_config(parser)
-    parser.add_argument("--length", metavar="TOKENS", required=True, help="tokens of one sequence, for example 32k")
-    add_flags(parser, (*TRIAL_FLAGS, *SINGLE_FLAGS), group="the trial")
-    _hyperparameters(parser)
-
-
-def _hyperparameters(parser: Parser) -> None:
-    add_flags(parser, OPTIMIZER_FLAGS, group="the optimizer, which changes no memory")
-    add_flags(parser, OBJECTIVE_FLAGS, group="what --objective grpo and ppo weigh and clip, which changes no memory")
-
-
-def _predict_flags(parser: Parser) -> None:
-    _gpus_that_need_not_be_here(parser)
-    _trainer(parser)
-    parser.add_argument("--length", metavar="TOKENS", help="turn it round: which rungs fit this length")
-    parser.add_argument(
-        "--exact", action="store_true", help="trace the engine's own steps on fake tensors, minutes instead of milliseconds"
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: intervals are learned from their trials too",
-    )
-    parser.add_argument(
-        "--constants",
-        metavar="FILE",
-        help="what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and NCCL as read there",
-    )
-    parser.add_argument("--explain", action="store_true", help="bytes by term at the peak; with --exact tensors by operator")
-    parser.add_argument(
-        "--against", metavar="CSV", help="compare with known capacities: gpu, settings, gpus, sp, model, max_model_len"
-    )
-    add_flags(parser, PREDICT_FLAGS, group="settings and lengths", defaults=_EVERY_DEGREE)
-
-
-def _guide_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; 0: nothing fits, empty: "
-        "unknown), or the .json of `highwater predict --json`",
-    )
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--predict", metavar="MODEL", help="models whose capacities are predicted by formula", **several)
-    _kind_of_gpus(parser, "4xA100-80GB 8xH100-80GB", **several)
-    _trainer(parser)
-    parser.add_argument(
-        "--sequences-per-micro-batch",
-        metavar="N",
-        type=int,
-        help="what is predicted is of so many; 2: as `recommend` by default; default: as `predict`",
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write it into a new file: a page (.html), or Markdown (.md); default: print it"
-    )
-    parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
-
-
-def _recommend_flags(parser: Parser) -> None:
-    _gpus_that_need_not_be_here(parser)
-    _trainer(parser)
-    _length_and_rollout(parser)
-    _studies(parser)
-    parser.add_argument("--list", dest="list_", action="store_true", help="every rung that fits, with what each costs")
-    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
-
-
-def _emit_flags(parser: Parser) -> None:
-    parser.add_argument("--for", dest="for_", choices=get_args(Target), required=True, help="whose configuration")
-    _gpus_that_need_not_be_here(parser)
-    _length_and_rollout(parser)
-    _studies(parser)
-    add_flags(parser, RECOMMEND_FLAGS, group="settings", defaults=_RECOMMENDED)
-
-
-def _studies(parser: Parser) -> None:
-    parser.add_argument(
-        "--study",
-        dest="studies",
-        metavar="STUDY",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="studies that `highwater find` wrote: what they measured is taken, the rest predicted",
-    )
-
-
-def _length_and_rollout(parser: Parser) -> None:
-    parser.add_argument("--length", metavar="TOKENS", help="tokens of one sequence, for example 64k")
-    parser.add_argument(
-        "--rollout-gpus", metavar="K", type=int, default=0, help="of the GPUs, those that roll out: the others are the trainer's"
-    )
-
-
-def _trainer(parser: Parser) -> None:
-    parser.add_argument(
-        "--trainer", choices=("highwater", "trinity"), default="highwater", help="whose step is predicted (default: highwater)"
-    )
-
-
-def _gpus_that_need_not_be_here(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    _kind_of_gpus(parser, "4xA100-80GB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit")
-    parser.add_argument("--reserved", metavar="SIZE", default="0", help="what others take of each GPU, for example 20GiB")
-    parser.add_argument(
-        "--state-bytes-per-param",
-        metavar="N",
-        type=int,
-        default=STATE_BYTES_PER_PARAMETER,
-        help="parameters, gradients and optimizer states together (default: 16, float32 with AdamW)",
-    )
-
-
-def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    text = f"for example {example}; default: this machine's. Kinds: {kinds}"
-    parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU as its driver reports it, for a kind of no catalog")
-
-
-def _show_flags(parser: Parser) -> None:
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one")
-    parser.add_argument("--as", dest="as_", choices=("table", "published", "lines", "json"), default="table", help="how to show it")
-    parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
-
-
-def _report_flags(parser: Parser) -> None:
-    parser.add_argument("study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write it into a new file: .html, .md, .csv or .json; default: print Markdown"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--log-dir", metavar="DIR", default="./logs", help="where to look for the newest study (default: ./logs)")
-
-
-def _model_and_config(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory of a Hugging Face model, or a catalog name")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -1,20 +1,24 @@
-"""Progress of a search: what each cell has tried, and how long the rest may take. Data and text; console.py draws it."""
+"""Progress of a search: what each cell has tried, and how long the rest may take. Data and text;
+console.py draws it.
+"""
 
 import time
 from collections.abc import Callable
 from textwrap import shorten
 
-from highwater.report.table import TextTable, capacity_text, memory_only_text, provenance
-from highwater.report.text import plain
-from highwater.search.campaign import CellAnswered, Event, TrialFinished, TrialStarted
+from highwater.pages.study.tables import TextTable, capacity_text, memory_only_text, provenance
+from highwater.pages.text import plain
+from highwater.search.cell_search import CellAnswered, Event, TrialFinished, TrialStarted
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
-from highwater.spec.trial import Outcome
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4
-"""Trials that the estimate of the time left is averaged over: later ones are more like those to come."""
+"""Trials that the estimate of the time left is averaged over: later ones are more like those to
+come."""
 _TOLD_WITHIN = 2
-"""Times the longest length that fit so far: of trials longer than this nobody knows how long they take."""
+"""Times the longest length that fit so far: of trials longer than this nobody knows how long they
+take."""
 
 _REASON_WIDTH = 100
 """Of a line about a trial; the final table has the whole reason."""
@@ -30,7 +34,8 @@ class Progress:
         self._states: dict[Cell, str] = dict.fromkeys(question.cells, "waiting")
         self._fits: dict[Cell, int] = {}
         self._timed: list[tuple[int, float]] = []
-        """Length and seconds of each trial that fit: one that ran out of memory tells nothing about those."""
+        """Length and seconds of each trial that fit: one that ran out of memory tells nothing about
+        those."""
         self._length_tokens = 0
         """Of the trial that runs, or of the last one."""
         self._started_at: float | None = None
@@ -45,7 +50,9 @@ class Progress:
                 self._started_at = self._clock()
                 self._length_tokens = event.spec.length_tokens
                 self._trials_left = event.trials_left + 1
-                self._states[event.cell] = f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
+                self._states[event.cell] = (
+                    f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
+                )
             case TrialFinished():
                 self._is_recorded = self._started_at is None
                 self._started_at = None
@@ -54,20 +61,31 @@ class Progress:
                 self._length_tokens = event.spec.length_tokens
                 if event.result.outcome is Outcome.FIT:
                     self._timed.append((event.spec.length_tokens, event.result.wall_s))
-                    self._fits[event.cell] = max(event.spec.length_tokens, self._fits.get(event.cell, 0))
+                    self._fits[event.cell] = max(
+                        event.spec.length_tokens, self._fits.get(event.cell, 0)
+                    )
                 recorded = ", recorded" if self._is_recorded else ""
-                self._states[event.cell] = f"{format_tokens(event.spec.length_tokens)}: {words(event.result.outcome)}{recorded}"
+                self._states[event.cell] = (
+                    f"{format_tokens(event.spec.length_tokens)}: "
+                    f"{words(event.result.outcome)}{recorded}"
+                )
             case CellAnswered():
                 self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trial included; None while no trial of about this length has told.
+        """Estimated seconds left, the running trial included; None while no trial of about this
+        length has told.
 
-        From what the last trials that fit took, each scaled up to the present length: a trial's time is at least linear in it.
+        From what the last trials that fit took, each scaled up to the present length: a trial's
+        time is at least linear in it.
         """
         recent = [(length, wall_s) for length, wall_s in self._timed[-_RECENT:] if wall_s > 0]
-        if not recent or not self._trials_left or self._length_tokens > _TOLD_WITHIN * max(length for length, _ in recent):
+        if (
+            not recent
+            or not self._trials_left
+            or self._length_tokens > _TOLD_WITHIN * max(length for length, _ in recent)
+        ):
             return None
         scaled_s = [wall_s * max(1.0, self._length_tokens / length) for length, wall_s in recent]
         running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
@@ -80,16 +98,13 @@ class Progress:
         match event:
             case TrialStarted():
                 left = f" ({self._left()})" if self._left() else ""
-                return f"{name}: trying {format_tokens(event.spec.length_tokens)} tokens{_again(event)}{left}"
+                return (
+                    f"{name}: trying {format_tokens(event.spec.length_tokens)} "
+                    f"tokens{_again(event)}{left}"
+                )
             case TrialFinished():
-                result = event.result
-                peak = f", {format_bytes(result.peak_reserved_bytes)} at the peak" if result.peak_reserved_bytes is not None else ""
-                reason = "" if result.outcome.is_fit else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
-                took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
-                length = format_tokens(event.spec.length_tokens)
                 recorded = "recorded: " if self._is_recorded else ""
-                kind = " (memory-only)" if event.spec.is_memory_only and result.outcome is not Outcome.MEMORY_ONLY_FIT else ""
-                return f"{name}: {recorded}{length} tokens{kind} {words(result.outcome)}{took}{peak}{reason}"
+                return f"{name}: {recorded}{_ended(event.spec, event.result)}"
             case CellAnswered():
                 return f"{name}: capacity {self._answered(event.answer, ' tokens')}"
 
@@ -98,7 +113,14 @@ class Progress:
         left = self._left()
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
-            columns=("rung", RANK_WORDS[self._question.device][1], "SP", "now", "longest that fit", "trials"),
+            columns=(
+                "rung",
+                RANK_WORDS[self._question.device][1],
+                "SP",
+                "now",
+                "longest that fit",
+                "trials",
+            ),
             rows=tuple(
                 (
                     cell.settings.label,
@@ -116,7 +138,9 @@ class Progress:
     def _answered(self, answer: CellAnswer, unit: str) -> str:
         """The capacity, and what a memory-only proof adds to it."""
         memory_only = memory_only_text(self._question, answer, none="")
-        return f"{capacity_text(self._question, answer)}{unit}" + (f", {memory_only}" if memory_only else "")
+        return f"{capacity_text(self._question, answer)}{unit}" + (
+            f", {memory_only}" if memory_only else ""
+        )
 
     def _left(self) -> str:
         left_s = self.left_s
@@ -139,3 +163,16 @@ def _again(event: TrialStarted) -> str:
     attempt = ", memory-only" if event.spec.is_memory_only else ""
     attempt += f", attempt {event.attempt}" if event.attempt > 1 else ""
     return f"{attempt}, to confirm" if event.repeat else attempt
+
+
+def _ended(spec: TrialSpec, result: TrialResult) -> str:
+    """``8,192 tokens ran out of memory in 12 s, 78.10 GiB at the peak: why``."""
+    is_told = not spec.is_memory_only or result.outcome is Outcome.MEMORY_ONLY_FIT
+    kind = "" if is_told else " (memory-only)"
+    took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
+    bytes_ = result.peak_reserved_bytes
+    peak = "" if bytes_ is None else f", {format_bytes(bytes_)} at the peak"
+    is_fit = result.outcome.is_fit
+    reason = "" if is_fit else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
+    length = format_tokens(spec.length_tokens)
+    return f"{length} tokens{kind} {words(result.outcome)}{took}{peak}{reason}"

@@ -4,13 +4,14 @@ import argparse
 import shlex
 from pathlib import Path
 
-from highwater import api, reporting
+from highwater import api
 from highwater.cli import console
 from highwater.cli.commands import newest_study
 from highwater.errors import EXIT_ANSWERED
-from highwater.report.study_commands import resumed
-from highwater.report.study_report import StudyReport
-from highwater.report.table import answer_table
+from highwater.pages.study import build as reporting
+from highwater.pages.study.study_commands import resumed
+from highwater.pages.study.study_report import StudyReport
+from highwater.pages.study.tables import answer_table
 from highwater.store.directory import free_name
 
 
@@ -19,7 +20,11 @@ def report(arguments: argparse.Namespace) -> int:
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
         reporting.check_report_file(output)
-    study = api.open_study(arguments.study) if arguments.study else newest_study(Path(arguments.log_dir))
+    study = (
+        api.open_study(arguments.study)
+        if arguments.study
+        else newest_study(Path(arguments.log_dir))
+    )
     console.notes(study.notes)
     made = reporting.study_report(study)
     if output is not None:
@@ -36,7 +41,9 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _after(made: StudyReport, output: Path | None) -> str:
-    """Go on with a search that is not finished; else the report as a page, or the study in another form."""
+    """Go on with a search that is not finished; else the report as a page, or the study in another
+    form.
+    """
     study = made.study
     if not study.complete and study.command:
         return f"{shlex.join(resumed(study))}  (answers the rest)"

@@ -1,8 +1,9 @@
-"""``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by this project's trials.
+"""``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by
+this project's trials.
 
-The same flags, defaults, log tree and line per cell. Only a foreign cluster (``--dlc``) is refused. Where no GPU is visible a
-small model is searched on the CPU, under a memory limit that stands in for a GPU's.
-Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
+The same flags, defaults, log tree and line per cell. Only a foreign cluster (``--dlc``) is refused.
+Where no GPU is visible a small model is searched on the CPU, under a memory limit that stands in
+for a GPU's. Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from highwater import api
@@ -21,25 +22,23 @@ from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
-from highwater.launch.probe import probe
-from highwater.report.table import published_line
-from highwater.search.campaign import CellAnswered, Event
+from highwater.pages.study.tables import published_line
+from highwater.run.probe import probe
+from highwater.search.cell_search import CellAnswered, Event
 from highwater.spec.allocator import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.hardware import Machine
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model, window_tokens
-from highwater.spec.request import Request, request_from
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
+from highwater.spec.plan import Plan
+from highwater.spec.request import Request, request_from, values_of
 from highwater.spec.settings import Allocator, Settings
+from highwater.spec.study import Question
+from highwater.spec.trial import Device
 from highwater.units import format_tokens, parse_bytes
 
 PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
-_SETTINGS = (
-    *("strategy", "allocator", "loss", "objective", "entropy"),
-    *("offload", "sequences_per_micro_batch", "save_hf", "checkpoint"),
-)
-"""What ``settings_of`` reads from the flags and the environment."""
 _CPU_MEMORY = "1GiB"
 """What a process on the CPU may take, where there is no GPU."""
 _CPU_CEILING_TOKENS = 8192
@@ -79,29 +78,15 @@ def _run(words: Sequence[str]) -> int:
     except HighwaterError as error:
         error.hint = in_these_words(error.hint)
         raise
-    on_the_cpu = (
-        f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one, and lengths end at "
-        f"{format_tokens(planned.question.grid.max_tokens)}",
-    )
-    console.notes(
-        (
-            *(on_the_cpu if place["device"] == "cpu" else ()),
-            f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which goes with it: "
-            "nothing else there is touched",
-            *ignored_allocator_options(os.environ),
-            *map(in_these_words, planned.notes),
-        )
-    )
-    progress = Progress(planned.question)
-
-    def hear(event: Event) -> None:
-        progress.hear(event)
-        console.talk(progress.line(event))
-        if isinstance(event, CellAnswered):
-            console.answer(published_line(planned.question, event.answer.cell, event.answer))
-
+    console.notes(_notes(arguments, planned, device=request.device))
     try:
-        study = api.answer(request, planned, on_event=hear, log_layout="published", command=(PROGRAM, *words))
+        study = api.answer(
+            request,
+            planned,
+            on_event=_listener(planned.question),
+            log_layout="published",
+            command=(PROGRAM, *words),
+        )
     except KeyboardInterrupt as interrupt:
         say_interrupted(api.study_file(request, planned.question))
         return exit_code_of(interrupt)
@@ -109,14 +94,50 @@ def _run(words: Sequence[str]) -> int:
     return exit_code(study)
 
 
+def _notes(
+    arguments: argparse.Namespace, planned: Plan, *, device: Device | None
+) -> tuple[str, ...]:
+    """What differs from the original here, before the plan's own notes."""
+    on_the_cpu = (
+        f"no GPU is visible: {_CPU_MEMORY} of host memory for each process stand in for one, and "
+        f"lengths end at {format_tokens(planned.question.grid.max_tokens)}",
+    )
+    return (
+        *(on_the_cpu if device == "cpu" else ()),
+        f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which "
+        f"goes with it: nothing else there is touched",
+        *ignored_allocator_options(os.environ),
+        *map(in_these_words, planned.notes),
+    )
+
+
+def _listener(question: Question) -> Callable[[Event], None]:
+    """Says each event on stderr, and each answered cell on stdout as the original does."""
+    progress = Progress(question)
+
+    def hear(event: Event) -> None:
+        progress.hear(event)
+        console.talk(progress.line(event))
+        if isinstance(event, CellAnswered):
+            console.answer(published_line(question, event.answer.cell, event.answer))
+
+    return hear
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What was typed, with the original's defaults; raises UsageError for a flag that it does not have."""
+    """What was typed, with the original's defaults; raises UsageError for a flag that it does not
+    have.
+    """
     return parse_strictly(grammar(), words)
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """The settings that the flags name; the allocator's mode is in the environment there, as the guide's "Env"."""
-    expandable = ALLOCATOR_MODES["expandable"].lower() in map(str.lower, _allocator_options(environment))
+    """The settings that the flags name; the allocator's mode is in the environment there, as the
+    guide's "Env".
+    """
+    expandable = ALLOCATOR_MODES["expandable"].lower() in map(
+        str.lower, _allocator_options(environment)
+    )
     allocator: Allocator = "expandable" if expandable else "native"
     return Settings(
         strategy=arguments.trainer_strategy,
@@ -131,20 +152,36 @@ def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -
 
 
 def ignored_allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """A note that names what the environment asks of the allocator and no trial gets; none when there is nothing."""
-    ignored = [option for option in _allocator_options(environment) if not option.lower().startswith("expandable_segments:")]
-    return [f"ignored in the environment: {', '.join(ignored)}; trials set expandable_segments alone"] if ignored else []
+    """A note that names what the environment asks of the allocator and no trial gets; none when
+    there is nothing.
+    """
+    ignored = [
+        option
+        for option in _allocator_options(environment)
+        if not option.lower().startswith("expandable_segments:")
+    ]
+    return (
+        [f"ignored in the environment: {', '.join(ignored)}; trials set expandable_segments alone"]
+        if ignored
+        else []
+    )
 
 
 def _allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """``max_split_size_mb:64`` and the others, without blanks; commas within brackets are a value's own."""
-    named = next((environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), "")
+    """``max_split_size_mb:64`` and the others, without blanks; commas within brackets are a value's
+    own.
+    """
+    named = next(
+        (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
+    )
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", "".join(named.split()))
 
 
 def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
-    """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine without one."""
-    window = window_tokens(model)
+    """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine
+    without one.
+    """
+    window = model.shape.window_tokens
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
     if machine.gpus or machine.unreadable_gpus or not small:
         return {"device": "cuda"} if window else {"device": "cuda", "max_length": _NO_CEILING}
@@ -152,15 +189,19 @@ def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, 
     return {"device": "cpu", "max_length": min(longest, window or longest), "memory": _CPU_MEMORY}
 
 
-def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | int]) -> Request:
-    """The search that the flags ask for: by bisection, YaRN past the native length whatever the model brings."""
+def request_of(
+    arguments: argparse.Namespace, settings: Settings, place: Mapping[str, str | int]
+) -> Request:
+    """The search that the flags ask for: by bisection, YaRN past the native length whatever the
+    model brings.
+    """
     return request_from(
         {
             "model": arguments.model_path,
             "gpus": arguments.test_gpu_num,
             "ulysses": arguments.test_sp_num,
+            **values_of(settings),
             "rope": "yarn",
-            **{name: getattr(settings, name) for name in _SETTINGS},
             "micro_batches": _MICRO_BATCHES,
             "start_length": arguments.start_length,
             "timeout": arguments.timeout,
@@ -173,7 +214,8 @@ def request_of(arguments: argparse.Namespace, settings: Settings, place: Mapping
 
 def _no_dlc(arguments: argparse.Namespace) -> MachineError:
     return MachineError(
-        "--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: the GPUs of the machine this is typed on",
+        "--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: the GPUs of "
+        "the machine this is typed on",
         hint=f"`{_command(arguments, dlc=False)}`, on one machine of the job",
     )
 
@@ -185,7 +227,11 @@ def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
     words = [PROGRAM, *_spelled("model_path", arguments.model_path)]
     for name, value in values.items():
         if value != defaults[name]:
-            words += [f"--{name}", *map(str, value)] if isinstance(value, list) else _spelled(name, value)
+            words += (
+                [f"--{name}", *map(str, value)]
+                if isinstance(value, list)
+                else _spelled(name, value)
+            )
     return shlex.join(words)
 
 
@@ -196,7 +242,9 @@ def _spelled(name: str, value: object) -> list[str]:
 
 
 def in_these_words(text: str) -> str:
-    """A hint or a note with the flags of this command in the place of those of ``highwater find``."""
+    """A hint or a note with the flags of this command in the place of those of ``highwater
+    find``.
+    """
     text = _NOT_HERE.sub("", text)
     for theirs, here in _FLAG_NAMES.items():
         text = text.replace(f"`{theirs}", f"`{here}")
@@ -208,23 +256,59 @@ def grammar() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
-        description="The longest context that a model trains with, for each number of GPUs and each SP.",
+        description="The longest context that a model trains with, for each number of GPUs and "
+        "each SP.",
     )
+    parser.add_argument("--model_path", required=True, help="directory of a Hugging Face model")
+    _search_flags(parser)
+    _trial_flags(parser)
+    return parser
+
+
+def _search_flags(parser: Parser) -> None:
     checkpoint_path = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
     add = parser.add_argument
-    add("--model_path", required=True, help="directory of a Hugging Face model")
-    add("--start_length", type=int, default=4096, help="shortest length to try, in tokens (default: 4096)")
+    add(
+        "--start_length",
+        type=int,
+        default=4096,
+        help="shortest length to try, in tokens (default: 4096)",
+    )
     add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
-    add("--checkpoint_path", default=checkpoint_path, help="trials save below it; it is never deleted itself")
-    add("--test_gpu_num", type=int, nargs="*", default=[1, 2, 4, 6], help="GPU counts (default: 1 2 4 6)")
-    add("--test_sp_num", type=int, nargs="*", default=[1], help="SP values, tried where they divide GPUs and heads (default: 1)")
-    add("--save_hf_checkpoint", choices=("always", "never", "last"), default="last", help="when to save HF weights (default: last)")
+    add(
+        "--checkpoint_path",
+        default=checkpoint_path,
+        help="trials save below it; it is never deleted itself",
+    )
+    for name, default, what in (
+        ("--test_gpu_num", [1, 2, 4, 6], "GPU counts (default: 1 2 4 6)"),
+        ("--test_sp_num", [1], "SP values, tried where they divide GPUs and heads (default: 1)"),
+    ):
+        add(name, type=int, nargs="*", default=default, help=what)
+
+
+def _trial_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--save_hf_checkpoint",
+        choices=("always", "never", "last"),
+        default="last",
+        help="when to save HF weights (default: last)",
+    )
     add("--entropy_saving", action="store_true", help="entropy in chunks, recomputed")
-    add("--offload", action="store_true", help="parameters, gradients and optimizer states in host memory")
-    add("--trainer_strategy", choices=("fsdp", "fsdp2"), default="fsdp", help="how states are sharded (default: fsdp)")
+    add(
+        "--offload",
+        action="store_true",
+        help="parameters, gradients and optimizer states in host memory",
+    )
+    add(
+        "--trainer_strategy",
+        choices=("fsdp", "fsdp2"),
+        default="fsdp",
+        help="how states are sharded (default: fsdp)",
+    )
     add("--timeout", type=int, default=2400, help="seconds for one trial (default: 2400)")
     add("--dlc", action="store_true", help="join the Ray cluster of an Aliyun PAI DLC job")
-    return parser
 
 
 if __name__ == "__main__":

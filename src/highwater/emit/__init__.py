@@ -1,1 +1,4 @@
-"""Configuration for other trainers: one file a trainer, each made of a recommendation alone, none imports what it configures."""
+"""Configuration for other trainers, one file each, made of a recommendation alone.
+
+None imports what it configures.
+"""

@@ -1,7 +1,10 @@
-"""A recommendation as AReaL's YAML for GRPO. Names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
+"""A recommendation as AReaL's YAML for GRPO.
 
-Its FSDP engine is FSDP2 with Ulysses, which it calls context parallelism (``areal/engine/fsdp_engine.py``). A micro-batch is cut
-before a sequence is shared, so ``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
+AReaL's FSDP engine is FSDP2 with Ulysses, which it calls context parallelism
+(``areal/engine/fsdp_engine.py``). A micro-batch is cut before a sequence is shared, so
+``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
+
+Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
 """
 
 from highwater.emit.emitted import (
@@ -26,18 +29,30 @@ _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 
 
 def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """A whole file, but for the data. Raises UsageError where no GPUs are set aside: its rollout has its own."""
+    """Write a whole file, but for the data.
+
+    Raises UsageError where no GPUs are set aside, since AReaL's rollout has its own.
+    """
     if not found.rollout_gpus:
-        raise UsageError("AReaL's rollout has GPUs of its own, and none are set aside", hint="add `--rollout-gpus 1` or more")
+        raise UsageError(
+            "AReaL's rollout has GPUs of its own, and none are set aside",
+            hint="add `--rollout-gpus 1` or more",
+        )
     cannot: list[str] = []
     if chosen.cell.settings.strategy == "fsdp":
         cannot.append("FSDP1: its engine is FSDP2, for which this length was not predicted")
     said = heading(found, chosen, target="areal", name="AReaL", version=VERSION)
     said += model_lies(model_path, before="it starts")
-    said.append("before it starts: export DATASET=where prompts come from; train.py is a script like examples/math/gsm8k_rl.py")
+    said.append(
+        "before it starts: export DATASET=where prompts come from; train.py is a script like "
+        "examples/math/gsm8k_rl.py"
+    )
     said.append("actor.optimizer.lr is to be replaced by yours")
     said.append(f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}")
-    said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")
+    said.append(
+        f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part "
+        "of the recommendation"
+    )
     said += refusals(cannot, name="AReaL")
     said += yarn_lines(found, why="trainer and rollout read the model itself")
     said.append(f"start: {_COMMAND}")
@@ -46,8 +61,6 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
-    layout = chosen.cell.layout
-    shared = f"c{layout.ulysses_degree}" if layout.ulysses_degree > 1 else ""
     values: dict[str, Value] = {
         "experiment_name": "highwater",
         "trial_name": "long",
@@ -55,6 +68,24 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "cluster.n_gpus_per_node": found.gpus + found.rollout_gpus,
         "scheduler.type": "local",
         "tokenizer_path": "${actor.path}",
+        **_actor(chosen, model_path),
+        "rollout.backend": f"sglang:d{found.rollout_gpus}",
+        "sglang.model_path": "${actor.path}",
+        "sglang.context_length": found.length_tokens,
+        "train_dataset.path": DATASET,
+        "train_dataset.type": "rl",
+    }
+    for section in _NAMED:
+        names = ("experiment_name", "trial_name")
+        values |= {f"{section}.{name}": f"${{{name}}}" for name in names}
+        values |= {f"{section}.fileroot": "${cluster.fileroot}"} if section != "actor" else {}
+    return values
+
+
+def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:
+    layout = chosen.cell.layout
+    shared = f"c{layout.ulysses_degree}" if layout.ulysses_degree > 1 else ""
+    values: dict[str, Value] = {
         "actor.path": model_path,
         "actor.backend": f"fsdp:d{layout.data_parallel_degree}{shared}",
         "actor.dtype": "bfloat16",
@@ -67,15 +98,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "actor.scheduling_spec.0.gpu": 1,
         "actor.scheduling_spec.0.cmd": "python3 -m areal.infra.rpc.rpc_server",
     }
-    values |= {f"actor.scheduling_spec.0.env_vars.{name}": value for name, value in environment(chosen).items()}
-    values |= {
-        "rollout.backend": f"sglang:d{found.rollout_gpus}",
-        "sglang.model_path": "${actor.path}",
-        "sglang.context_length": found.length_tokens,
-        "train_dataset.path": DATASET,
-        "train_dataset.type": "rl",
+    return values | {
+        f"actor.scheduling_spec.0.env_vars.{name}": value
+        for name, value in environment(chosen).items()
     }
-    for section in _NAMED:
-        values |= {f"{section}.{name}": f"${{{name}}}" for name in ("experiment_name", "trial_name")}
-        values |= {f"{section}.fileroot": "${cluster.fileroot}"} if section != "actor" else {}
-    return values

@@ -1,4 +1,6 @@
-"""Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what configurations share."""
+"""Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what
+configurations share.
+"""
 
 import json
 import re
@@ -9,10 +11,11 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.spec.allocator import allocator_environment
-from highwater.spec.codec import Noun
-from highwater.spec.events import Trainer
+from highwater.spec.codec import Record
+from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.settings import Objective, Settings
+from highwater.spec.settings import Settings
+from highwater.spec.trainer import Trainer
 from highwater.units import format_bytes, format_tokens
 
 Target = Literal["trinity", "verl", "areal", "trl", "torchtitan", "accelerate"]
@@ -21,14 +24,15 @@ PREDICTED_FOR: Mapping[Target, Trainer] = {
     **dict.fromkeys(("trinity", "verl", "areal"), "trinity"),
     **dict.fromkeys(("trl", "torchtitan", "accelerate"), "highwater"),
 }
-"""Whose step is predicted for a configuration: that of verl's actor for trainers with GRPO in whole logits, else this engine's."""
+"""Whose step is predicted for a configuration: that of verl's actor for trainers with GRPO in whole
+logits, else this engine's."""
 _BEHIND: Mapping[Trainer, str] = {
     "trinity": "Trinity-RFT's trainer, which is verl's actor",
     "highwater": "highwater's own engine, with its tiles, chunks and kernels",
 }
 
 
-class Emitted(Noun, frozen=True, kw_only=True):
+class Emitted(Record, frozen=True, kw_only=True):
     """One configuration."""
 
     schema_version: int = 1
@@ -80,12 +84,23 @@ def emitted(
 
 def environment(candidate: Candidate) -> dict[str, str]:
     """What a rung sets before any process starts."""
-    return allocator_environment("expandable") if candidate.cell.settings.allocator == "expandable" else {}
+    return (
+        allocator_environment("expandable")
+        if candidate.cell.settings.allocator == "expandable"
+        else {}
+    )
 
 
 def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
     """The variables as a shell sets them: lines of a comment."""
-    return [f"before {before}: export {' '.join(f'{name}={value}' for name, value in variables.items())}"] if variables else []
+    return (
+        [
+            f"before {before}: export "
+            f"{' '.join(f'{name}={value}' for name, value in variables.items())}"
+        ]
+        if variables
+        else []
+    )
 
 
 def model_lies(model_path: str | None, *, before: str) -> list[str]:
@@ -94,7 +109,9 @@ def model_lies(model_path: str | None, *, before: str) -> list[str]:
 
 
 def yaml_path(model_path: str | None) -> str:
-    """The model's directory in a file that OmegaConf reads; by the environment where nobody said where it lies."""
+    """The model's directory in a file that OmegaConf reads; by the environment where nobody said
+    where it lies.
+    """
     return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
 
 
@@ -103,14 +120,20 @@ def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, 
     objective = chosen.cell.settings.objective
     if objective not in known:
         others = ", ".join(known)
-        raise UsageError(f"{name} trains {others}, not {objective}", hint=f"use `--objective {next(iter(known))}`")
+        raise UsageError(
+            f"{name} trains {others}, not {objective}",
+            hint=f"use `--objective {next(iter(known))}`",
+        )
 
 
 def engine_alone(settings: Settings, *, name: str) -> list[str]:
     """What only highwater's own engine does."""
     said: list[str] = []
     if settings.recompute == "all-but-attention":
-        said.append(f"--recompute all-but-attention: {name} recomputes whole layers, which takes less memory and more time")
+        said.append(
+            f"--recompute all-but-attention: {name} recomputes whole layers, which takes less "
+            f"memory and more time"
+        )
     if settings.mlp_tiles is not None:
         said.append(f"--mlp-tiles {settings.mlp_tiles}: {name} has no tiles over the tokens")
     return said
@@ -121,17 +144,28 @@ def refusals(cannot: Collection[str], *, name: str) -> list[str]:
     return [f"{name} cannot express {each}" for each in cannot]
 
 
-def heading(found: Recommendation, chosen: Candidate, *, target: Target, name: str, version: str) -> list[str]:
+def heading(
+    found: Recommendation, chosen: Candidate, *, target: Target, name: str, version: str
+) -> list[str]:
     """What the configuration is, who says that it fits and of whom: lines of a comment."""
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
-    capacity = f"up to {format_tokens(chosen.capacity_tokens)} tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
-    headroom = "headroom unknown" if chosen.headroom_bytes is None else f"{format_bytes(chosen.headroom_bytes)} of headroom"
+    capacity = (
+        f"up to {format_tokens(chosen.capacity_tokens)} "
+        f"tokens{' or more' * chosen.is_at_least} ({chosen.capacity_source})"
+    )
+    headroom = (
+        "headroom unknown"
+        if chosen.headroom_bytes is None
+        else f"{format_bytes(chosen.headroom_bytes)} of headroom"
+    )
     return [
-        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {found.gpus} x {found.device_name}"
+        f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
+        f"{found.gpus} x {found.device_name}"
         f"{rollout}",
         f"{chosen.label}: {headroom}, {capacity}",
         _behind(found, chosen, target, name),
-        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to add",
+        f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
+        f"add",
     ]
 
 
@@ -140,7 +174,11 @@ def _behind(found: Recommendation, chosen: Candidate, target: Target, name: str)
     if chosen.source in ("published", "simulated"):
         return f"{chosen.source}, {found.accuracy}"
     why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
-    other = "" if target in ("trinity", "verl") else f". {name} itself was not measured and may take more: leave it headroom"
+    other = (
+        ""
+        if target in ("trinity", "verl")
+        else f". {name} itself was not measured and may take more: leave it headroom"
+    )
     return f"{chosen.source} for {_BEHIND[found.trainer]} ({why}){other}"
 
 
@@ -152,12 +190,15 @@ def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
 
 
 def comment(lines: list[str]) -> str:
-    """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where nobody ended it."""
+    """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where
+    nobody ended it.
+    """
     return "".join(f"# {''.join(c if c.isprintable() else '?' for c in line)}\n" for line in lines)
 
 
 def literal(text: str) -> str:
-    r"""The text as OmegaConf's text: ``${`` begins no interpolation there, ``\${``. Backslashes count before ``${`` alone.
+    r"""The text as OmegaConf's text: ``${`` begins no interpolation there, ``\${``. Backslashes
+    count before ``${`` alone.
 
     Source: OmegaConf's grammar, checked with 2.3.1.
     """

@@ -17,8 +17,12 @@ from highwater.spec.recommendation import Candidate, Recommendation
 class Emit(Protocol):
     """Makes the configuration of one trainer."""
 
-    def __call__(self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-        """Of a recommendation whose chosen rung is ``chosen``. Raises UsageError for what the trainer has no words for."""
+    def __call__(
+        self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+    ) -> Emitted:
+        """Of a recommendation whose chosen rung is ``chosen``. Raises UsageError for what the
+        trainer has no words for.
+        """
         ...
 
 
@@ -33,6 +37,8 @@ EMITS: Mapping[Target, Emit] = {
 
 
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
-    """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by its whole path."""
+    """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
+    its whole path.
+    """
     path = Path(model).expanduser()
     return EMITS[target](found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)

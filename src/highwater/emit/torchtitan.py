@@ -1,7 +1,10 @@
-"""A recommendation as torchtitan's configuration, a Python file. Names: ``torchtitan/trainer.py`` and ``config`` of 0.3.0.
+"""A recommendation as torchtitan's configuration, a Python file.
 
-A model of the catalog is torchtitan's own of that name; any other goes through its experiment with transformers' models, which
-reads the model's ``config.json``. Its context parallelism gathers keys and values instead of sharing heads.
+A model of the catalog is torchtitan's own of that name; any other goes through its experiment with
+transformers' models, which reads the model's ``config.json``. Its context parallelism gathers keys
+and values instead of sharing heads.
+
+Source of the names: ``torchtitan/trainer.py`` and ``config`` of torchtitan 0.3.0.
 """
 
 from collections.abc import Mapping
@@ -23,11 +26,12 @@ from highwater.emit.emitted import (
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.3.0"
+_QWEN3_SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
 FLAVORS: Mapping[str, tuple[str, str]] = {
-    **{f"Qwen3-{size}": ("qwen3", size) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")},
+    **{f"Qwen3-{size}": ("qwen3", size) for size in _QWEN3_SIZES},
     "Llama-3.1-8B": ("llama3", "8B"),
 }
-"""By a model's name in the catalog, torchtitan's module and flavor."""
+"""The module and flavor in torchtitan of a model, by its name in the catalog."""
 _MODULE = "torchtitan_settings"
 _OWN = """\
 import os
@@ -76,24 +80,41 @@ def train() -> TransformersBackendConfig:
 """
 
 
-def torchtitan(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """A module with a function that returns the configuration. Raises UsageError for objectives other than ``sft``."""
+def torchtitan(
+    found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+) -> Emitted:
+    """Write a module with a function that returns the configuration.
+
+    Raises UsageError for objectives other than ``sft``.
+    """
     refuse_other_objectives(chosen, ("sft",), name="torchtitan")
     own = None if model_path else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
-    gpus = chosen.cell.layout.gpus
-    command = f"torchrun --nproc_per_node={gpus} -m torchtitan.train --module {_MODULE} --config train"
+    start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
+    command = f"{start} --module {_MODULE} --config train"
     cannot = _cannot(found, chosen, is_own=own is not None)
     said = heading(found, chosen, target="torchtitan", name="torchtitan", version=VERSION)
     said += exports(variables, before="it starts")
     said += model_lies(model_path, before="it starts")
-    said.append("the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that loads the weights, ...")
+    said.append(
+        "the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that "
+        "loads the weights, ..."
+    )
     said += refusals(cannot, name="torchtitan")
     said += [] if own else yarn_lines(found, why="the model is read from there")
     said.append(f"start, where {_MODULE}.py lies: {command}")
     text = comment(said) + _program(chosen, values, own, model_path)
-    return emitted("torchtitan", VERSION, said, values, command=command, environment=variables, cannot=cannot, text=text)
+    return emitted(
+        "torchtitan",
+        VERSION,
+        said,
+        values,
+        command=command,
+        environment=variables,
+        cannot=cannot,
+        text=text,
+    )
 
 
 def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:
@@ -101,12 +122,15 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
     said: list[str] = []
     if degree > 1:
         said.append(
-            f"Ulysses: {degree} GPUs share each sequence by context parallelism, which gathers keys and values of all heads"
+            f"Ulysses: {degree} GPUs share each sequence by context parallelism, which gathers "
+            "keys and values of all heads"
         )
     if settings.strategy == "fsdp":
         said.append("FSDP1: it shards with FSDP2")
     if settings.loss == "chunked" and not is_own:
-        said.append("--loss chunked for transformers' models: their logits are whole, which takes more")
+        said.append(
+            "--loss chunked for transformers' models: their logits are whole, which takes more"
+        )
     if found.yarn is not None and is_own:
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
     return (*said, *engine_alone(settings, name="torchtitan"))
@@ -130,29 +154,46 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
 def _rope(found: Recommendation) -> dict[str, Value]:
     if found.yarn is None:
         return {}
+    native = int(found.yarn.rope_parameters["original_max_position_embeddings"])
     return {
         "rope.scaling": "yarn",
         "rope.rope_factor": found.yarn.factor,
-        "rope.original_seq_len": int(found.yarn.rope_parameters["original_max_position_embeddings"]),
+        "rope.original_seq_len": native,
         "rope.max_seq_len": found.yarn.max_position_embeddings,
     }
 
 
-def _program(chosen: Candidate, values: Mapping[str, Value], own: tuple[str, str] | None, model_path: str | None) -> str:
+def _program(
+    chosen: Candidate,
+    values: Mapping[str, Value],
+    own: tuple[str, str] | None,
+    model_path: str | None,
+) -> str:
     settings = chosen.cell.settings
     recompute = "None" if settings.recompute == "none" else "FullAC.Config()"
     sections = (("training", "TrainingConfig"), ("parallelism", "ParallelismConfig"))
-    written = "".join(f"        {name}={kind}(\n{_arguments(name, values)}        ),\n" for name, kind in sections)
-    written += f"        activation_checkpoint={recompute},\n        optimizer=default_adamw(lr=1e-5),\n"
+    written = "".join(
+        f"        {name}={kind}(\n{_arguments(name, values)}        ),\n" for name, kind in sections
+    )
+    written += f"        activation_checkpoint={recompute},\n"
+    written += "        optimizer=default_adamw(lr=1e-5),\n"
     if own is None:
         path = repr(model_path) if model_path else 'os.environ["MODEL_PATH"]'
-        return ("" if model_path else "import os\n\n") + _TRANSFORMERS.format(path=path, settings=written)
+        imports = "" if model_path else "import os\n\n"
+        return imports + _TRANSFORMERS.format(path=path, settings=written)
     rope = _arguments("rope", values)
     loss = "ChunkedLossWrapper.Config(loss_fn=loss)" if settings.loss == "chunked" else "loss"
-    return _OWN.format(module=own[0], flavor=own[1], rope=_ROPE.format(rope=rope) if rope else "", loss=loss, settings=written)
+    return _OWN.format(
+        module=own[0],
+        flavor=own[1],
+        rope=_ROPE.format(rope=rope) if rope else "",
+        loss=loss,
+        settings=written,
+    )
 
 
 def _arguments(section: str, values: Mapping[str, Value]) -> str:
-    """``name=value,`` a line, for one section's."""
-    named = ((name.removeprefix(f"{section}."), value) for name, value in values.items() if name.startswith(f"{section}."))
+    """One section's values as arguments, a line ``name=value,`` for each."""
+    own = {name: value for name, value in values.items() if name.startswith(f"{section}.")}
+    named = ((name.removeprefix(f"{section}."), value) for name, value in own.items())
     return "".join(f"            {name}={value!r},\n" for name, value in named)

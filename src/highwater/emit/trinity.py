@@ -1,7 +1,10 @@
-"""A recommendation as Trinity-RFT's YAML. Names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
+"""A recommendation as Trinity-RFT's YAML.
 
-Its trainer is verl's actor. In that version ``model.rope_scaling`` reaches the rollout alone: the trainer reads the model's own
-``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to be in both.
+Its trainer is verl's actor. In version 0.6.0 ``model.rope_scaling`` reaches the rollout alone: the
+trainer reads the model's own ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to
+be in both.
+
+Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
 """
 
 from highwater.emit.emitted import (
@@ -22,15 +25,21 @@ _COMMAND = "trinity run --config trinity.yaml"
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The sections that a length depends on."""
+    """Write the sections that a length depends on."""
     values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen)
     said = heading(found, chosen, target="trinity", name="Trinity-RFT", version=VERSION)
     said += exports(variables, before="`ray start`")
     said += model_lies(model_path, before="`ray start`")
-    said += yarn_lines(found, why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself")
+    said += yarn_lines(
+        found,
+        why="model.rope_scaling reaches the rollout alone, the trainer reads the model itself",
+    )
     if found.rollout_gpus:
-        said.append(f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part of the recommendation")
+        said.append(
+            f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not "
+            "part of the recommendation"
+        )
     said.append(f"start: {_COMMAND}")
     return emitted("trinity", VERSION, said, values, command=_COMMAND, environment=variables)
 
@@ -42,13 +51,17 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "model.max_model_len": found.length_tokens,
     }
     if found.yarn is not None:
-        scaling = {name: value for name, value in found.yarn.rope_parameters.items() if name != "rope_theta"}
+        scaling = dict(found.yarn.rope_parameters)
+        theta = scaling.pop("rope_theta", None)
         values |= {f"model.rope_scaling.{name}": value for name, value in scaling.items()}
-        if "rope_theta" in found.yarn.rope_parameters:
-            values["model.rope_theta"] = float(found.yarn.rope_parameters["rope_theta"])
+        if theta is not None:
+            values["model.rope_theta"] = float(theta)
     values |= {"cluster.node_num": 1, "cluster.gpu_per_node": found.gpus + found.rollout_gpus}
     if found.rollout_gpus:
-        values |= {"explorer.rollout_model.engine_num": found.rollout_gpus, "explorer.rollout_model.tensor_parallel_size": 1}
+        values |= {
+            "explorer.rollout_model.engine_num": found.rollout_gpus,
+            "explorer.rollout_model.tensor_parallel_size": 1,
+        }
     return values | {
         "trainer.trainer_type": "verl",
         "trainer.trainer_strategy": chosen.cell.settings.strategy,

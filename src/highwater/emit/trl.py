@@ -1,11 +1,14 @@
-"""A recommendation as TRL's configuration file. Names: ``trl/trainer/*_config.py`` and ``model_config.py`` of trl 1.16.0.
+"""A recommendation as TRL's configuration file. Names: ``trl/trainer/*_config.py`` and
+``model_config.py`` of trl 1.16.0.
 
-``trl sft --config trl.yaml`` starts its processes through accelerate, by the file that ``accelerate_config`` names: sharding,
-offload and shared sequences are there (``emit/accelerate.py``). Its losses never hold whole logits.
+``trl sft --config trl.yaml`` starts its processes through accelerate, by the file that
+``accelerate_config`` names: sharding, offload and shared sequences are there
+(``emit/accelerate.py``). Its losses never hold whole logits.
 """
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from highwater.emit.accelerate import FILE, accelerate, is_ulysses, zero_instead
 from highwater.emit.emitted import (
@@ -20,14 +23,37 @@ from highwater.emit.emitted import (
     refuse_other_objectives,
 )
 from highwater.errors import UsageError
+from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
-from highwater.spec.settings import Objective
 
 VERSION = "1.16.0"
-COMMANDS: Mapping[Objective, str] = {"sft": "sft", "grpo": "grpo", "rw": "reward"}
-"""By objective, the subcommand of ``trl``."""
+
+
+class Subcommand(NamedTuple):
+    """A subcommand of ``trl``."""
+
+    name: str
+    packs: bool = False
+    """Sequences into one row, which several GPUs may share; others pad."""
+    generates: bool = False
+    """Completions, by the policy itself: whole groups of them are a batch."""
+    precomputes: bool = False
+    """The reference's log-probabilities, before it trains: the reference then takes no memory."""
+
+
+COMMANDS: Mapping[Objective, Subcommand] = {
+    "sft": Subcommand("sft", packs=True),
+    "grpo": Subcommand("grpo", generates=True),
+    "rw": Subcommand("reward"),
+    "dpo": Subcommand("dpo", precomputes=True),
+}
+"""By objective; TRL has none for the others."""
 GENERATIONS = 8
 """``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
+_PRECOMPUTED = (
+    "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
+    "takes no memory; highwater's runs before each step, from host memory"
+)
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """Where nobody said where the model lies: its YAML knows no variables."""
 
@@ -35,71 +61,120 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The file of one of TRL's commands, and accelerate's beside it.
 
-    Raises UsageError for an objective that it has no command for, and for sequences shared among GPUs in others than ``sft``.
+    Raises UsageError for an objective that it has no command for, and for sequences shared among
+    GPUs in others than ``sft``.
     """
     settings = chosen.cell.settings
     refuse_other_objectives(chosen, COMMANDS, name="TRL")
-    if is_ulysses(chosen) and settings.objective != "sft":
+    trained = COMMANDS[settings.objective]
+    if is_ulysses(chosen) and not trained.packs:
         raise UsageError(
-            f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {COMMANDS[settings.objective]}`",
+            f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {trained.name}`",
             hint="use `--ulysses 1`, or leave `--objective` out",
         )
     cannot = (*_cannot(chosen), *zero_instead(chosen), *engine_alone(settings, name="TRL"))
-    command = " ".join(("trl", COMMANDS[settings.objective], "--config trl.yaml", *([] if model_path else [_ELSEWHERE])))
-    said = heading(found, chosen, target="trl", name="TRL", version=VERSION)
-    said.append(f"beside it {FILE}: the same words after `highwater emit --for accelerate`")
-    said.append("flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: kernels-community/flash-attn2")
-    said += model_lies(model_path, before="it starts")
-    said += _about_rollout(found) if settings.objective == "grpo" else []
-    said += refusals(cannot, name="TRL")
-    said.append(f"start: {command}")
-    values = _values(found, chosen, model_path)
-    beside = {FILE: accelerate(found, chosen, model_path=model_path).text}
-    variables = environment(chosen)
-    return emitted("trl", VERSION, said, values, command=command, environment=variables, cannot=cannot, beside=beside)
+    said = [*_said(found, chosen, model_path), *refusals(cannot, name="TRL")]
+    command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
+    return emitted(
+        "trl",
+        VERSION,
+        [*said, f"start: {command}"],
+        _values(found, chosen, model_path),
+        command=command,
+        environment=environment(chosen),
+        cannot=cannot,
+        beside={FILE: accelerate(found, chosen, model_path=model_path).text},
+    )
+
+
+def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> list[str]:
+    """What stands above the settings: whose memory it is, and what else has to be there."""
+    command = COMMANDS[chosen.cell.settings.objective]
+    return [
+        *heading(found, chosen, target="trl", name="TRL", version=VERSION),
+        f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
+        "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
+        "kernels-community/flash-attn2",
+        *model_lies(model_path, before="it starts"),
+        *(_about_rollout(found) if command.generates else ()),
+        *((_PRECOMPUTED,) if command.precomputes else ()),
+    ]
 
 
 def _about_rollout(found: Recommendation) -> list[str]:
     said = [f"{found.length_tokens} tokens are prompt and max_completion_length together"]
     if found.rollout_gpus:
-        serve = f"trl vllm-serve --data_parallel_size {found.rollout_gpus} --max_model_len {found.length_tokens} --model"
-        return [*said, f"before it, on the {found.rollout_gpus} GPUs for rollout: {serve} the model's directory"]
-    return [*said, "what generates keeps memory of the same GPUs, which is not in it: `--reserved` says how much"]
+        serve = (
+            f"trl vllm-serve --data_parallel_size {found.rollout_gpus} --max_model_len "
+            f"{found.length_tokens} --model"
+        )
+        return [
+            *said,
+            f"before it, on the {found.rollout_gpus} GPUs for rollout: {serve} the model's "
+            f"directory",
+        ]
+    return [
+        *said,
+        "what generates keeps memory of the same GPUs, which is not in it: `--reserved` says how "
+        "much",
+    ]
 
 
 def _cannot(chosen: Candidate) -> tuple[str, ...]:
-    settings = chosen.cell.settings
+    settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
     said: list[str] = []
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
     if is_ulysses(chosen):
-        said.append("packed sequences with Ulysses: DeepSpeed's attention expects a row for each sequence, so batches are padded")
-    elif settings.objective != "sft" and settings.sequences_per_micro_batch > 1:
-        said.append(f"packed sequences in `trl {COMMANDS[settings.objective]}`: batches are padded")
+        said.append(
+            "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "
+            "sequence, so batches are padded"
+        )
+    elif not command.packs and settings.sequences_per_micro_batch > 1:
+        said.append(f"packed sequences in `trl {command.name}`: batches are padded")
     return tuple(said)
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
-    rows = settings.sequences_per_micro_batch // (2 if settings.objective == "rw" else 1)
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
     values |= {"dtype": "float32", "attn_implementation": "flash_attention_2", "bf16": True}
-    if found.yarn is not None:
-        kwargs = found.yarn.block
-        values |= {f"model_init_kwargs.rope_parameters.{name}": value for name, value in kwargs.pop("rope_parameters").items()}
-        values |= {f"model_init_kwargs.{name}": value for name, value in kwargs.items()}
-    values["per_device_train_batch_size"] = rows
-    if settings.objective == "grpo":
-        together = rows * layout.gpus
-        values["gradient_accumulation_steps"] = math.lcm(GENERATIONS, together) // together
-        values |= {"use_vllm": True, "vllm_mode": "server"} if found.rollout_gpus else {}
-    else:
-        values["max_length"] = found.length_tokens
-    if settings.objective == "sft":
-        values |= {"packing": False} if is_ulysses(chosen) else {"packing": True, "packing_strategy": "bfd"}
+    values |= _rope_values(found)
+    values |= _batch_values(found, chosen, COMMANDS[settings.objective])
     if is_ulysses(chosen):
         values["pad_to_multiple_of"] = layout.ulysses_degree
     # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
     values["gradient_checkpointing"] = is_ulysses(chosen) and settings.recompute != "none"
     values["accelerate_config"] = FILE
     return values | {f"env.{name}": value for name, value in environment(chosen).items()}
+
+
+def _rope_values(found: Recommendation) -> dict[str, Value]:
+    if found.yarn is None:
+        return {}
+    kwargs = found.yarn.block
+    parameters = kwargs.pop("rope_parameters").items()
+    return {
+        **{f"model_init_kwargs.rope_parameters.{name}": value for name, value in parameters},
+        **{f"model_init_kwargs.{name}": value for name, value in kwargs.items()},
+    }
+
+
+def _batch_values(
+    found: Recommendation, chosen: Candidate, command: Subcommand
+) -> dict[str, Value]:
+    """Rows of a batch, which of pairs are two sequences each, and their length."""
+    settings = chosen.cell.settings
+    rows = settings.sequences_per_micro_batch // settings.traits.documents_together
+    values: dict[str, Value] = {"per_device_train_batch_size": rows}
+    if command.generates:
+        together = rows * chosen.cell.layout.gpus
+        values["gradient_accumulation_steps"] = math.lcm(GENERATIONS, together) // together
+        return values | ({"use_vllm": True, "vllm_mode": "server"} if found.rollout_gpus else {})
+    values["max_length"] = found.length_tokens
+    if command.precomputes:
+        values["precompute_ref_log_probs"] = True
+    if command.packs:
+        shared = {"packing": False}
+        values |= shared if is_ulysses(chosen) else {"packing": True, "packing_strategy": "bfd"}
+    return values

@@ -1,45 +1,72 @@
-"""A recommendation as verl's Hydra overrides, in a shell script. Names: ``_generated_ppo_trainer.yaml`` of verl 0.9.1.
+"""A recommendation as verl's Hydra overrides, in a shell script.
 
-verl turns expandable segments on by itself after each exchange of weights (``verl/workers/engine_workers.py``); in the environment
-they would end vLLM's sleep mode, whose memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
+verl turns expandable segments on by itself after each exchange of weights
+(``verl/workers/engine_workers.py``); in the environment they would end vLLM's sleep mode, whose
+memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
+
+Source of the names: ``_generated_ppo_trainer.yaml`` of verl 0.9.1.
 """
 
 import re
 import shlex
 
-from highwater.emit.emitted import Emitted, Value, comment, emitted, heading, literal, model_lies, yarn_lines
+from highwater.emit.emitted import (
+    Emitted,
+    Value,
+    comment,
+    emitted,
+    heading,
+    literal,
+    model_lies,
+    yarn_lines,
+)
 from highwater.errors import UsageError
 from highwater.spec.allocator import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.9.1"
 MODEL_PATH = "$MODEL_PATH"
-"""Where nobody said where the model lies."""
+"""The model's path where nobody said where it lies."""
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
 _PATH = "actor_rollout_ref.model.path"
-_ACTOR, _REF, _ROLLOUT = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout")
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The overrides that a length depends on. Raises UsageError for GPUs set aside: verl's actor and rollout share theirs."""
+    """Write the overrides that a length depends on.
+
+    Raises UsageError for GPUs set aside: verl's actor and rollout share theirs.
+    """
     if found.rollout_gpus:
         raise UsageError(
             "verl's actor and rollout share their GPUs: none are set aside",
-            hint="leave `--rollout-gpus` out, and `--reserved 10GiB` for what the rollout keeps while the actor trains",
+            hint="leave `--rollout-gpus` out, and `--reserved 10GiB` for what the rollout keeps "
+            "while the actor trains",
         )
     values = _values(found, chosen, model_path or MODEL_PATH)
     said = heading(found, chosen, target="verl", name="verl", version=VERSION)
-    said.append("what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says how much")
+    said.append(
+        "what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says "
+        "how much"
+    )
     if chosen.cell.settings.allocator == "expandable":
         said.append(
-            f"expandable segments: verl turns them on after each exchange of weights; {ENV_IN_WORDS} would end vLLM's sleep mode"
+            "expandable segments: verl turns them on after each exchange of weights; "
+            f"{ENV_IN_WORDS} would end vLLM's sleep mode"
         )
     said += model_lies(model_path, before="it starts")
-    said += yarn_lines(found, why="no override reaches rope parameters, which are a mapping in the model's config")
-    said.append(f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}")
+    said += yarn_lines(
+        found, why="no override reaches rope parameters, which are a mapping in the model's config"
+    )
+    said.append(
+        f"data.max_prompt_length and data.max_response_length together: {found.length_tokens}"
+    )
     words = [f"  {_override(name, value)} \\\n" for name, value in values.items()]
     command = f'{_PROGRAM} \\\n{"".join(words)}  "$@"'
-    return emitted("verl", VERSION, said, values, command=command, text=f"#!/usr/bin/env bash\n{comment(said)}{command}\n")
+    text = f"#!/usr/bin/env bash\n{comment(said)}{command}\n"
+    return emitted("verl", VERSION, said, values, command=command, text=text)
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
@@ -64,16 +91,24 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _override(name: str, value: Value) -> str:
-    """One argument of the shell's. A path is quoted for Hydra, where ``,`` and ``=`` mean something, then for the shell."""
+    """One argument of the shell.
+
+    A path is quoted for Hydra, where ``,`` and ``=`` mean something, then for the shell.
+    """
     if name != _PATH:
         return shlex.quote(f"{name}={value}")
-    return f"{name}=\"'{value}'\"" if value == MODEL_PATH else shlex.quote(f"{name}={_quoted(str(value))}")
+    if value == MODEL_PATH:  # a variable, which the shell has to expand
+        return f"{name}=\"'{value}'\""
+    return shlex.quote(f"{name}={_quoted(str(value))}")
 
 
 def _quoted(text: str) -> str:
-    r"""The text between Hydra's quotes, taken literally: ``"`` is ``\"``, and before a quote each backslash is two.
+    r"""Quote text for Hydra, which then takes it literally.
 
-    Source: Hydra's override grammar, checked with 1.3.2.
+    Between its quotes ``"`` is ``\"``, and before a quote each backslash is two. Source: Hydra's
+    override grammar, checked with 1.3.2.
     """
-    within = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text))
+    within = re.sub(
+        r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text)
+    )
     return f'"{within}"'

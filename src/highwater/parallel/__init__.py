@@ -1,1 +1,1 @@
-"""Data plane: process groups and how parameters, gradients and sequences are spread over ranks."""
+"""Data plane: sharding over ranks, for a model that is already built."""

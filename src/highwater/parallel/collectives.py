@@ -11,9 +11,10 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all over dimension 0, cut into equal parts: part i goes to rank i, part i of the result came from it.
+    """All-to-all over dimension 0, cut into equal parts, one for each rank.
 
-    Differentiable: the gradient of a part goes back the way that the part came.
+    Part i goes to rank i, and part i of the result came from rank i. Differentiable: the gradient
+    of a part goes back the way that the part came.
     """
     return _SelfAdjoint.apply(tensor, group, _all_to_all)
 
@@ -23,7 +24,7 @@ def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return tensor
     whole = tensor.new_empty((dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:]))
-    # The name that torch 2.11 knows too.
+    # Under the name that torch 2.11 knows too.
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)  # pyright: ignore[reportDeprecated]
     return whole
 
@@ -31,7 +32,7 @@ def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of every rank's tensor, on every rank.
 
-    Differentiable: what each rank makes of the sum counts for every rank's part.
+    Differentiable: a part's gradient is the sum of the gradients that all ranks have for the sum.
     """
     return tensor if group is None else _SelfAdjoint.apply(tensor, group, _all_reduce)
 
@@ -46,7 +47,9 @@ class _SelfAdjoint(torch.autograd.Function):
     """A collective that is its own adjoint, and so its own backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective
+    ) -> Tensor:
         ctx.group, ctx.collective = group, collective
         return collective(tensor, group)
 

@@ -20,20 +20,24 @@ from highwater.spec.rank import STORE_VARIABLE
 def join(device: torch.device) -> None:
     """Join the group of all ranks: NCCL on GPUs, gloo on the CPU.
 
-    NCCL's communicator is made here rather than at the first collective, so that its memory can be told from the rest. A rank
-    alone makes none: it has nobody to talk to, and would spend 0.5 GiB on it.
+    NCCL's communicator is made here rather than at the first collective, so that its memory can be
+    told from the rest. A rank alone makes none: it has nobody to talk to, and would spend 0.5 GiB
+    on it.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks == 1:
         join_alone(device)
         return
     bound = device if device.type == "cuda" else None
-    dist.init_process_group(_backend(device), device_id=bound, store=_store(ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        _backend(device), device_id=bound, store=_store(ranks), rank=rank, world_size=ranks
+    )
 
 
 def join_alone(device: torch.device) -> None:
     """Make a group of this process alone: its store is in this process's memory."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even for nobody, by default where others reach it
+    # gloo listens even for nobody, by default where others reach it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -42,9 +46,10 @@ def _backend(device: torch.device) -> str:
 
 
 def _store(ranks: int) -> dist.Store | None:
-    """Where the ranks find each other: a file, which opens no port; None for torch's own way, where no file was named.
+    """The store through which the ranks find each other; None for torch's own way.
 
-    torchrun's ranks, for example, meet through a server that torchrun starts, which listens on every interface.
+    A file opens no port. Where none is named, torchrun for example started the ranks: they meet
+    through its server, which listens on every interface.
     """
     path = os.environ.get(STORE_VARIABLE)
     return None if path is None else dist.FileStore(path, ranks)
@@ -52,7 +57,7 @@ def _store(ranks: int) -> dist.Store | None:
 
 @contextmanager
 def alone(device: torch.device) -> Generator[None]:
-    """A group of this process alone for as long as the block runs: another one may be made after it."""
+    """Run the block in a group of this process alone; another group may be made after it."""
     join_alone(device)
     try:
         yield
@@ -61,21 +66,23 @@ def alone(device: torch.device) -> Generator[None]:
 
 
 def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The one-dimensional mesh over which parameters, gradients and optimizer states are sharded."""
+    """The one-dimensional mesh that parameters, gradients and optimizer states are sharded over."""
     assert layout.replicate_degree == 1, "copies of the shards are not built yet"
     return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
 
 
 def sequence_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that share this rank's sequences: neighbours; None when it shares them with nobody.
+    """The neighbouring ranks that share this rank's sequences; None where it shares them with none.
 
-    Where they are all ranks it is the mesh's own group: a second one would cost NCCL's buffers once more.
+    Where they are all ranks it is the mesh's own group: a second one would cost NCCL's buffers once
+    more.
     """
     degree = layout.context_degree
     if degree == 1:
         return None
     if degree == layout.gpus:
         return mesh.get_group()
+    # Every rank makes every group, in one order: making one is itself a collective of all ranks.
     neighbours = [list(range(first, first + degree)) for first in range(0, layout.gpus, degree)]
     own, _ = dist.new_subgroups_by_enumeration(neighbours)
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
@@ -83,13 +90,16 @@ def sequence_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None
 
 
 def warm_up(mesh: DeviceMesh, sequence: dist.ProcessGroup | None) -> None:
-    """Run each collective of a step once, small, so that its buffers exist before memory is measured."""
+    """Run each collective of a step once, on a few numbers.
+
+    Its buffers then exist before memory is measured.
+    """
     if mesh.size() == 1:
         return
     group = mesh.get_group()
     full = torch.ones(mesh.size(), device=mesh.device_type)
     part = torch.ones(1, device=mesh.device_type)
-    # The names that torch 2.11 knows too.
+    # Under the names that torch 2.11 knows too.
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
     dist.all_reduce(part, group=group)
@@ -99,27 +109,33 @@ def warm_up(mesh: DeviceMesh, sequence: dist.ProcessGroup | None) -> None:
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the mesh of a tensor that is this rank's share; in place."""
+    """Sum a tensor over the mesh, in place; each rank had its share."""
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())
     return tensor
 
 
 def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[Any]]:
-    """Every rank's values, on the host, this rank's among them; ranks may have different counts of them."""
+    """Every rank's values, on the host, in the order of the ranks; their counts may differ."""
     if mesh.size() == 1:
         return [list(values)]
     own = torch.tensor(values, dtype=dtype)
-    counts = gather_rows(torch.tensor([len(own)], device=mesh.device_type), mesh.get_group()).tolist()
+    own_count = torch.tensor([len(own)], device=mesh.device_type)
+    counts = gather_rows(own_count, mesh.get_group()).tolist()
+    # A gather takes tensors of one shape: all are padded to the longest, and cut afterwards.
     rows = F.pad(own, (0, max(counts) - len(own)))[None].to(mesh.device_type)
-    return [row[:count] for row, count in zip(gather_rows(rows, mesh.get_group()).tolist(), counts, strict=True)]
+    return [
+        row[:count]
+        for row, count in zip(gather_rows(rows, mesh.get_group()).tolist(), counts, strict=True)
+    ]
 
 
 def leave() -> NoReturn:
     """Wait for the others, then leave the group, and the process with status 0.
 
-    Tearing a group down while a peer still talks kills the peer. And gloo's threads may still let go of a tensor: one that does
-    while the interpreter shuts down aborts the process, after all its work is done.
+    Tearing a group down while a peer still talks kills the peer. And gloo's threads may still let
+    go of a tensor: one that does so while the interpreter shuts down aborts the process, after all
+    its work is done. Hence ``os._exit``.
     """
     if dist.get_world_size() > 1:
         dist.barrier()

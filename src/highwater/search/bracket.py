@@ -1,17 +1,20 @@
-"""Bracket: which index of the grid to try next, and what the outcomes so far prove. Pure ask and tell.
+"""Bracket: which index of the grid to try next, and what the outcomes so far prove.
 
-The answer is always made of observed outcomes: ``fits`` fit, and ``fits + 1`` did not; or ``fits`` is 0 and neither index 1
-nor ``least_packed`` fit; or nothing above ``fits`` is left to try. A hint for the first index orders the trials and decides
-nothing.
+It is pure ask and tell. The answer is always made of observed outcomes: ``fits`` fit, and
+``fits + 1`` did not; or ``fits`` is 0 and neither index 1 nor ``least_packed`` fit; or nothing
+above ``fits`` is left to try. A hint for the first index orders the trials and decides nothing.
 
-Trials for a capacity at index n, on any monotone law (``tests/unit/test_bracket.py``):
-    without a hint        at most 2·log2(n) + 2, and 1 for n = 0: gallop 1, 2, 4, ... and bisect (Bentley and Yao, 1976)
-    with a hint up to n   no more than without
-    with a longer hint    at most ``HINT_COST`` more, however wrong it is
-    with n or n + 1       2, the fewest that prove an answer
-    with ``least_packed`` at most one more, also for n = 0
+Trials for a capacity at index n, where longer never takes less (``tests/unit/test_bracket.py``):
 
-That is ``bisect``, and ``linear`` from a start that does not fit. From one that fits ``linear`` takes each index up to n + 1.
+    without a hint       at most 2·log2(n) + 2, and 1 for n = 0: gallop 1, 2, 4, ... and bisect
+                         (Bentley and Yao, 1976)
+    with a hint up to n  no more than without
+    with a longer hint   at most ``HINT_COST`` more, however wrong it is
+    with n or n + 1      2, the fewest that prove an answer
+    with least_packed    at most one more, also for n = 0
+
+That is for ``bisect``, and for ``linear`` from a start that does not fit. From one that fits
+``linear`` takes each index up to n + 1.
 """
 
 from collections.abc import Callable
@@ -20,21 +23,33 @@ from highwater.spec.study import Method
 from highwater.spec.support import Contradiction, contradictions
 
 HINT_COST = 3
-"""Trials that a hint can cost: those of ``_around_the_hint``. After them the search starts from the bottom of the grid."""
+"""Trials that a hint can cost: those of ``_around_the_hint``.
+
+After them the search starts from the bottom of the grid.
+"""
 
 
 class Bracket:
     """The longest index in 1..``size`` that fits, found one observed outcome at a time.
 
-    ``first`` is the index to try first: a guess for ``bisect``, the carried start for ``linear``, the upward scan from there.
-    ``least_packed`` is the index that takes the least memory, which a token budget makes another than 1: nothing is said to fit
-    nowhere before it was tried.
+    ``first`` is the index to try first: a hint for ``bisect``, the carried start for ``linear``,
+    which scans upwards from there. ``least_packed`` is the index that takes the least memory. A
+    token budget makes it another than 1: nothing is said to fit nowhere before it was tried.
+
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
-    Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search goes on until the next
-    index above it is decided too, and ``contradictions`` lists what speaks against it.
+    Where they are not monotone, all of them are kept: ``fits`` is the longest that fit, the search
+    goes on until the next index above it is decided too, and ``contradictions`` lists what speaks
+    against it.
     """
 
-    def __init__(self, size: int, first: int | None = None, method: Method = "bisect", *, least_packed: int = 1) -> None:
+    def __init__(
+        self,
+        size: int,
+        first: int | None = None,
+        method: Method = "bisect",
+        *,
+        least_packed: int = 1,
+    ) -> None:
         self._size = size
         self._first = min(max(first or 1, 1), size)
         self._method: Method = method
@@ -56,7 +71,10 @@ class Bracket:
         (self._fit if fits else self._failed).add(index)
 
     def tell_undecided(self, index: int) -> None:
-        """Record that no trial of ``index`` could tell, in the time it had: from there on only ``least_packed`` is asked for."""
+        """Record that no trial of ``index`` could tell, in the time it had.
+
+        From there on only ``least_packed`` is asked for.
+        """
         self._undecided.add(index)
 
     @property
@@ -66,8 +84,12 @@ class Bracket:
 
     @property
     def end(self) -> int:
-        """The lowest index above ``fits`` that is not worth a trial: it did not fit, was undecided, or is off the grid."""
-        return min((i for i in self._failed | self._undecided if i > self.fits), default=self._size + 1)
+        """The lowest index above ``fits`` that is not worth a trial.
+
+        It did not fit, was undecided, or is off the grid.
+        """
+        closed = (i for i in self._failed | self._undecided if i > self.fits)
+        return min(closed, default=self._size + 1)
 
     @property
     def does_not_fit(self) -> int | None:
@@ -76,16 +98,24 @@ class Bracket:
 
     @property
     def is_proven(self) -> bool:
-        """Two observed neighbours: ``fits`` fit (or is 0) and the index above it did not."""
+        """Whether neighbours were observed: ``fits`` fit, or is 0, and the one above did not."""
         return self.does_not_fit == self.fits + 1
 
-    def contradictions(self, packed_tokens: Callable[[int], int] = lambda index: index) -> tuple[Contradiction, ...]:
-        """For each index that did not fit, the closest at or above it that did with no fewer packed tokens; lowest first."""
+    def contradictions(
+        self, packed_tokens: Callable[[int], int] = lambda index: index
+    ) -> tuple[Contradiction, ...]:
+        """Every index that did not fit beside one that speaks against it; lowest first.
+
+        That is the closest at or above it that did fit, with no fewer packed tokens.
+        """
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
     def trials_left(self) -> int:
-        """About how many more trials the answer takes; while nothing bounds it from above, at least that many."""
+        """About how many more trials the answer takes.
+
+        While nothing bounds it from above, it takes at least that many.
+        """
         gap = self.end - self.fits - 1
         if gap <= 0:
             return 0 if self.ask() is None else 1
@@ -95,10 +125,11 @@ class Bracket:
 
     @property
     def _is_scanning(self) -> bool:
-        """A linear search scans upwards from its start. One that did not fit is no more than a hint that was too long.
+        """Whether a linear search still scans upwards from its start.
 
-        The published scan ends there and says that nothing fits. What does fit is as well found by bisection: an answer is a
-        pair of neighbours that were tried, whichever were tried before.
+        A start that did not fit is no more than a hint that was too long. The published scan ends
+        there and says that nothing fits. What does fit is as well found by bisection: an answer is
+        a pair of neighbours that were tried, whichever were tried before.
         """
         if self._method == "bisect":
             return False
@@ -112,7 +143,8 @@ class Bracket:
         for index in (*self._around_the_hint, self._least_packed):
             if self.fits < index < self.end:
                 return index
-        if self.end > self._size and not any(index < self.fits for index in self._failed):  # else what is above may pack as much
+        # Gallop away from the start; where a shorter length failed, what is above may pack as much.
+        if self.end > self._size and not any(index < self.fits for index in self._failed):
             distance = self.fits - self._first + 1
             return min(self.fits + distance, self._size)
         middle = (self.fits + self.end) // 2
@@ -120,23 +152,33 @@ class Bracket:
 
     @property
     def _is_least_packed_open(self) -> bool:
-        return self._least_packed <= self._size and self._least_packed not in self._failed | self._fit | self._undecided
+        return (
+            self._least_packed <= self._size
+            and self._least_packed not in self._failed | self._fit | self._undecided
+        )
 
     @property
     def _is_least_packed_above(self) -> bool:
-        """An index did not fit, and a higher one, which is still to be tried, takes the least memory: that one says the most.
+        """Whether an untried index above one that failed takes the least memory.
 
-        Where it fits, the answer is no lower, whatever fits below; where it does not, nothing is likely to, and index 1 proves
-        it. So it goes with a carried start that fit where a token budget held it once, and now holds it twice.
+        That index says the most. Where it fits, the answer is no lower, whatever fits below; where
+        it does not, nothing is likely to, and index 1 proves it. So it goes with a carried start
+        that fit where a token budget held it once, and now holds it twice.
         """
-        return not self._fit and self.does_not_fit == self.end and self.end < self._least_packed and self._is_least_packed_open
+        return (
+            not self._fit
+            and self.does_not_fit == self.end
+            and self.end < self._least_packed
+            and self._is_least_packed_open
+        )
 
     @property
     def _around_the_hint(self) -> tuple[int, ...]:
         """The hint, then ever further below it for as long as they fail.
 
-        A good hint is a step or a few per cent off. One that is far above the capacity says nothing about it:
-        the bisection then gallops from index 1, so that a wild hint costs these trials and no more.
+        A good hint is a step or a few per cent off. One that is far above the capacity says nothing
+        about it: the bisection then gallops from index 1, so that a wild hint costs these trials
+        and no more.
         """
         first = self._first
         return (first, first - 1, first - max(2, first // 4))

@@ -1,6 +1,7 @@
-"""Proof: whether a length can be tried in full within the time limit, from what the full trials of its cell took.
+"""Proof: whether a length can be tried in full within the time limit.
 
-Nothing is foreseen from nothing: until a full trial has told, by its step time or by running out of time, any length can.
+It follows from what the full trials of the cell took. Nothing is foreseen from nothing: until a
+full trial has told, by its step time or by running out of time, any length can be tried.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,17 @@ from highwater.spec.study import Question
 from highwater.spec.trial import Outcome, TrialResult
 
 FULL_SHARE = 0.9
-"""Share of the time limit that a full trial may be expected to take: a forecast is a few per cent off."""
+"""Share of the time limit that a full trial may be expected to take.
+
+A forecast is a few per cent off.
+"""
 TOLD_WITHIN = 8
-"""Times its own length that a trial tells of, for a trial that is made to be long: a short step is mostly overhead."""
+"""Times its own length up to which a trial that is made to be long tells the time of others.
+
+A short step is mostly overhead.
+"""
 WORTH = 1.1
-"""Times the longest length trained in full that another such trial has to reach to be worth its time."""
+"""Times the longest length trained in full that another full trial has to reach to be worth it."""
 
 
 class FullTrials:
@@ -42,27 +49,32 @@ class FullTrials:
             self._longest = length_tokens, result
 
     def exceeds(self, length_tokens: int) -> bool:
-        """A full trial of this length has run out of time, or a shorter one says that it would."""
+        """Whether a full trial of this length ran out of time, or is expected to."""
         if self._late_tokens is not None and length_tokens >= self._late_tokens:
             return True
         expected_s = self.expected_s(length_tokens)
         return expected_s is not None and expected_s > self._limit_s
 
     def expected_s(self, length_tokens: int) -> float | None:
-        """What a full trial of this length would take: steps as their model FLOPs, the rest as it was. None: nobody knows."""
+        """Seconds that a full trial of this length would take; None: nobody knows.
+
+        Steps take as long as their model FLOPs say, the rest what it took before.
+        """
         if self._longest is None:
             return None
         known_tokens, result = self._longest
+        # It is shorter than one that was in time; a recorded one may have had more time than now.
         if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
-            return 0.0  # shorter than one that was in time; one that is recorded may have had more of it
+            return 0.0
         steps_s = self._steps * (result.step_time_s or 0.0)
         growth = self._flops(length_tokens) / self._flops(known_tokens)
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """The longest index up to ``fits`` that a full trial may be expected to reach in time; None when it is not worth it.
+        """The longest index up to ``fits`` that a full trial may be expected to reach in time.
 
-        No length is reached in full at or above one whose full trial ran out of memory.
+        None when it is not worth it. No length is reached in full at or above one whose full trial
+        ran out of memory.
         """
         if self._longest is None:
             return None
@@ -77,9 +89,12 @@ class FullTrials:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if is_open(middle) else (low, middle - 1)
-        if not low or length(low) <= known_tokens or (low < fits and length(low) < WORTH * known_tokens):
+        if not low or length(low) <= known_tokens:
             return None
-        return low
+        return low if low == fits or length(low) >= WORTH * known_tokens else None
 
     def _flops(self, length_tokens: int) -> int:
-        return step_flops(self._shape, length_tokens=length_tokens, sequences=1, settings=Settings())  # only their ratios count
+        # Only ratios count, which the number of sequences does not change.
+        return step_flops(
+            self._shape, length_tokens=length_tokens, sequences=1, settings=Settings()
+        )

@@ -2,43 +2,52 @@
 
 from typing import Literal
 
-from highwater.spec.codec import Noun
-from highwater.spec.events import Trainer
+from highwater.spec.codec import Record
 from highwater.spec.hardware import kind_name
 from highwater.spec.ladder import simplicity
 from highwater.spec.study import Cell, Limit, Question, Study
+from highwater.spec.trainer import OURS, Trainer
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
 _OF_MEMORY: tuple[Limit, ...] = ("memory", "host_memory")
 """Ends of a search that say what does not fit."""
 Source = Literal["measured", "simulated", "predicted", "published"]
-"""Trials of this project, a memory law instead of trials, a prediction of this project, or somebody else's table."""
+"""Trials, a memory law in their place, a prediction of this project, or somebody else's table."""
 
 
-class Capacity(Noun, frozen=True, kw_only=True):
-    """One cell's answer: lengths known to fit, lengths known not to, and between the two what nobody knows."""
+class Capacity(Record, frozen=True, kw_only=True):
+    """One cell's bracket: lengths known to fit, and lengths known not to.
+
+    Between the two are those of which nobody knows (docs/decisions/017).
+    """
 
     model_name: str
     config_digest: str | None
-    """Which model that is; None: an older file does not say."""
+    """Digest of the model's config; None: an older file does not say."""
     native_length_tokens: int
     device_name: str
-    """Kind of GPU, as in the catalog where it is known: ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget."""
+    """Kind of GPU, as in the catalog where it is known.
+
+    ``A100-80GB``; ``H200-141GB with 79.15 GiB`` under a memory budget.
+    """
     cell: Cell
     capacity_tokens: int
     """The longest length that fits; 0: none is known to."""
     does_not_fit_tokens: int | None = None
     """The shortest length known not to fit; None: nobody knows of one."""
     odd_tokens: tuple[int, ...] = ()
-    """Lengths whose own trials said the opposite of the bracket: outcomes are not always monotone."""
+    """Lengths whose own trials said the opposite of the bracket.
+
+    Outcomes are not always monotone.
+    """
     margin_bytes: int = 0
-    """What a length has to leave of a GPU's memory to count as one that fits."""
+    """Bytes that a length has to leave of a GPU's memory to count as one that fits."""
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source
-    trainer: Trainer = "highwater"
-    """Whose step it is."""
+    trainer: Trainer = OURS
+    """The trainer whose step it is."""
     found_in: str
     """File that says so, or the command that predicts it."""
 
@@ -54,8 +63,8 @@ class Capacity(Noun, frozen=True, kw_only=True):
     def _follows(self, length_tokens: int) -> bool:
         """Whether the bracket tells of a length that it does not end at.
 
-        With a token budget a shorter length may pack more tokens than a longer one that fit, and a longer one fewer than one that
-        did not: of such a length nobody knows.
+        With a token budget a shorter length may pack more tokens than a longer one that fit, and a
+        longer one fewer than one that did not: of such a length nobody knows.
         """
         settings, degree = self.cell.settings, self.cell.layout.context_degree
         if settings.token_budget_tokens is None:
@@ -71,29 +80,45 @@ class Capacity(Noun, frozen=True, kw_only=True):
 
 
 def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity | None:
-    """Of one model on as many GPUs of one kind: the simplest that trains a length; None where none of them does."""
+    """The simplest capacity that trains a length; None where none does.
+
+    All are of one model on as many GPUs of one kind.
+    """
     return next((each for each in in_order(capacities) if each.fits(length_tokens)), None)
 
 
-def may_be_simpler(capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None) -> bool:
-    """Of the same capacities: whether nobody knows if a simpler cell than ``found`` trains a length; of None, if any cell does."""
+def may_be_simpler(
+    capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
+) -> bool:
+    """Whether nobody knows if a simpler cell than ``found`` trains a length.
+
+    With ``found`` None, whether nobody knows it of any cell.
+    """
     known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
-    simpler = (each.cell for each in capacities if found is None or simplicity(each.cell) < simplicity(found.cell))
-    return any(cell not in known for cell in simpler)
+    unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
+    return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
 
 
 def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
-    """The simplest first; of one cell what was trained in full before what memory alone is known to hold."""
-    return sorted(capacities, key=lambda capacity: (simplicity(capacity.cell), capacity.is_memory_only))
+    """The capacities, simplest first.
+
+    Of one cell what was trained in full comes before what memory alone is known to hold.
+    """
+    return sorted(capacities, key=lambda each: (simplicity(each.cell), each.is_memory_only))
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
     """What a study knows of each cell of its question."""
-    return tuple(capacity for cell in study.question.cells for capacity in cell_capacities(study, cell))
+    return tuple(
+        capacity for cell in study.question.cells for capacity in cell_capacities(study, cell)
+    )
 
 
 def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
-    """A cell's answer, or what its trials say so far; a memory-only proof is a capacity of its own."""
+    """A cell's answer as capacities, or what its trials say so far.
+
+    A memory-only proof is a capacity of its own.
+    """
     answer = study.answer_of(cell)
     if answer is None:
         memory_only = study.longest_fit_tokens(cell, Outcome.MEMORY_ONLY_FIT)
@@ -101,7 +126,8 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
         fails = _shortest_failure(study, cell, max(fits or 0, memory_only or 0))
     else:
         memory_only = None if answer.memory_only is None else answer.memory_only.length_tokens
-        fits, fails = answer.capacity_tokens, answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
+        fits = answer.capacity_tokens
+        fails = answer.does_not_fit_tokens if answer.limit in _OF_MEMORY else None
     found = (_of_study(study, cell, fits or 0, fails),)
     if memory_only is None:
         return found
@@ -109,12 +135,17 @@ def cell_capacities(study: Study, cell: Cell) -> tuple[Capacity, ...]:
 
 
 def kind_with_memory(device_name: str, device_bytes: int | None) -> str:
-    """The catalog's name of a GPU, where it has one; with its memory, where that is not the whole card's."""
+    """The catalog's name of a GPU, where it has one.
+
+    With its memory, where that is not the whole card's.
+    """
     name = kind_name(device_name)
     return name if device_bytes is None else f"{name} with {format_bytes(device_bytes)}"
 
 
-def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False) -> Capacity:
+def _of_study(
+    study: Study, cell: Cell, fits: int, fails: int | None, *, is_memory_only: bool = False
+) -> Capacity:
     question: Question = study.question
     return Capacity(
         model_name=question.model.name,
@@ -133,21 +164,30 @@ def _of_study(study: Study, cell: Cell, fits: int, fails: int | None, *, is_memo
 
 
 def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
-    """Beyond the longest fit: the shortest length that ran out of memory, or left less of it than was asked for."""
+    """The shortest length beyond the longest fit that a trial says does not fit.
+
+    It ran out of memory, or left less of it than was asked for.
+    """
     failed = (
         trial.spec.length_tokens
         for trial in study.trials_of(cell)
-        if trial.result is not None and trial.result.outcome.tells and not study.question.counts_as_fit(trial.result)
+        if trial.result is not None
+        and trial.result.outcome.tells
+        and not study.question.counts_as_fit(trial.result)
     )
     return min((tokens for tokens in failed if tokens > longest_fit), default=None)
 
 
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
-    """Of several trials of one length all have to fit."""
+    """Lengths whose trials say the opposite of the bracket; of several trials all have to fit."""
     told: dict[int, bool] = {}
     for trial in study.trials_of(cell):
         if trial.result is not None and trial.result.outcome.tells:
             tokens = trial.spec.length_tokens
             told[tokens] = told.get(tokens, True) and study.question.counts_as_fit(trial.result)
-    odd = (tokens for tokens, is_fit in told.items() if (fails is not None and tokens >= fails if is_fit else tokens <= fits))
+    odd = (
+        tokens
+        for tokens, is_fit in told.items()
+        if (fails is not None and tokens >= fails if is_fit else tokens <= fits)
+    )
     return tuple(sorted(odd))

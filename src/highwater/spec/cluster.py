@@ -1,38 +1,49 @@
-"""Cluster: GPUs that are not here, as a user names them: ``4xA100-80GB``, ``H200-141GB``, ``8`` of this machine's kind."""
+"""Cluster: GPUs that are not here, as a user names them.
+
+``4xA100-80GB``, ``H200-141GB``, or ``8`` of this machine's kind.
+"""
 
 import re
 from difflib import SequenceMatcher
 from os.path import commonprefix
 
 from highwater.errors import MachineError, UsageError
-from highwater.spec.codec import Noun
-from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, GpuKind, Machine, gpu_catalog, kind_of, lacking
+from highwater.spec.codec import Record
+from highwater.spec.hardware import (
+    OLDEST_CAPABILITY,
+    Gpu,
+    GpuKind,
+    Machine,
+    gpu_catalog,
+    kind_of,
+    lacking,
+)
 from highwater.units import GIB, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 MOST_GPUS = 16
-"""In one machine."""
+"""GPUs of one machine at the most."""
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
 """A word of a GPU's name that says how much memory it has: ``80GB``."""
 _LEAST_BYTES = GIB
-"""Of a GPU: less is a number without its unit."""
+"""Bytes that a GPU has at least: less is a number without its unit."""
 _SAME_FROM = 0.9
-"""Of the size in a card's name a driver reports this much, or more."""
+"""Least share of the size in a card's name that its driver reports."""
 _SAME_START, _ALIKE = 3, 0.7
-"""First letters that two names share, or share of all their letters, to be taken for one another."""
+"""What two names share to be taken for one another: first letters, or a share of all letters."""
 
 
-class Cluster(Noun, frozen=True, kw_only=True):
+class Cluster(Record, frozen=True, kw_only=True):
     """GPUs of one kind, and what each can hold."""
 
     gpus: int
     device_name: str
     device_bytes: int
-    """Memory of one, as its driver reports it."""
+    """Memory of one GPU, as its driver reports it."""
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
     """The oldest that trains, where nobody named the kind."""
 
@@ -57,26 +68,26 @@ class Cluster(Noun, frozen=True, kw_only=True):
 
 
 def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
-    """What ``--gpus`` and ``--gpu-memory`` name: a count and a kind of the catalog, or either alone.
+    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone.
 
-    ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all, means its GPUs.
-    Raises UsageError for a kind that is not known, or whose memory nobody has read; MachineError for one without bf16.
+    ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all,
+    means its GPUs. Raises UsageError for a kind that is not known, or whose memory nobody has read;
+    MachineError for one without bf16.
     """
     count, name = _parse(text)
     if gpu_memory_bytes is not None:
         refuse_small_gpu(gpu_memory_bytes)
     if name is not None:
-        kind = _kind(name, count, gpu_memory_bytes)
-        if lacking(kind):
-            raise MachineError(f"{kind.name} has no {' and no '.join(lacking(kind))}", hint=f"use {_EXAMPLE}")
-        memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
-        if memory is None:
-            raise UsageError(f"the memory of {kind.name} is not in the catalog", hint="add `--gpu-memory 80GiB`, its own")
-        return Cluster(gpus=count or 1, device_name=kind.name, device_bytes=memory, compute_capability=kind.compute_capability)
+        return _of_kind(_kind(name, count, gpu_memory_bytes), count or 1, gpu_memory_bytes)
     if gpu_memory_bytes is not None:
-        return Cluster(gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes)
+        return Cluster(
+            gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes
+        )
     if machine is None or not machine.gpus:
-        raise UsageError("no GPU is here, and none is named", hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`")
+        raise UsageError(
+            "no GPU is here, and none is named",
+            hint=f"name some: {_EXAMPLE}, or `--gpus 4 --gpu-memory 80GiB`",
+        )
     here = machine.gpus[0]
     return Cluster(
         gpus=count or len(machine.gpus),
@@ -86,15 +97,35 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     )
 
 
+def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster:
+    """GPUs of a kind that trains, with its own memory where no other is given."""
+    missing = lacking(kind)
+    if missing:
+        raise MachineError(f"{kind.name} has no {' and no '.join(missing)}", hint=f"use {_EXAMPLE}")
+    memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
+    if memory is None:
+        raise UsageError(
+            f"the memory of {kind.name} is not in the catalog",
+            hint="add `--gpu-memory 80GiB`, its own",
+        )
+    return Cluster(
+        gpus=count,
+        device_name=kind.name,
+        device_bytes=memory,
+        compute_capability=kind.compute_capability,
+    )
+
+
 def refuse_small_gpu(memory_bytes: int) -> None:
     """Raise UsageError for a memory that no GPU has."""
     if memory_bytes < _LEAST_BYTES:
-        problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {format_bytes(_LEAST_BYTES)} is the least"
+        least = f"{format_bytes(_LEAST_BYTES)} is the least"
+        problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {least}"
         raise UsageError(problem, hint="give its own, for example `--gpu-memory 80GiB`")
 
 
 def nameless(device_bytes: int) -> str:
-    """What GPUs are called of which nothing but the memory is known."""
+    """The name of GPUs of which nothing but the memory is known."""
     return f"a GPU of {format_bytes(device_bytes)}"
 
 
@@ -111,50 +142,70 @@ def _parse(text: str | None) -> tuple[int | None, str | None]:
 
 def _counted(digits: str, text: str) -> int:
     if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS:
-        raise UsageError(f"{text!r}: a prediction is about 1 to {MOST_GPUS} GPUs of one machine", hint=f"for example {_EXAMPLE}")
+        raise UsageError(
+            f"{text!r}: a prediction is about 1 to {MOST_GPUS} GPUs of one machine",
+            hint=f"for example {_EXAMPLE}",
+        )
     return int(digits)
 
 
 def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind:
-    """By the catalog's name, or by what a driver calls it; raises UsageError for another memory than that kind has."""
+    """The kind of this name in the catalog, or of a driver's name.
+
+    Raises UsageError for another memory than that kind has.
+    """
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
     if found is None:
         known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
-        raise UsageError(f"the catalog has no GPU {name!r}, it has {known}", hint=_meant(_near(name), gpus, gpu_memory_bytes))
+        raise UsageError(
+            f"the catalog has no GPU {name!r}, it has {known}",
+            hint=_meant(_near(name), gpus, gpu_memory_bytes),
+        )
     size = _contradicting_size(name, found)
     if size is not None:
-        sizes = [kind for kind in kinds.values() if _family(kind.name) == _family(found.name) and _has(kind, size)]
+        family = (kind for kind in kinds.values() if _family(kind.name) == _family(found.name))
+        sizes = [kind for kind in family if _has(kind, size)]
         hint = _meant(sizes[0] if sizes else found, gpus, gpu_memory_bytes)
         if not sizes and gpu_memory_bytes is None:
-            hint += f"; for one of {size} GB `--gpus {gpus} --gpu-memory {size}GiB`, or what its driver reports"
-        raise UsageError(f"{name!r} has {size} GB, and the catalog's {found.name} has not", hint=hint)
+            own = f"`--gpus {gpus} --gpu-memory {size}GiB`, or what its driver reports"
+            hint += f"; for one of {size} GB {own}"
+        problem = f"{name!r} has {size} GB, and the catalog's {found.name} has not"
+        raise UsageError(problem, hint=hint)
     return found
 
 
 def _contradicting_size(name: str, kind: GpuKind) -> int | None:
     """The size in GB that a name says and the kind that it names has not."""
-    said = [int(match[1]) for word in re.split(r"[\s-]+", name.lower()) if (match := _SIZE.fullmatch(word))]
+    matches = map(_SIZE.fullmatch, re.split(r"[\s-]+", name.lower()))
+    said = (int(match[1]) for match in matches if match)
     return next((size for size in said if not _has(kind, size)), None)
 
 
 def _has(kind: GpuKind, size: int) -> bool:
-    """Whether so many GB are what the kind is sold with; of one whose memory nobody has read its name tells, or nothing."""
+    """Whether the kind is sold with so many GB.
+
+    Of one whose memory nobody has read its name tells, or nothing.
+    """
     if kind.usable_bytes is None:
         return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
     return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that somebody may have meant who typed a name that no catalog has; the one whose name begins most alike."""
+    """The kind that somebody may have meant who typed a name that no catalog has.
+
+    It is the one whose name begins most alike.
+    """
     typed = name.lower()
 
     def alike(kind: GpuKind) -> tuple[str, float]:
         own = kind.name.lower()
         pairs = ((own, typed), (_family(own), _family(typed)))
-        return commonprefix((own, typed)), max(SequenceMatcher(None, *pair).ratio() for pair in pairs)  # noqa: RUF071 - names
+        ratio = max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return commonprefix((own, typed)), ratio  # noqa: RUF071
 
     def closeness(kind: GpuKind) -> tuple[int, float]:
         return len(alike(kind)[0]), alike(kind)[1]
@@ -172,7 +223,10 @@ def _family(name: str) -> str:
 
 
 def _meant(kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None) -> str:
-    """What to type: the memory, where it is known or no kind is meant, for that stands for any GPU."""
+    """What to type: the kind, or the memory, which stands for any GPU.
+
+    The memory, where it is known or no kind is meant.
+    """
     if gpu_memory_bytes is not None or kind is None or kind.usable_bytes is None:
         memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
         return f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
@@ -180,7 +234,11 @@ def _meant(kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None) -> str
 
 
 def _size(count: int) -> str:
-    """As one types it: ``60.5GiB``, or the bytes themselves."""
+    """The size as one types it: ``60.5GiB``, or the bytes themselves."""
     spellings = (f"{count / GIB:.{digits}g}" for digits in (6, 15))
-    exact = (f"{text}GiB" for text in spellings if text.replace(".", "").isdecimal() and parse_bytes(f"{text}GiB") == count)
+    exact = (
+        f"{text}GiB"
+        for text in spellings
+        if text.replace(".", "").isdecimal() and parse_bytes(f"{text}GiB") == count
+    )
     return next(exact, str(count))

@@ -1,4 +1,7 @@
-"""Nouns to JSON and back: one strict codec for journals, trial files, ``--json`` and the published schemas."""
+"""Records to JSON and back: one strict codec for every file and document.
+
+Journals, trial files, ``--json`` and the published schemas have it.
+"""
 
 import hashlib
 from typing import Any, TypeVar
@@ -8,18 +11,18 @@ import msgspec
 T = TypeVar("T")
 
 
-class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every noun: immutable, keyword-only, unknown fields refused when read."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every record: immutable, keyword-only, unknown fields refused when read."""
 
 
 def to_json(value: object, *, indent: int = 0) -> str:
-    """JSON text of a noun; keys in declaration order, so the same value is always the same text."""
+    """JSON text of a record, keys in declaration order: the same value is the same text."""
     encoded = msgspec.json.encode(value)
     return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """The noun of type ``kind`` in ``text``.
+    """Read the record of type ``kind`` in ``text``.
 
     Raises msgspec.ValidationError for fields that are missing, unknown or of the wrong type,
     msgspec.DecodeError for text that is no JSON, and HighwaterError for values that cannot be.
@@ -31,17 +34,17 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
 
 
 def to_builtins(value: object) -> Any:
-    """The noun as dicts, lists, strings and numbers."""
+    """The record as dicts, lists, strings and numbers."""
     return msgspec.to_builtins(value)
 
 
 def from_builtins(value: object, kind: type[T]) -> T:
-    """The noun of type ``kind`` in dicts, lists, strings and numbers; errors as ``from_json``."""
+    """The record of type ``kind`` in dicts, lists, strings and numbers; errors as ``from_json``."""
     return msgspec.convert(value, type=kind)
 
 
 def json_schema(kind: type) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a noun."""
+    """JSON Schema (2020-12) of a record."""
     return msgspec.json.schema(kind)
 
 

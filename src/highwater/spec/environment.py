@@ -1,7 +1,10 @@
-"""Environment: what a search ran on and with, by an allow-list: what has no name here is not recorded."""
+"""Environment: what a search ran on and with, by an allow-list.
+
+What has no name here is not recorded.
+"""
 
 from highwater.spec.allocator import ALLOCATOR_VARIABLES
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
 
 RECORDED_VARIABLES = (
     *ALLOCATOR_VARIABLES,
@@ -9,20 +12,26 @@ RECORDED_VARIABLES = (
     "NCCL_BUFFSIZE",
     "CUBLAS_WORKSPACE_CONFIG",
 )
-"""Variables of the user's shell that are about memory or say which GPUs are seen. None of them can hold a token or a key."""
+"""Variables of the user's shell that are about memory or say which GPUs are seen.
+
+None of them can hold a token or a key.
+"""
 
 
-class Environment(Noun, frozen=True, kw_only=True):
-    """Where a search was started. No names of hosts, users or directories, no variables but those named above."""
+class Environment(Record, frozen=True, kw_only=True):
+    """The machine and shell in which a search was started.
+
+    It has no names of hosts, users or directories, and no variables but those named above.
+    """
 
     versions: dict[str, str]
     """Installed versions of what trials run with; a package that is missing is absent."""
     driver_version: str | None = None
     gpu_names: tuple[str, ...] = ()
-    """Of each visible GPU, as its driver names it."""
+    """Name of each visible GPU, by its driver."""
     gpu_memory_bytes: tuple[int, ...] = ()
-    """Of each visible GPU, as its driver reports it."""
+    """Memory of each visible GPU, by its driver."""
     cpu_cores: int
     host_memory_total_bytes: int
     variables: dict[str, str]
-    """As the shell had them. Trials are given an allocator of their own, by their rung."""
+    """Variables as the shell had them; trials are given an allocator by their rung."""

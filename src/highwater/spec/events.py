@@ -1,14 +1,15 @@
-"""Events: what one rank's step allocates and frees on its device, in order; written by the tracer, replayed by the prediction."""
+"""Events: what one rank's step allocates and frees on its device, in order; written by the tracer,
+replayed by the prediction.
+"""
 
 from typing import Literal
 
 import msgspec
 
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
 from highwater.spec.hardware import Kernel
+from highwater.spec.trainer import OURS, Trainer
 from highwater.spec.trial import TrialSpec
-
-Trainer = Literal["highwater", "trinity"]
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -30,7 +31,9 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """They are given back while another stream still uses them (``record_stream``). A ``Free`` follows when the GPU is done."""
+    """They are given back while another stream still uses them (``record_stream``). A ``Free``
+    follows when the GPU is done.
+    """
 
     id: int
 
@@ -48,7 +51,7 @@ class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 Event = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
-class TraceOrder(Noun, frozen=True, kw_only=True):
+class TraceOrder(Record, frozen=True, kw_only=True):
     """What the tracer is asked for."""
 
     spec: TrialSpec
@@ -56,14 +59,15 @@ class TraceOrder(Noun, frozen=True, kw_only=True):
     """Whose events."""
     kernel: Kernel = "cudnn"
     """The attention of the GPUs that are meant."""
-    trainer: Trainer = "highwater"
+    trainer: Trainer = OURS
     """Whose step."""
     resident_threads: int = 132 * 2048
-    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's, whatever GPU our own step is traced
-    for; an A100 has 108 x 2,048, and sums over tokens take so much less."""
+    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's,
+    whatever GPU our own step is traced for; an A100 has 108 x 2,048, and sums over tokens take so
+    much less."""
 
 
-class EventLog(Noun, frozen=True, kw_only=True):
+class EventLog(Record, frozen=True, kw_only=True):
     """One rank's events from its first allocation to the end of its last step."""
 
     schema_version: int = 1
@@ -72,5 +76,6 @@ class EventLog(Noun, frozen=True, kw_only=True):
     operators: tuple[str, ...]
     """What allocates, by the index that events name."""
     modules: tuple[str, ...] = ("",)
-    """Where in the model: the innermost one whose forward pass, or recomputation, was running; empty for none."""
+    """Where in the model: the innermost one whose forward pass, or recomputation, was running;
+    empty for none."""
     events: tuple[Event, ...]

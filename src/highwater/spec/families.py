@@ -1,17 +1,31 @@
-"""Families: what transformers' config classes take for a field that ``config.json`` leaves out, and which window a model has.
+"""Families: what transformers' config classes take for a field that ``config.json`` leaves out.
 
-Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23; tests/unit/test_families.py compares with those that are
-installed.
+Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23;
+tests/unit/test_families.py compares with those that are installed.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "afmoe": {"head_dim": 128, "intermediate_size": 6144, "sliding_window": 1024, "global_attn_every_n_layers": 4},
-    "apertus": {"intermediate_size": 14336, "rope_theta": 12e6, "rope_parameters": {**_LLAMA3, "factor": 8.0, "rope_theta": 12e6}},
+    "afmoe": {
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "sliding_window": 1024,
+        "global_attn_every_n_layers": 4,
+    },
+    "apertus": {
+        "intermediate_size": 14336,
+        "rope_theta": 12e6,
+        "rope_parameters": {**_LLAMA3, "factor": 8.0, "rope_theta": 12e6},
+    },
     "arcee": {"intermediate_size": 18432},
     "aria_text": {"intermediate_size": 4096},
     "bitnet": {"num_key_value_heads": 5, "intermediate_size": 6912, "rope_theta": 5e5},
@@ -24,7 +38,12 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**_LLAMA3, "factor": 16.0, "rope_theta": 1e6},
     },
     "diffllama": {"intermediate_size": 8192},
-    "dots1": {"num_key_value_heads": 32, "intermediate_size": 10944, "sliding_window": 4096, "max_window_layers": 62},
+    "dots1": {
+        "num_key_value_heads": 32,
+        "intermediate_size": 10944,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+    },
     "ernie4_5": {
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -32,11 +51,31 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 5e5,
     },
-    "ernie4_5_moe": {"num_key_value_heads": 4, "intermediate_size": 12288, "tie_word_embeddings": True, "rope_theta": 5e5},
-    "exaone4": {"num_key_value_heads": 32, "intermediate_size": 16384, "sliding_window": 4096, "sliding_window_pattern": 4},
-    "exaone_moe": {"num_key_value_heads": 32, "intermediate_size": 16384, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "ernie4_5_moe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+    },
+    "exaone4": {
+        "num_key_value_heads": 32,
+        "intermediate_size": 16384,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "exaone_moe": {
+        "num_key_value_heads": 32,
+        "intermediate_size": 16384,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
     "flex_olmo": {"intermediate_size": 11008, "rope_theta": 5e5},
-    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "intermediate_size": 24576, "tie_word_embeddings": True},
+    "gemma": {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "intermediate_size": 24576,
+        "tie_word_embeddings": True,
+    },
     "gemma3_text": {
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -45,26 +84,65 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
-    "glm": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 13696, "partial_rotary_factor": 0.5},
-    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 13696, "partial_rotary_factor": 0.5},
-    "glm4_moe": {"num_key_value_heads": 8, "intermediate_size": 10944, "partial_rotary_factor": 0.5},
+    "glm": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 13696,
+        "partial_rotary_factor": 0.5,
+    },
+    "glm4": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 13696,
+        "partial_rotary_factor": 0.5,
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "intermediate_size": 10944,
+        "partial_rotary_factor": 0.5,
+    },
     "gpt_neox": {"intermediate_size": 24576, "rotary_pct": 0.25},
     "granite": {"intermediate_size": 11008},
     "granitemoe": {"intermediate_size": 11008},
     "granitemoeshared": {"intermediate_size": 11008},
-    "helium": {"num_key_value_heads": 20, "head_dim": 128, "intermediate_size": 7040, "rope_theta": 1e5},
+    "helium": {
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "intermediate_size": 7040,
+        "rope_theta": 1e5,
+    },
     "hunyuan_v1_dense": {"intermediate_size": 11008},
     "hunyuan_v1_moe": {"intermediate_size": 11008},
-    "hy_v3": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 13312, "rope_theta": 11158840.0},
+    "hy_v3": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 13312,
+        "rope_theta": 11158840.0,
+    },
     "hyperclovax": {"intermediate_size": 11008},
     "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 10240},
     "iquestcoder": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27648},
     "jais2": {"intermediate_size": 26624},
     "kolibri1": {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513},
-    "laguna": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "sliding_window": 512},
+    "laguna": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 8192,
+        "sliding_window": 512,
+    },
     "llama": {"intermediate_size": 11008},
-    "mellum": {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 7168, "sliding_window": 1024},
-    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 1536, "rope_theta": 5e6},
+    "mellum": {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 7168,
+        "sliding_window": 1024,
+    },
+    "minimax_m2": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "rope_theta": 5e6,
+    },
     "ministral": {"num_key_value_heads": 8, "intermediate_size": 14336, "sliding_window": 4096},
     "ministral3": {
         "num_key_value_heads": 8,
@@ -80,10 +158,24 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {"intermediate_size": 2048},
     "opt": {"ffn_dim": 3072, "tie_word_embeddings": True},
     "persimmon": {"intermediate_size": 16384, "partial_rotary_factor": 0.5},
-    "phi3": {"intermediate_size": 8192, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+    "phi3": {
+        "intermediate_size": 8192,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 1.0,
+    },
     "phimoe": {"num_key_value_heads": 8, "intermediate_size": 6400, "rope_theta": 1e6},
-    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen2_moe": {"num_key_value_heads": 16, "intermediate_size": 5632, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "intermediate_size": 22016,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     "qwen3": {
         "num_key_value_heads": 32,
         "head_dim": 128,
@@ -101,35 +193,58 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 2e6,
     },
     "solar_open": {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6},
-    "starcoder2": {"num_key_value_heads": 2, "intermediate_size": 12288, "tie_word_embeddings": True},
+    "starcoder2": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": True,
+    },
 }
-"""Fields whose default is not what their absence says elsewhere: as many key/value heads as query heads, heads that share the
-hidden size, untied embeddings, no window, plain RoPE on a base of 10,000."""
+"""Fields whose default is not what their absence says elsewhere: as many key/value heads as query
+heads, heads that share the hidden size, untied embeddings, no window, plain RoPE on a base of
+10,000."""
 
 
 class Experts(NamedTuple):
-    """What the class of a mixture of experts takes for a field that ``config.json`` leaves out; beside a number, its field."""
+    """What the class of a mixture of experts takes for a field that ``config.json`` leaves out;
+    beside a number, its field.
+    """
 
     experts: int
     """Of one layer."""
     per_token: int
     width: int | None = None
-    """``moe_intermediate_size``; None where an expert is as wide as ``intermediate_size``, whatever the config says."""
+    """``moe_intermediate_size``; None where an expert is as wide as ``intermediate_size``, whatever
+    the config says."""
     shared: tuple[str | None, int] = (None, 0)
-    """Experts that every token goes through, or the width of them all; of no field where the class has always so many."""
+    """Experts that every token goes through, or the width of them all; of no field where the class
+    has always so many."""
     dense_layers: tuple[str | None, int] = (None, 0)
     """Layers without experts, at the front."""
 
 
-_FIRST_DENSE, _SHARED, _SHARED_WIDTH = "first_k_dense_replace", "num_shared_experts", "shared_expert_intermediate_size"
+_FIRST_DENSE, _SHARED, _SHARED_WIDTH = (
+    "first_k_dense_replace",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+)
 EXPERTS: Mapping[str, Experts] = {
     "afmoe": Experts(64, 6, width=1408, shared=(_SHARED, 2), dense_layers=("num_dense_layers", 1)),
     "aria_text": Experts(8, 2, shared=("moe_num_shared_experts", 2)),
-    "dots1": Experts(1, 1, width=1408, shared=("n_shared_experts", 0), dense_layers=(_FIRST_DENSE, 0)),
-    "ernie4_5_moe": Experts(64, 6, width=1536, shared=("moe_num_shared_experts", 2), dense_layers=("moe_layer_start_index", 1)),
+    "dots1": Experts(
+        1, 1, width=1408, shared=("n_shared_experts", 0), dense_layers=(_FIRST_DENSE, 0)
+    ),
+    "ernie4_5_moe": Experts(
+        64,
+        6,
+        width=1536,
+        shared=("moe_num_shared_experts", 2),
+        dense_layers=("moe_layer_start_index", 1),
+    ),
     "exaone_moe": Experts(64, 8, width=1024, shared=(_SHARED, 1), dense_layers=(_FIRST_DENSE, 1)),
     "flex_olmo": Experts(7, 5),
-    "glm4_moe": Experts(128, 8, width=1408, shared=("n_shared_experts", 1), dense_layers=(_FIRST_DENSE, 1)),
+    "glm4_moe": Experts(
+        128, 8, width=1408, shared=("n_shared_experts", 1), dense_layers=(_FIRST_DENSE, 1)
+    ),
     "granitemoe": Experts(8, 2),
     "granitemoeshared": Experts(8, 2, shared=("shared_intermediate_size", 0)),
     "hunyuan_v1_moe": Experts(1, 1, shared=(None, 1)),
@@ -149,7 +264,9 @@ EXPERTS: Mapping[str, Experts] = {
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Names that families give the same thing: experts of a layer, of a token."""
-NEEDED: Mapping[str, tuple[str, ...]] = {"dots1": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")}
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "dots1": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+}
 """Fields that a family's class leaves at null, of which no model can be built."""
 MLP_WIDTHS: Mapping[str, str] = {"opt": "ffn_dim"}
 """What a family calls its ``intermediate_size``."""
@@ -159,19 +276,9 @@ UNGATED = frozenset(("apertus", "arcee", "gpt_neox", "jais2", "opt", "persimmon"
 ROPE_BY_LAYER = frozenset(("gemma3_text", "laguna", "mellum", "olmo3"))
 """Families with RoPE of its own for each kind of layer, whatever their config leaves out."""
 
-_WINDOW_IN_EVERY_LAYER = ("ministral3", "mistral", "mixtral", "olmoe", "phi3", "phimoe", "qwen3_moe", "starcoder2")
-"""Families whose attention takes ``sliding_window`` as it is, whatever ``layer_types`` says."""
-_WINDOW_BY_LAYER = (
-    *("afmoe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma3_text", "kolibri1", "laguna", "mellum", "ministral", "olmo3"),
-    *("qwen2", "qwen2_moe", "qwen3", "smollm3"),
-)
-"""Families whose window is in the layers that ``layer_types`` names; any other has none, whatever its config says."""
-_SWITCHED_ON = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-"""Families whose window is there only with ``use_sliding_window``."""
-
-
 _NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window")
-"""Fields where null is not the same as nothing: as the query heads, as they share the hidden size, no window."""
+"""Fields where null is not the same as nothing: as the query heads, as they share the hidden size,
+no window."""
 
 
 def value_of(config: Mapping[str, Any], field: str) -> Any:
@@ -181,47 +288,28 @@ def value_of(config: Mapping[str, Any], field: str) -> Any:
     return CLASS_DEFAULTS.get(config["model_type"], {}).get(field)
 
 
-def has_sliding_layers(config: Mapping[str, Any]) -> bool:
-    """Whether any layer attends within ``sliding_window``, where the config has one."""
-    family = config["model_type"]
-    if family in _SWITCHED_ON and not config.get("use_sliding_window"):
-        return False
-    if family not in _WINDOW_BY_LAYER:
-        return family in _WINDOW_IN_EVERY_LAYER
-    kinds = config.get("layer_types")
-    return "sliding_attention" in kinds if isinstance(kinds, list) else _slides_by_default(config)
-
-
-def _slides_by_default(config: Mapping[str, Any]) -> bool:
-    """Whether any layer has the window in the ``layer_types`` that the family's class makes where the config has none."""
-    family, layers = config["model_type"], config["num_hidden_layers"]
-    if family in ("laguna", "mellum"):
-        return False
-    if family == "cwm":  # in all but the first of four
-        return layers > 1
-    if family in ("dots1", "qwen2", "qwen3"):  # from that layer on
-        first = value_of(config, "max_window_layers")
-        return not isinstance(first, int) or first < layers
-    if family == "qwen2_moe":  # in every second one up to there
-        return value_of(config, "max_window_layers") != 0
-    if family == "smollm3":  # in the layers without RoPE
-        rotated, interval = config.get("no_rope_layers"), value_of(config, "no_rope_layer_interval")
-        return 0 in rotated if isinstance(rotated, list) else isinstance(interval, int) and interval <= layers
-    every = (value_of(config, field) for field in ("global_attn_every_n_layers", "sliding_window_pattern"))
-    return 1 not in every  # in all but every n-th one, or in all
-
-
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_ATTENTION_DROPOUT = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+)
 _LAYER_DROPOUT = ("layerdrop", "decoder_layerdrop")
 DROPOUT_BY_DEFAULT: Mapping[str, str] = {"seed_oss": "attention_dropout"}
-"""Families whose attention has dropout where their config does not say otherwise, and the field that does."""
+"""Families whose attention has dropout where their config does not say otherwise, and the field
+that does."""
 
 
 def unsupported_dropout(config: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """The field that asks for dropout which the engine does not have, its value, and what it does; None where there is none."""
+    """The field that asks for dropout which the engine does not have, its value, and what it does;
+    None where there is none.
+    """
     nested = config.get("attn_config")
     for block in (config, nested if isinstance(nested, Mapping) else {}):
-        for fields, what in ((_ATTENTION_DROPOUT, "drops attention weights"), (_LAYER_DROPOUT, "leaves layers out")):
+        for fields, what in (
+            (_ATTENTION_DROPOUT, "drops attention weights"),
+            (_LAYER_DROPOUT, "leaves layers out"),
+        ):
             for field in fields:
                 if block.get(field):
                     return field, block[field], what

@@ -1,4 +1,7 @@
-"""Files that a user names, read with a bound: a pipe would be waited for without end, a device would fill the memory."""
+"""Files that a user names, read with a bound.
+
+A pipe would be waited for without end, a device would fill the memory.
+"""
 
 import errno
 import os
@@ -8,13 +11,22 @@ from pathlib import Path
 from highwater.units import MIB, format_bytes
 
 SETTINGS_BYTES = MIB
-"""The most that a file of settings, or a table of capacities, may have: the published table has 12 KiB."""
+"""Bytes of a file of settings, or a table of capacities, at the most.
+
+The published table has 12 KiB.
+"""
 CONFIG_BYTES = 16 * MIB
-"""The most that a model's ``config.json``, or an answer of `predict --json`, may have: the largest known have a few MiB."""
+"""Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most.
+
+The largest known have a few MiB.
+"""
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """The content of a regular file of at most so many bytes; raises OSError for another, a pipe or a device for example."""
+    """The content of a regular file of at most ``most_bytes``.
+
+    Raises OSError for any other, a pipe or a device for example.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         refuse_irregular(descriptor, path)

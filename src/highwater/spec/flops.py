@@ -1,5 +1,8 @@
-"""Model FLOPs of a training step, for MFU. Recomputation is not counted: it is overhead, not model work."""
+"""Model FLOPs of a training step, for MFU. Recomputation is not counted: it is overhead, not model
+work.
+"""
 
+from highwater.spec.layer_kind import AttentionKind
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 
@@ -7,14 +10,30 @@ from highwater.spec.settings import Settings
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
     """FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, causal attention.
 
-    Forward and backward of every trained model, and the passes that the objective asks for beforehand: GRPO's reference, the
-    critic's values; each a third of them.
+    Forward and backward of every trained model, and the passes that the objective asks for
+    beforehand: the reference's, the critic's values; each a third of them.
 
-    6 per matmul weight and token, plus 3 x (2 x length² x head_dim x query_heads) per layer and document:
-    Q.K and P.V are 2 FLOPs per product, and the causal mask halves them.
-    Source: Chowdhery et al., PaLM, appendix B, with the causal half counted, as FlashAttention does.
+    6 per matmul weight and token, and the attention of every layer and document. Source: Chowdhery
+    et al., PaLM, appendix B, with the causal half counted, as FlashAttention does.
     """
     linear = 6 * shape.matmul_parameters * length_tokens
-    attention = 3 * 2 * length_tokens**2 * shape.head_dim * shape.query_heads * shape.layers
-    beforehand = (settings.objective == "grpo") + settings.critic
+    attention = sum(
+        run.count * _attention_flops(run.kind.attention, length_tokens) for run in shape.runs
+    )
+    beforehand = (settings.traits.has_reference) + settings.critic
     return sequences * (linear + attention) * (3 * settings.trained_models + beforehand) // 3
+
+
+def _attention_flops(attention: AttentionKind, length_tokens: int) -> int:
+    """FLOPs of one layer's attention over one document, forward and backward.
+
+    Q.K and P.V are 2 FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim
+    x query_heads for each pair of a token and one that it reads. Those pairs are half of length²,
+    the causal triangle; with a window half of what is left of length² once the smaller triangle,
+    of tokens further back than the window, is cut off.
+    """
+    further_back = 0
+    if attention.window_tokens is not None:
+        further_back = max(0, length_tokens - attention.window_tokens)
+    twice_the_pairs = length_tokens**2 - further_back**2
+    return 3 * 2 * twice_the_pairs * attention.query_size

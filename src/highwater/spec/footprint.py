@@ -1,143 +1,195 @@
-"""Footprint: what a trial keeps while it runs, on devices, on the host and on disk. Its peak is prediction/formula.py's."""
+"""Footprint: what a trial keeps for as long as it runs, on devices, on the host and on disk. The
+peak of a step is memory/formula/formula.py's.
+"""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
-
+from highwater.spec.layer_kind import Matrices
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
+from highwater.spec.working_sizes import ELEMENT_BYTES
 from highwater.units import MIB
 
 PROCESS_BYTES = 512 * MIB
-"""Host memory of one process, Python with torch."""
+"""Host memory of one process that runs Python with torch."""
 STAGED_LAYERS = 3
-"""Layers whose offloaded gradients have pinned blocks at a time: of one the copy runs, of one it is awaited, and the last one's
-blocks are given out again when the GPU has come to where they were let go."""
+"""Layers whose offloaded gradients have pinned blocks at a time: the copy of one runs, that of
+another is awaited, and the blocks of the third are given out again once the GPU has come to where
+they were let go."""
+OPTIMIZERS = "AdamW in float32"
+"""Those whose states are counted here, in words."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """On disk: float32 weights and both moments of AdamW."""
-HF_BYTES_PER_PARAMETER: Mapping[Device, int] = {"cuda": 2, "cpu": 4}
-"""On disk: Hugging Face weights in the dtype that the device computes in, bfloat16 or float32."""
 
 
 class CheckpointBytes(NamedTuple):
-    """What one trial has on disk at the most, over all ranks."""
+    """Bytes that one trial has on disk at the most, over all ranks."""
 
     sharded_bytes: int
     hf_bytes: int
 
 
 def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
-    """What a trial writes. Hugging Face weights count once: those of a step overwrite those of the step before."""
+    """Bytes that a trial writes. Hugging Face weights count once: those of a step overwrite those
+    of the step before.
+    """
     return CheckpointBytes(
-        sharded_bytes=SHARDED_BYTES_PER_PARAMETER * shape.parameters * settings.trained_models * (settings.checkpoint == "sharded"),
-        hf_bytes=HF_BYTES_PER_PARAMETER[device] * shape.parameters if settings.save_hf != "never" else 0,
+        sharded_bytes=SHARDED_BYTES_PER_PARAMETER
+        * shape.parameters
+        * settings.trained_models
+        * (settings.checkpoint == "sharded"),
+        hf_bytes=ELEMENT_BYTES[device] * shape.parameters if settings.save_hf != "never" else 0,
     )
 
 
 def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:
-    """Parameters, gradients and both moments of every trained model at the peak, over all devices that share them.
+    """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
+    devices that share them.
 
-    Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends (parallel/fsdp1.py). On the CPU there
-    is nowhere else. A reward model has a number in the place of the vocabulary, and no head where that is not the embedding; a
-    critic, too, though here it counts as whole.
+    Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
+    (parallel/fsdp1.py). On the CPU there is nowhere else. A reward model has a number in the place
+    of the vocabulary, and no head where that is not the embedding; a critic, too, though here it
+    counts as whole.
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offload and device == "cuda":
         per_parameter = 4 if settings.strategy == "fsdp" else 0
     policy = shape.parameters
-    if settings.objective == "rw" and not shape.tied_embeddings:
+    if settings.traits.gives_scalars and not shape.tied_embeddings:
         policy -= shape.vocab_size * shape.hidden_size
     return per_parameter * policy * settings.trained_models
 
 
 def host_state_bytes(
-    shape: ModelShape, settings: Settings, *, gpus: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+    shape: ModelShape,
+    settings: Settings,
+    *,
+    gpus: int,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
-    """Host memory that models take, over all ranks of the machine: offloaded states, and GRPO's reference.
+    """Host memory that models take, over all ranks of the machine: offloaded states, and the
+    reference.
 
-    Besides what is pinned: gradients and both moments with FSDP2, with FSDP1 the moments and the sum of the gradients.
-    ``state_bytes_per_parameter`` scales all states together, as on a device, and leaves the reference as it is.
+    Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
+    gradients and both moments, with FSDP1 the moments and the sum of the gradients.
+    ``state_bytes_per_parameter`` scales all states together, as on a device, and leaves the
+    reference as it is.
     """
     ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
-    pinned = pinned_state_bytes(shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter)
+    pinned = pinned_state_bytes(
+        shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter
+    )
     return pinned + ordinary * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
 
 
 def pinned_state_bytes(
-    shape: ModelShape, settings: Settings, *, gpus: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+    shape: ModelShape,
+    settings: Settings,
+    *,
+    gpus: int,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
-    """The part of it in pinned memory.
+    """Pinned host memory of models, over all ranks of the machine: a part of ``host_state_bytes``.
 
-    Offloaded with FSDP2 parameters, one block for each tensor's shard; with FSDP1 parameters and the latest gradient, one block for
-    each layer's shard. The reference is a bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
+    Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
+    parameters and the latest gradient, one block for each layer's shard. The reference is a
+    bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
     """
-    reference = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=2) if settings.objective == "grpo" else 0
+    reference = (
+        _pinned_matrices_bytes(matrices(shape), gpus=gpus, bytes_per_element=2)
+        if settings.traits.has_reference
+        else 0
+    )
     if not settings.offload:
         return reference
     if settings.strategy == "fsdp2":
-        pinned = _pinned_matrices_bytes(shape, gpus=gpus, bytes_per_element=4, state_bytes_per_parameter=state_bytes_per_parameter)
+        pinned = _pinned_matrices_bytes(
+            matrices(shape),
+            gpus=gpus,
+            bytes_per_element=4,
+            state_bytes_per_parameter=state_bytes_per_parameter,
+        )
     else:
-        outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2) + shape.hidden_size
-        layer = (shape.parameters - outside) // shape.layers
-        shards = (4 * -(-size // gpus) for size in (layer, outside))
-        of_layer, of_rest = (_pinned_bytes(size * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER) for size in shards)
-        pinned = 2 * gpus * (shape.layers * of_layer + of_rest)
+        pinned = _pinned_units_bytes(shape, gpus, state_bytes_per_parameter)
     return reference + settings.trained_models * pinned
 
 
-def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
-    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine, besides that of the states.
+def _pinned_units_bytes(shape: ModelShape, gpus: int, state_bytes_per_parameter: int) -> int:
+    """Pinned blocks of FSDP1: of each layer's shard, and of what is outside of layers, for the
+    parameters and for a gradient.
+    """
 
-    A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the head; a critic's gradients
-    pass through the same blocks. Where some layers have experts and others none, each kind has its own.
+    def block_bytes(parameters: int) -> int:
+        shard = 4 * -(-parameters // gpus)
+        return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
+
+    of_layers = sum(run.count * block_bytes(run.kind.parameters) for run in shape.runs)
+    return 2 * gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
+
+
+def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine,
+    besides that of the states.
+
+    A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the
+    head; a critic's gradients pass through the same blocks. Layers whose tensors have the same
+    sizes share blocks, whatever they attend to; layers with experts and those without share none.
     Source: parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
     if not settings.offload or settings.strategy != "fsdp2":
         return 0
-    dense = min(STAGED_LAYERS, shape.dense_layers)
-    layers = dense + min(STAGED_LAYERS, shape.layers - shape.dense_layers)
-    few = msgspec.structs.replace(shape, layers=layers, dense_layers=dense)
-    return _pinned_matrices_bytes(few, gpus=gpus, bytes_per_element=4)
+    counts = Counter[tuple[Matrices, ...]]()
+    for run in shape.runs:
+        counts[run.kind.matrices] += run.count
+    staged = (
+        size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
+    )
+    return _pinned_matrices_bytes((*staged, _tables(shape)), gpus=gpus, bytes_per_element=4)
 
 
 def _pinned_matrices_bytes(
-    shape: ModelShape, *, gpus: int, bytes_per_element: int, state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+    sizes: Iterable[Matrices],
+    *,
+    gpus: int,
+    bytes_per_element: int,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
-    shards = ((count, bytes_per_element * -(-rows // gpus) * columns) for count, rows, columns in matrices(shape))
-    scaled = ((count, size * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER) for count, size in shards)
-    return gpus * sum(count * _pinned_bytes(size) for count, size in scaled)
+    """Pinned blocks of these matrices, one for the shard that each GPU has of each."""
+
+    def block_bytes(rows: int, row_size: int) -> int:
+        shard = bytes_per_element * -(-rows // gpus) * row_size
+        return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
+
+    return gpus * sum(number * block_bytes(rows, size) for number, rows, size in sizes)
 
 
-def matrices(shape: ModelShape) -> tuple[tuple[int, int, int], ...]:
-    """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2 cuts, and the size of a row."""
-    hidden, layers, mixed = shape.hidden_size, shape.layers, shape.layers - shape.dense_layers
-    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    into = shape.mlp_matrices - 1  # the last one leads out of the MLP
+def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
+    """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2
+    cuts, and the size of a row.
+    """
+    in_layers = (size for run in shape.runs for size in _times(run.count, run.kind.matrices))
+    return (*in_layers, _tables(shape))
 
-    def mlps(count: int, width: int) -> tuple[tuple[int, int, int], ...]:
-        return ((into * count, width, hidden), (count, hidden, width)) if count and width else ()
 
-    if shape.experts > 1:  # fused: a row is an expert
-        width = shape.intermediate_size
-        routed = (
-            (mixed, shape.experts, into * width * hidden),
-            (mixed, shape.experts, hidden * width),
-            (mixed, shape.experts, hidden),
-        )
-    else:
-        routed = mlps(mixed, shape.intermediate_size)
-    in_mlps = (*routed, *mlps(mixed, shape.shared_expert_size), *mlps(shape.dense_layers, shape.dense_intermediate_size))
-    embeddings = (1 if shape.tied_embeddings else 2, shape.vocab_size, hidden)
-    return ((layers, query, hidden), (2 * layers, key, hidden), (layers, hidden, query), *in_mlps, embeddings)
+def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
+    """The matrices of this many layers that each have these."""
+    return tuple(Matrices(layers * each.number, each.rows, each.row_size) for each in sizes)
+
+
+def _tables(shape: ModelShape) -> Matrices:
+    """Embedding and head, or one where they are tied."""
+    return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
 
 
 def _pinned_bytes(requested: int) -> int:
+    """Bytes of the pinned block that PyTorch takes for a request: the next power of two."""
     return 1 << (max(1, requested) - 1).bit_length()
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
-    """Per token: the inputs of all layers in bf16, what recomputation keeps."""
-    return 2 * shape.hidden_size * shape.layers
+    """Bytes per token of the inputs of all layers in bfloat16: what recomputation keeps."""
+    return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)

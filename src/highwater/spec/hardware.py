@@ -1,4 +1,4 @@
-"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of what each kind can do."""
+"""Hardware: the GPUs of a machine as its driver reports them, and a catalog of their kinds."""
 
 import json
 from functools import cache
@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Literal
 
 from highwater.errors import MachineError
-from highwater.spec.codec import Noun, from_builtins
+from highwater.spec.codec import Record, from_builtins
 
 Kernel = Literal["cudnn", "flash"]
 """A fused attention."""
@@ -14,19 +14,21 @@ Kernel = Literal["cudnn", "flash"]
 OLDEST_CAPABILITY = (8, 0)
 """Compute capability from which on a GPU has bf16 and runs the flash kernels."""
 _HOPPER = (9, 0)
+SAME_MEMORY = 0.02
+"""Share that two GPUs' memories may differ by and still be the same: drivers keep back a little."""
 
 CPU_FLAGS = "--device cpu --memory 1GiB --start-length 256 --resolution 256 --max-length 4k"
 """A search on the CPU that ends within minutes."""
 CPU_SEARCH = f"highwater find tiny {CPU_FLAGS}"
-"""The same, with a model that fits: what hints offer where there is no GPU."""
+"""A whole command, with a model that fits: what hints offer where there is no GPU."""
 
 
-class GpuKind(Noun, frozen=True, kw_only=True):
+class GpuKind(Record, frozen=True, kw_only=True):
     """What one kind of GPU can do. Source of each figure in the catalog's ``source``."""
 
     name: str
     match: str
-    """The driver's name for it, in lower case, contains every word of this."""
+    """Words, in lower case, which are all in the driver's name for it."""
     compute_capability: tuple[int, int]
     """Source: https://developer.nvidia.com/cuda-gpus."""
     usable_bytes: int | None
@@ -34,24 +36,24 @@ class GpuKind(Noun, frozen=True, kw_only=True):
     bf16_dense_tflops: float | None
     """Dense bf16 matrix FLOP/s by the datasheet, in units of 10¹²; None: the card has no bf16."""
     flash_attention: bool
-    """The flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
+    """Whether the flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
     source: str
 
 
-class Gpu(Noun, frozen=True, kw_only=True):
+class Gpu(Record, frozen=True, kw_only=True):
     """One GPU of this machine, as its driver reports it."""
 
     index: int
     name: str
     memory_total_bytes: int
     memory_used_bytes: int
-    """Used by anybody when it was read, the driver's own reserve included."""
+    """Memory used by anybody when it was read, the driver's own reserve included."""
     compute_capability: tuple[int, int]
     processes: tuple[int, ...]
     """Process ids that hold memory on it, where the driver tells."""
 
 
-class UnreadableGpu(Noun, frozen=True, kw_only=True):
+class UnreadableGpu(Record, frozen=True, kw_only=True):
     """A GPU that is there, and of which the driver does not tell what trials need to know."""
 
     index: int
@@ -61,11 +63,11 @@ class UnreadableGpu(Noun, frozen=True, kw_only=True):
     """The driver's words."""
 
 
-class Machine(Noun, frozen=True, kw_only=True):
+class Machine(Record, frozen=True, kw_only=True):
     """What trials run on."""
 
     gpus: tuple[Gpu, ...]
-    """The visible ones, in the order of CUDA, less those that cannot be read."""
+    """The visible GPUs, in the order of CUDA, less those that cannot be read."""
     unreadable_gpus: tuple[UnreadableGpu, ...] = ()
     driver_version: str | None
     cpu_cores: int
@@ -117,5 +119,6 @@ def refuse_unfit_gpu(driver_name: str, compute_capability: tuple[int, int]) -> N
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
         raise MachineError(
             f"{driver_name} (compute capability {major}.{minor}) has no {' and no '.join(missing)}",
-            hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on the CPU",
+            hint=f"train on a GPU of compute capability {oldest} or newer, or `{CPU_SEARCH}` on "
+            "the CPU",
         )

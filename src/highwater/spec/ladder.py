@@ -1,11 +1,17 @@
-"""The ladder: rungs ordered from the cheapest to the most memory-saving, and cells from the simplest on."""
+"""The ladder: rungs ordered from the cheapest to the most memory-saving, and cells from the
+simplest on.
+"""
 
 import msgspec
 
 from highwater.spec.settings import Allocator, Loss, Settings
 from highwater.spec.study import Cell
 
-_GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+_GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
+    ("native", "full"),
+    ("expandable", "full"),
+    ("expandable", "chunked"),
+)
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """From the one that computes nothing twice; any other is taken for less simple than these."""
@@ -16,12 +22,12 @@ def default_ladder(
 ) -> tuple[Settings, ...]:
     """Rungs that `highwater find` tries, cheapest first.
 
-    Naming an allocator or a loss keeps the rungs with it; naming both makes one rung, on the ladder or not.
-    On the CPU there is one allocator, the operating system's: only the loss varies. A reward model has no logits to chunk, and
-    where the entropy is chunked they already are.
+    Naming an allocator or a loss keeps the rungs with it; naming both makes one rung, on the ladder
+    or not. On the CPU there is one allocator, the operating system's: only the loss varies. A
+    reward model has no logits to chunk, and where the entropy is chunked they already are.
     """
     ladder = _CPU_LADDER if device == "cpu" else _GPU_LADDER
-    if base.objective == "rw" or base.entropy == "chunked":
+    if base.traits.gives_scalars or base.entropy == "chunked":
         ladder = tuple((a, x) for a, x in ladder if x == "full")
     kept = [(a, x) for a, x in ladder if allocator in (None, a) and loss in (None, x)]
     if not kept or (allocator and loss):
@@ -32,14 +38,19 @@ def default_ladder(
 def simplicity(cell: Cell) -> tuple[int, ...]:
     """Where a cell stands among others of as many GPUs, the simplest first: a key to sort by.
 
-    The order of the published guide: more Ulysses before offload, and for each degree what needs no other change first. Between
-    two rungs of one degree the allocator, then the loss, then what is recomputed or computed in tiles.
+    The order of the published guide: more Ulysses before offload, and for each degree what needs no
+    other change first. Between two rungs of one degree the allocator, then the loss, then what is
+    recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
         int(settings.offload),
         cell.layout.context_degree,
-        int(settings.allocator == "expandable") + int(settings.loss == "chunked") + int(settings.entropy == "chunked"),
-        _RECOMPUTE_ORDER.index(settings.recompute) if settings.recompute in _RECOMPUTE_ORDER else len(_RECOMPUTE_ORDER),
+        int(settings.allocator == "expandable")
+        + int(settings.loss == "chunked")
+        + int(settings.entropy == "chunked"),
+        _RECOMPUTE_ORDER.index(settings.recompute)
+        if settings.recompute in _RECOMPUTE_ORDER
+        else len(_RECOMPUTE_ORDER),
         settings.mlp_tiles or 0,
     )

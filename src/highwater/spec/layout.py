@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
 
 
-class Layout(Noun, frozen=True, kw_only=True):
+class Layout(Record, frozen=True, kw_only=True):
     """GPUs of one trial and the degrees they are split into."""
 
     gpus: int = 1
@@ -25,12 +25,21 @@ class Layout(Noun, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
             if getattr(self, name) > MOST_GPUS:
-                raise UsageError(f"{name} is {getattr(self, name)}, and {MOST_GPUS} is the most", hint=f"use {MOST_GPUS} or less")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, and {MOST_GPUS} is the most",
+                    hint=f"use {MOST_GPUS} or less",
+                )
         if self.gpus % self.context_degree:
             works = ", ".join(str(d) for d in range(1, self.gpus + 1) if self.gpus % d == 0)
-            raise UsageError(f"context degree {self.context_degree} does not divide {self.gpus} GPUs", hint=f"use one of {works}")
+            raise UsageError(
+                f"context degree {self.context_degree} does not divide {self.gpus} GPUs",
+                hint=f"use one of {works}",
+            )
         if self.gpus % self.replicate_degree:
-            raise UsageError(f"{self.replicate_degree} copies do not divide {self.gpus} GPUs", hint="use `replicate_degree=1`")
+            raise UsageError(
+                f"{self.replicate_degree} copies do not divide {self.gpus} GPUs",
+                hint="use `replicate_degree=1`",
+            )
 
     @property
     def context_degree(self) -> int:
@@ -50,31 +59,41 @@ class Layout(Noun, frozen=True, kw_only=True):
     @property
     def degrees(self) -> tuple[str, ...]:
         """Each degree that is not 1, as every label has it: ``SP=2``, ``ring=3``, ``2 copies``."""
-        return tuple(spelling.label.format(degree) for spelling, degree in self._spelled if degree > 1)
+        return tuple(each.label.format(degree) for each, degree in self._spelled if degree > 1)
 
     @property
     def suffix(self) -> str:
-        """What a label says after the GPUs: ``, SP=2, ring=3``; empty where every degree is 1."""
+        """A label's words after the GPUs: ``, SP=2, ring=3``; empty where every degree is 1."""
         return "".join(f", {degree}" for degree in self.degrees)
 
     @property
     def sharing(self) -> str:
-        """What stands under ``SP`` in a table: ``2``; with a ring ``2, ring=3``."""
+        """Text under ``SP`` in a table: ``2``; with a ring ``2, ring=3``."""
         (_, ulysses_degree), *others = self._spelled
-        return ", ".join((str(ulysses_degree), *(spelling.label.format(degree) for spelling, degree in others if degree > 1)))
+        shared = (each.label.format(degree) for each, degree in others if degree > 1)
+        return ", ".join((str(ulysses_degree), *shared))
 
     @property
     def slug(self) -> str:
-        """The degrees in paths: ``sp-1``, ``sp-2``, ``sp-2+ring-3``. The first is always there, as in the published log tree."""
+        """The degrees in paths: ``sp-1``, ``sp-2``, ``sp-2+ring-3``.
+
+        The first is always there, as in the published log tree.
+        """
         (first, ulysses_degree), *others = self._spelled
-        return "+".join((f"{first.slug}-{ulysses_degree}", *(f"{each.slug}-{degree}" for each, degree in others if degree > 1)))
+        more = (f"{each.slug}-{degree}" for each, degree in others if degree > 1)
+        return "+".join((f"{first.slug}-{ulysses_degree}", *more))
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What is typed to name the layout: ``--gpus 4 --ulysses 2``, and one more for each other degree that is not 1."""
+        """Words to type that name the layout: ``--gpus 4 --ulysses 2``.
+
+        There is one more for each other degree that is not 1.
+        """
         (first, ulysses_degree), *others = self._spelled
-        words = ("--gpus", str(self.gpus), first.flag, str(ulysses_degree))
-        return (*words, *(word for each, degree in others if degree > 1 for word in (each.flag, str(degree))))
+        words = ["--gpus", str(self.gpus), first.flag, str(ulysses_degree)]
+        for each, degree in others:
+            words += [each.flag, str(degree)] if degree > 1 else []
+        return tuple(words)
 
     @property
     def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:
@@ -82,7 +101,7 @@ class Layout(Noun, frozen=True, kw_only=True):
 
 
 class _Spelling(NamedTuple):
-    """How one degree is written wherever it is: the only place that says so."""
+    """The spelling of one degree, wherever it is written: the only place that says so."""
 
     field: str
     label: str

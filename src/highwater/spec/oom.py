@@ -1,7 +1,9 @@
-"""Out of memory, told from every other failure: by an exception's type first, then by its text, and by an abort's last words.
+"""Out of memory, told from every other failure.
 
-Text alone proves nothing: a file may be called MemoryError, a cache may have caught its own. So a text is read only where its
-type says that PyTorch, or a library under it, wrote it; and where one text has several causes, memory itself is asked.
+It is told by an exception's type first, then by its text, and by an abort's last words. Text alone
+proves nothing: a file may be called MemoryError, a cache may have caught its own. So a text is read
+only where its type says that PyTorch, or a library under it, wrote it; and where one text has
+several causes, memory itself is asked.
 """
 
 import errno
@@ -39,16 +41,23 @@ _HOST = re.compile(
     re.IGNORECASE,
 )
 _MAYBE_HOST = re.compile(r"can't start new thread|failed to map segment from shared object")
-"""A thread's stack or a library's data has no room; or threads are limited, or the library's disk is mounted noexec."""
-_ABORT = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']*)'(?P<text>.*)", re.DOTALL)
+"""Texts about a thread's stack or a library's data for which there is no room.
+
+Or threads are limited, or the library's disk is mounted noexec.
+"""
+_ABORT = re.compile(
+    r"terminate called after throwing an instance of '(?P<type>[^']*)'(?P<text>.*)", re.DOTALL
+)
 """The last words of a process whose C++ exception nobody caught."""
 
 
-def exhausted_memory(error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False) -> Exhausted | None:
+def exhausted_memory(
+    error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
+) -> Exhausted | None:
     """Which memory ran out, by an exception; None when it is about something else.
 
-    ``is_spent`` is asked where the text alone does not tell: whether this process gets no more host memory. On the CPU there is
-    one memory, and it is the device's.
+    ``is_spent`` is asked where the text alone does not tell: whether this process gets no more host
+    memory. On the CPU there is one memory, and it is the device's.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     text = _text(error)
@@ -68,7 +77,10 @@ def exhausted_memory(error: BaseException, *, device: Device, is_spent: Callable
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by the end of what an aborted process wrote; None when it aborted for something else."""
+    """Which memory ran out, by the end of what an aborted process wrote.
+
+    None when it aborted for something else.
+    """
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None
@@ -86,8 +98,14 @@ def _by_text(text: str, device: Device) -> Exhausted | None:
 
 
 def _is_of_torch(error: BaseException, name: str) -> bool:
-    """By name: torch is not imported here, and may itself be what did not fit."""
-    return any(kind.__name__ == name and kind.__module__.split(".")[0] == "torch" for kind in type(error).__mro__)
+    """Whether an exception is torch's of this name.
+
+    torch is not imported here, and may itself be what did not fit.
+    """
+    return any(
+        kind.__name__ == name and kind.__module__.split(".")[0] == "torch"
+        for kind in type(error).__mro__
+    )
 
 
 def _text(error: BaseException) -> str:

@@ -1,7 +1,8 @@
-"""Pieces: what a memory-only trial's attention runs on in place of whole documents, so that its time is linear in the length.
+"""Pieces: what a memory-only trial's attention runs on in place of whole documents.
 
-The kernel's buffers (output, log-sum-exp, gradients, float32 accumulators) hold so many bytes per token and head, whatever
-document a token is in: the same tokens cut into a batch of pieces take the same bytes. docs/decisions/006-memory-only-trials.md.
+Its time is then linear in the length. The kernel's buffers (output, log-sum-exp, gradients, float32
+accumulators) hold so many bytes per token and head, whatever document a token is in: the same
+tokens cut into a batch of pieces take the same bytes (docs/decisions/006).
 """
 
 from collections.abc import Mapping
@@ -20,25 +21,30 @@ class _Range(NamedTuple):
 
 
 _RANGES: Mapping[Device, _Range] = {
-    # What is cut has more than 16,384 tokens: with a single head, too, no kernel then splits keys for want of work.
+    # What is cut has more than 16,384 tokens: even with a single head no kernel then splits keys
+    # for want of work.
     "cuda": _Range(4096, 16384, 128),
-    # From 768 on PyTorch's scratch does not depend on the length. Source: ATen, FlashAttentionKernel.cpp.
+    # From 768 on PyTorch's scratch does not depend on the length. Source: ATen,
+    # FlashAttentionKernel.cpp.
     "cpu": _Range(768, 1535, 1),
 }
 _MOST_PADDING = 0.005
-"""Share by which rounding up each piece may make the rounded buffers larger than those of the whole."""
+"""Share by which rounded pieces may take larger buffers than the rounded whole."""
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Equal pieces to cut this many tokens into: 1 where they are few enough to stay whole, None where they cannot be cut."""
+    """Equal pieces to cut this many tokens into.
+
+    1 where they are few enough to stay whole, None where they cannot be cut.
+    """
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:
         return 1
-    counts = [count for count in range(tokens // shortest, tokens // longest, -1) if tokens % count == 0]
-    best = min(counts, key=lambda count: _padded(tokens, count, block), default=None)
-    if best is None or _padded(tokens, best, block) > (1 + _MOST_PADDING) * _padded(tokens, 1, block):
-        return None
-    return best
+    counts = range(tokens // shortest, tokens // longest, -1)
+    equal = (count for count in counts if tokens % count == 0)
+    best = min(equal, key=lambda count: _padded(tokens, count, block), default=None)
+    most = (1 + _MOST_PADDING) * _padded(tokens, 1, block)
+    return None if best is None or _padded(tokens, best, block) > most else best
 
 
 def _padded(tokens: int, count: int, block: int) -> int:

@@ -1,4 +1,7 @@
-"""Runner: whatever runs trials. A real launcher, a simulation and a recorded study are interchangeable."""
+"""Runner: whatever runs trials.
+
+A real launcher, a simulation and a recorded study are interchangeable.
+"""
 
 from typing import Protocol
 
@@ -9,9 +12,9 @@ class Runner(Protocol):
     """Runs one trial at a time, to its end."""
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """The result of the ``attempt``-th launch of a trial; blocks until every process of it is gone.
+        """Run the ``attempt``-th launch of a trial; blocks until every process of it is gone.
 
-        ``repeat`` above 0 asks for the same trial once more, to confirm it.
-        Raises MachineError when no trial can run at all; KeyboardInterrupt after cleaning up.
+        ``repeat`` above 0 asks for the same trial once more, to confirm it. Raises MachineError
+        when no trial can run at all; KeyboardInterrupt after cleaning up.
         """
         ...

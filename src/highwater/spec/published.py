@@ -1,7 +1,9 @@
-"""Published: capacity tables of other trainers, CSV to questions and answers or to capacities, and what they call a rung.
+"""Published: capacity tables of other trainers, CSV to questions and answers or to capacities, and
+what they call a rung.
 
-A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits; empty: unknown); others are not
-read. As questions, cells that are unknown are left out; as capacities they are said to be unknown.
+A table is a CSV with the columns gpu, settings, gpus, sp, model, max_model_len (0: nothing fits;
+empty: unknown); others are not read. As questions, cells that are unknown are left out; as
+capacities they are said to be unknown.
 """
 
 import csv
@@ -14,17 +16,23 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.spec.capacities import Capacity
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
 from highwater.spec.files import SETTINGS_BYTES, read_file
+from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
+from highwater.spec.model import Model, load_model
 from highwater.spec.settings import Settings
-from highwater.spec.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
+from highwater.spec.study import Cell, Question, counted_ranks
+from highwater.spec.trainer import Trainer
 
-_VANILLA = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last")
+_VANILLA = Settings(
+    strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last"
+)
 _ENV = msgspec.structs.replace(_VANILLA, allocator="expandable")
 _OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
+PUBLISHED_TRAINER: Trainer = "trinity"
+"""Whose capacities the published tables have."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "vanilla": _VANILLA,
     "env": _ENV,
@@ -41,7 +49,7 @@ _LONGEST_TOKENS = 16 * 1024**2
 """What is longer is no length: a guide has a row for each step up to it."""
 
 
-class CapacityTable(Noun, frozen=True, kw_only=True):
+class CapacityTable(Record, frozen=True, kw_only=True):
     """Known capacities, as questions and as their answers."""
 
     questions: tuple[Question, ...]
@@ -58,7 +66,9 @@ class CapacityTable(Noun, frozen=True, kw_only=True):
         found = {(model, cell): tokens for (_, model, cell), tokens in self.capacity_tokens.items()}
         if len(found) < len(self.capacity_tokens):
             gpus = " and ".join(dict.fromkeys(gpu for gpu, _, _ in self.capacity_tokens))
-            raise UsageError(f"the table has the same cells of {gpus}", hint="give a CSV for each kind of GPU")
+            raise UsageError(
+                f"the table has the same cells of {gpus}", hint="give a CSV for each kind of GPU"
+            )
         return found
 
 
@@ -81,32 +91,12 @@ def read_capacity_table(path: Path) -> CapacityTable:
 def table_capacities(path: Path) -> tuple[Capacity, ...]:
     """What the capacity table in a CSV file says of each cell, in its order, the unknown cells too.
 
-    The next length of the published grid is known not to fit: that is where the published search stopped. Errors as for
-    ``read_capacity_table``.
+    The next length of the published grid is known not to fit: that is where the published search
+    stopped. Errors as for ``read_capacity_table``.
     """
     rows = _read_rows(path)
     models = {name: load_model(name) for name in dict.fromkeys(row.model_name for row in rows)}
-    grids = {name: published_grid(model.shape.native_length_tokens) for name, model in models.items()}
-
-    def next_tokens(row: _Row, tokens: int) -> int:
-        grid = grids[row.model_name]
-        return grid.length(grid.index_at_most(tokens) + 1)
-
-    return tuple(
-        Capacity(
-            model_name=row.model_name,
-            config_digest=models[row.model_name].config_digest,
-            native_length_tokens=models[row.model_name].shape.native_length_tokens,
-            device_name=row.device_name,
-            cell=row.cell,
-            capacity_tokens=row.tokens or 0,
-            does_not_fit_tokens=None if row.tokens is None else next_tokens(row, row.tokens),
-            source="published",
-            trainer="trinity",
-            found_in=str(path),
-        )
-        for row in rows
-    )
+    return tuple(_capacity(row, models[row.model_name], path) for row in rows)
 
 
 def published_grid(native_length_tokens: int) -> Grid:
@@ -142,6 +132,24 @@ class _Row(NamedTuple):
         return self.device_name, self.model_name, self.cell
 
 
+def _capacity(row: _Row, model: Model, path: Path) -> Capacity:
+    native_tokens = model.shape.native_length_tokens
+    grid = published_grid(native_tokens)
+    next_tokens = None if row.tokens is None else grid.length(grid.index_at_most(row.tokens) + 1)
+    return Capacity(
+        model_name=row.model_name,
+        config_digest=model.config_digest,
+        native_length_tokens=native_tokens,
+        device_name=row.device_name,
+        cell=row.cell,
+        capacity_tokens=row.tokens or 0,
+        does_not_fit_tokens=next_tokens,
+        source="published",
+        trainer=PUBLISHED_TRAINER,
+        found_in=str(path),
+    )
+
+
 def _read_rows(path: Path) -> list[_Row]:
     """Every row; raises UsageError for a file that is no such table, or has none."""
     try:
@@ -153,7 +161,9 @@ def _read_rows(path: Path) -> list[_Row]:
         rows = [_row(row, reader.line_num) for row in reader]
     except OSError as error:
         problem = f"the table {path} cannot be read: {error.strerror}"
-        raise UsageError(problem, hint=f"name a CSV with the columns {', '.join(_COLUMNS)}") from error
+        raise UsageError(
+            problem, hint=f"name a CSV with the columns {', '.join(_COLUMNS)}"
+        ) from error
     except (ValueError, csv.Error) as error:
         raise _no_table(path, str(error)) from error
     if not rows:
@@ -163,24 +173,35 @@ def _read_rows(path: Path) -> list[_Row]:
 
 
 def _refuse_twice(path: Path, rows: Sequence[_Row]) -> None:
-    """Raise UsageError for two rows that know a capacity of one place: nobody could say which of them counts."""
+    """Raise UsageError for two rows that know a capacity of one place: nobody could say which of
+    them counts.
+    """
     seen: dict[tuple[str, str, Cell], _Row] = {}
     for row in (row for row in rows if row.tokens is not None):
         before = seen.setdefault(row.place, row)
         if before is not row:
             degrees = f"{counted_ranks(row.cell.layout.gpus, 'cuda')}{row.cell.layout.suffix}"
-            place = f"{row.device_name}, {rung_name(row.cell.settings)}, {degrees}, {row.model_name}"
-            problem = f"{path}: lines {before.line} and {row.line} are both about {place}: {before.tokens} and {row.tokens}"
+            place = (
+                f"{row.device_name}, {rung_name(row.cell.settings)}, {degrees}, {row.model_name}"
+            )
+            problem = (
+                f"{path}: lines {before.line} and {row.line} are both about {place}: "
+                f"{before.tokens} and {row.tokens}"
+            )
             raise UsageError(problem, hint="keep one of them")
 
 
 def _row(row: Mapping[str, str | None], line: int) -> _Row:
-    """One row of the file; raises ValueError for what is none, UsageError for a degree that cannot be."""
+    """One row of the file; raises ValueError for what is none, UsageError for a degree that cannot
+    be.
+    """
     device_name, rung, gpus, sp, model_name, tokens = (row[column] for column in _COLUMNS)
     if not device_name or not model_name or gpus is None or sp is None:
         raise ValueError(f"line {line} lacks a gpu, a count, a degree or a model")
     if rung is None or rung not in PUBLISHED_SETTINGS:
-        raise ValueError(f"line {line}: settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}")
+        raise ValueError(
+            f"line {line}: settings {rung!r} are none of {', '.join(PUBLISHED_SETTINGS)}"
+        )
     known = _whole(tokens, "max_model_len", line) if tokens and tokens.strip() else None
     if known is not None and not 0 <= known <= _LONGEST_TOKENS:
         raise ValueError(f"line {line} has a capacity of {known}")
@@ -197,7 +218,10 @@ def _whole(text: str, column: str, line: int) -> int:
 
 
 def _no_table(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is not a capacity table: {why}", hint=f"give a CSV with the columns {', '.join(_COLUMNS)}")
+    return UsageError(
+        f"{path} is not a capacity table: {why}",
+        hint=f"give a CSV with the columns {', '.join(_COLUMNS)}",
+    )
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
@@ -208,7 +232,9 @@ def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
         model=model,
         device="cuda",
         device_name=gpu,
-        device_total_bytes=next((kind.usable_bytes for kind in gpu_catalog() if kind.name == gpu), None),
+        device_total_bytes=next(
+            (kind.usable_bytes for kind in gpu_catalog() if kind.name == gpu), None
+        ),
         memory_budget_bytes=None,
         cells=tuple(cells),
         grid=published_grid(native_tokens),

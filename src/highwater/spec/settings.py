@@ -1,25 +1,26 @@
-"""Settings: what one rung fixes about the training step, whatever the model, the length and the GPUs."""
+"""Settings: what one rung fixes about the training step, whatever the model, the length and the
+GPUs.
+"""
 
 from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_SEQUENCES
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
+from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
+from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
 
 Strategy = Literal["fsdp", "fsdp2"]
 Allocator = Literal["native", "expandable"]
 Loss = Literal["full", "chunked"]
 Entropy = Literal["none", "full", "chunked"]
-Objective = Literal["sft", "grpo", "ppo", "rw"]
 Recompute = Literal["none", "layer", "all-but-attention"]
-_RECOMPUTE_LABELS = {"none": "no-recompute", "all-but-attention": "attention-kept"}
-"""What labels say of it where it is not a layer's; any other is called ``recompute-`` and its name."""
 Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
 
 
-class Settings(Noun, frozen=True, kw_only=True):
+class Settings(Record, frozen=True, kw_only=True):
     """One rung of the ladder."""
 
     strategy: Strategy = "fsdp2"
@@ -29,71 +30,61 @@ class Settings(Noun, frozen=True, kw_only=True):
     loss: Loss = "full"
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
     entropy: Entropy = "none"
-    """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the loss has them; or ``chunked``,
-    recomputed, and the log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
+    """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the
+    loss has them; or ``chunked``, recomputed, and the log-probability from the same chunks: the
+    logits are never whole, whatever ``loss`` says."""
     offload: bool = False
     """Parameters, gradients and optimizer states live in host memory."""
     objective: Objective = "sft"
-    """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or a pairwise reward loss."""
+    """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a
+    reward model's loss or DPO's. What each needs is in spec/objective.py."""
     critic: bool = False
     """``ppo``: a second model of token values is trained along."""
     sequences_per_micro_batch: int = 1
     """Sequences packed into one micro-batch, without padding."""
     token_budget_tokens: int | None = None
-    """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds. None: the number above."""
+    """Tokens of a micro-batch that each GPU may get: as many sequences are packed as it holds.
+    None: the number above."""
     recompute: Recompute = "layer"
-    """Activations recomputed in the backward pass: none, each decoder layer's, or all of a layer's but what its attention kernel
-    returns: faster, the more so the longer the sequence, and one more number per token, layer and query channel is kept."""
+    """Activations recomputed in the backward pass: none, each decoder layer's, or all of a layer's
+    but what its attention kernel returns: faster, the more so the longer the sequence, and one more
+    number per token, layer and query channel is kept."""
     mlp_tiles: int | None = None
-    """Tiles over the tokens in which a gated MLP is computed; 1 is all at once. None: with recomputation, where they cost no
-    time, tiles of a fixed size; without it no tiles."""
+    """Tiles over the tokens in which a gated MLP is computed; 1 is all at once. None: with
+    recomputation, where they cost no time, tiles of a fixed size; without it no tiles."""
     rope: Rope = "auto"
-    """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN all the same."""
+    """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN
+    all the same."""
     save_hf: SaveHf = "never"
     """When Hugging Face weights are written."""
     checkpoint: Checkpoint = "none"
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number of sequences or of tiles below 1, and for settings that exclude each other."""
-        if self.sequences_per_micro_batch < 1:
-            raise UsageError(
-                f"{self.sequences_per_micro_batch} sequences per micro-batch", hint="use `--sequences-per-micro-batch 1`"
-            )
-        for count, what, flag in (
-            (self.sequences_per_micro_batch, "sequences per micro-batch", "--sequences-per-micro-batch"),
-            (self.mlp_tiles or 1, "MLP tiles", "--mlp-tiles"),
-        ):
-            if count > MOST_SEQUENCES:
-                raise UsageError(
-                    f"{count} {what}, and {MOST_SEQUENCES} is the most", hint=f"use `{flag} {MOST_SEQUENCES}` or fewer"
-                )
-        if self.token_budget_tokens is not None and self.token_budget_tokens < 1:
-            raise UsageError(f"a token budget of {self.token_budget_tokens}", hint="for example `--token-budget 16k`")
-        if self.mlp_tiles is not None and self.mlp_tiles < 1:
-            raise UsageError(f"{self.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out")
-        if self.critic and self.objective != "ppo":
-            raise UsageError(f"the objective {self.objective} has no critic", hint="use `--objective ppo`, or leave `--critic` out")
-        if self.entropy != "none" and self.objective not in ("grpo", "ppo"):
-            raise UsageError(f"the objective {self.objective} has no entropy in it", hint="use `--entropy none`")
-        if self.objective == "rw" and self.token_budget_tokens is None and self.sequences_per_micro_batch % 2:
-            raise UsageError(
-                f"a reward model is trained on pairs, and {self.sequences_per_micro_batch} sequences per micro-batch are not",
-                hint="use `--sequences-per-micro-batch 2`",
-            )
+        """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
+        _check_counts(self)
+        _check_objective(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
-        """Sequences of this length in one micro-batch; 0 where the token budget does not hold one (a reward model: one pair)."""
+        """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
+        (of pairs: one pair).
+        """
         if self.token_budget_tokens is None:
             return self.sequences_per_micro_batch
         held = self.token_budget_tokens * context_degree // length_tokens
-        return held // 2 * 2 if self.objective == "rw" else held
+        together = self.traits.documents_together
+        return held // together * together
 
     def longest_tokens(self, *, context_degree: int) -> int | None:
         """The longest sequence that the token budget holds; None without one."""
         if self.token_budget_tokens is None:
             return None
-        return self.token_budget_tokens * context_degree // (2 if self.objective == "rw" else 1)
+        return self.token_budget_tokens * context_degree // self.traits.documents_together
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What the objective needs."""
+        return TRAITS[self.objective]
 
     @property
     def trained_models(self) -> int:
@@ -103,27 +94,70 @@ class Settings(Noun, frozen=True, kw_only=True):
     @property
     def holds_logits(self) -> bool:
         """Whether the logits of a whole micro-batch are alive at once."""
-        return self.loss == "full" and self.entropy != "chunked" and self.objective != "rw"
+        return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
     def label(self) -> str:
-        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``, ..."""
-        parts = []
-        if self.allocator == "expandable":
-            parts.append("Env")
-        if self.offload:
-            parts.append("Offload")
-        if self.loss == "chunked":
-            parts.append("chunked")
-        if self.entropy == "chunked":
-            parts.append("entropy-saving")
-        if self.recompute != "layer":
-            parts.append(_RECOMPUTE_LABELS.get(self.recompute, f"recompute-{self.recompute}"))
-        if self.mlp_tiles is not None:
-            parts.append(f"mlp-tiles-{self.mlp_tiles}")
-        return " + ".join(parts) or "vanilla"
+        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``,
+        ...
+        """
+        parts = (row.label_of(getattr(self, row.rung_field)) for row in IN_A_LABEL)
+        return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
     def slug(self) -> str:
         """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
         return self.label.lower().replace(" ", "")
+
+
+def _check_counts(settings: Settings) -> None:
+    """Raise UsageError for a number of sequences, of tiles or of tokens that cannot be."""
+    if settings.sequences_per_micro_batch < 1:
+        raise UsageError(
+            f"{settings.sequences_per_micro_batch} sequences per micro-batch",
+            hint="use `--sequences-per-micro-batch 1`",
+        )
+    for name, what in (
+        ("sequences_per_micro_batch", "sequences per micro-batch"),
+        ("mlp_tiles", "MLP tiles"),
+    ):
+        count = getattr(settings, name) or 1
+        if count > MOST_SEQUENCES:
+            raise UsageError(
+                f"{count} {what}, and {MOST_SEQUENCES} is the most",
+                hint=f"use `{DECLARED[name].flag} {MOST_SEQUENCES}` or fewer",
+            )
+    if settings.token_budget_tokens is not None and settings.token_budget_tokens < 1:
+        raise UsageError(
+            f"a token budget of {settings.token_budget_tokens}",
+            hint="for example `--token-budget 16k`",
+        )
+    if settings.mlp_tiles is not None and settings.mlp_tiles < 1:
+        raise UsageError(
+            f"{settings.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out"
+        )
+
+
+def _check_objective(settings: Settings) -> None:
+    """Raise UsageError for what the objective does not have, and for what it cannot be trained
+    on.
+    """
+    if settings.critic and not settings.traits.critic:
+        raise UsageError(
+            f"the objective {settings.objective} has no critic",
+            hint="use `--objective ppo`, or leave `--critic` out",
+        )
+    if settings.entropy != "none" and settings.traits.advantages == "none":
+        raise UsageError(
+            f"the objective {settings.objective} has no entropy in it", hint="use `--entropy none`"
+        )
+    if (
+        settings.traits.pairs
+        and settings.token_budget_tokens is None
+        and settings.sequences_per_micro_batch % 2
+    ):
+        raise UsageError(
+            f"{settings.objective} trains on pairs, and {settings.sequences_per_micro_batch} "
+            f"sequences per micro-batch are not",
+            hint="use `--sequences-per-micro-batch 2`",
+        )

@@ -1,25 +1,30 @@
-"""What a study asks (Question, Cell, Grid), the answer (CellAnswer: a pair of trials for each cell), and its record (Study)."""
+"""Studies: what one asks (Question, Cell), what it answers (CellAnswer), and its record (Study)."""
 
 from typing import Literal
 
 from highwater.errors import UsageError
-from highwater.spec.bounds import MOST_LENGTHS, MOST_REPEATS
-from highwater.spec.codec import Noun
+from highwater.spec.bounds import MOST_REPEATS
+from highwater.spec.codec import Record
 from highwater.spec.environment import Environment
+from highwater.spec.grid import Grid
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
-from highwater.units import format_tokens
 
-PUBLISHED_STEP_TOKENS = 4096
 STUDY_SCHEMA_VERSION = 3
-"""Of a study that is begun now. Those of version 1 have no ``cell_expected`` lines, those of version 2 no checksums: they are
-read, and resumed without any."""
+"""Version of a study that is begun now.
 
-RANK_WORDS: dict[Device, tuple[str, str]] = {"cuda": ("GPU", "GPUs"), "cpu": ("process", "processes")}
+Those of version 1 have no ``cell_expected`` lines, those of version 2 no checksums: they are read,
+and resumed without any.
+"""
+
+RANK_WORDS: dict[Device, tuple[str, str]] = {
+    "cuda": ("GPU", "GPUs"),
+    "cpu": ("process", "processes"),
+}
 """What a user calls a rank, and several, on each device."""
 
 
@@ -33,72 +38,7 @@ Proof = Literal["full", "memory"]
 Limit = Literal["memory", "host_memory", "ceiling", "time", "inconclusive"]
 
 
-class Grid(Noun, frozen=True, kw_only=True):
-    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer.
-
-    The published grid steps by 4096 up to the native length, then by a quarter of it.
-    """
-
-    start_tokens: int
-    step_tokens: int
-    native_length_tokens: int
-    beyond_step_tokens: int
-    """Step past the native length."""
-    max_tokens: int
-    """Ceiling of the search: longer lengths are not tried."""
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for a grid without a length."""
-        if min(self.start_tokens, self.step_tokens, self.beyond_step_tokens) < 1:
-            raise UsageError(
-                "the grid of lengths has a step or a start below 1", hint="for example `--start-length 4096 --resolution 4096`"
-            )
-        if self.start_tokens < 2:
-            raise UsageError(f"a start length of {self.start_tokens} token", hint="use `--start-length 2` or more")
-        if self.max_tokens < self.start_tokens:
-            raise UsageError(
-                f"the longest length to try, {self.max_tokens}, is below the start length {self.start_tokens}",
-                hint=f"use `--start-length {self.max_tokens}`",
-            )
-        if self.size > MOST_LENGTHS:
-            coarser = -(-(self.max_tokens - self.start_tokens) // (MOST_LENGTHS - 1))
-            raise UsageError(
-                f"there are {format_tokens(self.size)} lengths to try up to {format_tokens(self.max_tokens)}, and "
-                f"{format_tokens(MOST_LENGTHS)} is the most",
-                hint=f"use `--resolution {coarser}` or more",
-            )
-
-    @property
-    def size(self) -> int:
-        """Lengths on the grid."""
-        return self.index_at_most(self.max_tokens)
-
-    def length(self, index: int) -> int:
-        """Tokens at ``index`` (1 is the start length)."""
-        within = self._indices_up_to_native
-        if index <= within:
-            return self.start_tokens + (index - 1) * self.step_tokens
-        last = self.start_tokens + (within - 1) * self.step_tokens
-        return last + (index - within) * self.beyond_step_tokens
-
-    def index_at_most(self, tokens: int) -> int:
-        """Largest index whose length is at most ``tokens``; 0 when even the start is longer."""
-        if tokens < self.start_tokens:
-            return 0
-        within = self._indices_up_to_native
-        last = self.length(within)
-        if tokens < last:
-            return (tokens - self.start_tokens) // self.step_tokens + 1
-        return within + (tokens - last) // self.beyond_step_tokens
-
-    @property
-    def _indices_up_to_native(self) -> int:
-        """Indices reached by ``step_tokens``: the published scan adds a small step while it is below the native length."""
-        below = self.native_length_tokens - self.start_tokens
-        return 1 + max(0, -(-below // self.step_tokens))
-
-
-class Cell(Noun, frozen=True, kw_only=True):
+class Cell(Record, frozen=True, kw_only=True):
     """One place of the answer's table: a layout on a rung."""
 
     layout: Layout
@@ -115,8 +55,8 @@ class Cell(Noun, frozen=True, kw_only=True):
         return f"{self.settings.label}, {ranks}{self.layout.suffix}"
 
 
-class Question(Noun, frozen=True, kw_only=True):
-    """What a study asks. Two studies with one digest ask the same."""
+class Question(Record, frozen=True, kw_only=True):
+    """What a study asks. Two questions with one key ask the same."""
 
     model: Model
     device: Device
@@ -126,51 +66,76 @@ class Question(Noun, frozen=True, kw_only=True):
     """Memory of one GPU; None on the CPU."""
     memory_budget_bytes: int | None
     cells: tuple[Cell, ...]
-    """In the order in which they are answered."""
+    """Cells in the order in which they are answered."""
     grid: Grid
     method: Method = "bisect"
     confirm: int = 0
     """Times that both trials of the edge are repeated, and lengths tried above it."""
     margin_bytes: int = 0
-    """A trial with less headroom than this does not count as one that fits."""
+    """Headroom in bytes below which a trial does not count as one that fits."""
     steps: int = 2
     micro_batches: int = 2
     data: str | None = None
     simulated: bool = False
     proof: Proof = "full"
-    """``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits."""
+    """Which trials prove a length.
+
+    ``memory``: where a full trial would exceed ``timeout_s``, a memory-only one tells what fits.
+    """
     hyperparameters: Hyperparameters = Hyperparameters()
-    """The same on every rung, at every length."""
+    """Numbers of optimizer and objective, the same on every rung, at every length."""
     timeout_s: float | None = None
-    """Longest time for one trial, where the answer depends on it: with the proof ``memory``. It is how the question is asked, no
-    part of it: with more time the same study goes further. Of a recorded study the limit when it was last opened."""
+    """Longest time for one trial, where the answer depends on it: with the proof ``memory``.
+
+    It is how the question is asked, no part of it: with more time the same study goes further. In a
+    recorded study it is the limit when it was last opened (docs/decisions/025).
+    """
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
         if not self.cells:
-            raise UsageError("there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`")
+            raise UsageError(
+                "there is no cell to search: no rung on any GPU count", hint="use `--gpus 1`"
+            )
         if self.confirm < 0 or self.margin_bytes < 0:
-            raise UsageError("confirm and margin cannot be negative", hint="for example `--confirm 2 --margin 2GiB`")
+            raise UsageError(
+                "confirm and margin cannot be negative",
+                hint="for example `--confirm 2 --margin 2GiB`",
+            )
         if self.confirm > MOST_REPEATS:
             raise UsageError(
-                f"{self.confirm} repeats, and {MOST_REPEATS} is the most", hint=f"use `--confirm {MOST_REPEATS}` or fewer"
+                f"{self.confirm} repeats, and {MOST_REPEATS} is the most",
+                hint=f"use `--confirm {MOST_REPEATS}` or fewer",
             )
         if (self.proof == "memory") != (self.timeout_s is not None):
-            raise UsageError("the proof `memory` and a time limit go together", hint="for example `--proof memory --timeout 5m`")
+            raise UsageError(
+                "the proof `memory` and a time limit go together",
+                hint="for example `--proof memory --timeout 5m`",
+            )
 
     @property
     def key(self) -> str:
-        """Digest of everything but the place where the model lies, and the time limit."""
-        return key_of(self, without=("directory",), blank=("timeout_s",))
+        """Digest of the question, which names its study.
+
+        Without the place where the model lies, its layers as they were read, which its
+        configuration's digest tells, and the time limit.
+        """
+        return key_of(self, without=("directory", "layer_runs"), blank=("timeout_s",))
 
     def size_of(self, cell: Cell) -> int:
         """Lengths of the grid that a cell can try: its token budget may end it earlier."""
         longest = cell.settings.longest_tokens(context_degree=cell.layout.context_degree)
-        return self.grid.size if longest is None else min(self.grid.size, self.grid.index_at_most(longest))
+        if longest is None:
+            return self.grid.size
+        return min(self.grid.size, self.grid.index_at_most(longest))
 
     def counts_as_fit(self, result: TrialResult) -> bool:
-        """The trial fit, in full or memory-only, and with the headroom that is asked for; headroom that nobody measured is none."""
-        return result.outcome.is_fit and (self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes)
+        """Whether the trial fit, in full or memory-only, with the headroom that is asked for.
+
+        Headroom that nobody measured is none.
+        """
+        has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
+        return result.outcome.is_fit and has_margin
 
     def trial(self, cell: Cell, length_tokens: int, *, memory_only: bool = False) -> TrialSpec:
         """The trial of one length in one cell, in full or memory-only."""
@@ -191,41 +156,53 @@ class Question(Noun, frozen=True, kw_only=True):
         )
 
 
-class MemoryOnlyFit(Noun, frozen=True, kw_only=True):
+class MemoryOnlyFit(Record, frozen=True, kw_only=True):
     """A length that a memory-only trial proved: memory holds it, and nobody trained it."""
 
     length_tokens: int
     peak_reserved_bytes: int | None
-    """Measured; on the CPU the data segment's peak."""
+    """Measured peak; on the CPU the data segment's."""
     headroom_bytes: int | None
 
 
-class CellAnswer(Noun, frozen=True, kw_only=True):
-    """The answer for one cell: the longest length that fit, the next that did not, and how sure that is."""
+class CellAnswer(Record, frozen=True, kw_only=True):
+    """The answer for one cell: the longest length that fit, and the next, which did not.
+
+    It also says how sure that is.
+    """
 
     cell: Cell
     capacity_tokens: int | None
     """Longest length that fit; 0 when the start length does not; None when no trial told."""
     does_not_fit_tokens: int | None
-    """Shortest length above it that did not fit; None when the ceiling or a failure ended the search."""
+    """Shortest length above it that did not fit.
+
+    None when the ceiling or a failure ended the search.
+    """
     limit: Limit
     """What ended the search above the capacity."""
     reason: str
     """One line: why the length above failed, or why it was not tried."""
     trials: int
-    """Trials that this answer took, retries included; after a resumption those that were recorded before it too."""
+    """Trials that this answer took, retries included.
+
+    After a resumption those count too that were recorded before it.
+    """
     monotone: bool = True
     """No shorter length failed where a longer one fit, and no repeat disagreed."""
     contradictions: tuple[str, ...] = ()
     """Each observation that is not monotone, in words."""
     peak_reserved_bytes: int | None = None
-    """At the capacity, measured; on the CPU the data segment's peak."""
+    """Measured peak at the capacity; on the CPU the data segment's."""
     headroom_bytes: int | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     memory_only: MemoryOnlyFit | None = None
-    """Proof ``memory``: the longest length that fit in a memory-only trial, where that is longer than the capacity, which is
-    the longest that was trained in full. The next length, ``does_not_fit_tokens``, is this one's."""
+    """Proof ``memory``: the longest length that fit in a memory-only trial.
+
+    None where it is no longer than the capacity, which is the longest that was trained in full. The
+    next length, ``does_not_fit_tokens``, is this one's.
+    """
 
     @property
     def reach_tokens(self) -> int | None:
@@ -234,19 +211,19 @@ class CellAnswer(Noun, frozen=True, kw_only=True):
 
     @property
     def is_undecided(self) -> bool:
-        """A longer length may fit: time ended the search, or no attempt told."""
+        """Whether a longer length may fit: time ended the search, or no attempt told."""
         return self.limit in ("time", "inconclusive")
 
 
-class UnprovenAnswer(Noun, frozen=True, kw_only=True):
-    """What a study says of a cell, and its trials do not."""
+class UnprovenAnswer(Record, frozen=True, kw_only=True):
+    """An answer that stands in a study and that its trials do not bear out."""
 
     answer: CellAnswer
     why: str
     """What the trials do not bear out, in words."""
 
 
-class RecordedTrial(Noun, frozen=True, kw_only=True):
+class RecordedTrial(Record, frozen=True, kw_only=True):
     """One launch of one trial, as the study has it."""
 
     spec: TrialSpec
@@ -254,27 +231,33 @@ class RecordedTrial(Noun, frozen=True, kw_only=True):
     repeat: int = 0
     """0 for the first time, 1 and up for repeats that confirm it."""
     result: TrialResult | None = None
-    """None: it started, and nobody lived to record its end."""
+    """None: the trial started, and nobody lived to record its end."""
     timeout_s: float | None = None
-    """The time limit under which it ended, where the question has one."""
+    """The time limit under which the trial ended, where the question has one."""
 
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
-        """It timed out, under a shorter limit than this one."""
+        """Whether the trial timed out under a shorter limit than this one."""
         is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
         return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
 
 
-class Past(Noun, frozen=True, kw_only=True):
+class Past(Record, frozen=True, kw_only=True):
     """What a study has of one cell, for whoever goes on with its search."""
 
     answer: CellAnswer | None = None
-    """The answer, where no more time than it had could change it: the cell is not searched again."""
+    """The answer, where no more time than it had could change it.
+
+    The cell is then not searched again.
+    """
     trials: tuple[RecordedTrial, ...] = ()
-    """Those whose results are taken as they are, in the study's order."""
+    """Trials whose results are taken as they are, in the study's order."""
 
 
-class Expectation(Noun, frozen=True, kw_only=True):
-    """What was predicted of a cell before its first trial; a trace or a file also ordered its trials, if they were bisected."""
+class Expectation(Record, frozen=True, kw_only=True):
+    """What was predicted of a cell before its first trial.
+
+    A trace or a file also ordered the cell's trials, if they were bisected.
+    """
 
     cell: Cell
     likely_tokens: int
@@ -283,34 +266,49 @@ class Expectation(Noun, frozen=True, kw_only=True):
     """``formula``, ``trace``, or the file that was named."""
 
 
-class Study(Noun, frozen=True, kw_only=True):
+class Study(Record, frozen=True, kw_only=True):
     """A study as it was when it was read: an immutable snapshot."""
 
     schema_version: int = STUDY_SCHEMA_VERSION
-    """Of its journal."""
+    """Schema version of its journal."""
     path: str | None = None
     """The journal on disk; None when nothing was recorded, as in a dry run."""
     question: Question
     trials: tuple[RecordedTrial, ...] = ()
-    """In the order in which they started; one that was run again stands where it ended."""
+    """Trials in the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """Those that the study's trials bear out, in the order of the question's cells; a cell without an answer yet is absent."""
+    """Answers that the study's trials bear out, in the order of the question's cells.
+
+    A cell without an answer yet is absent.
+    """
     unproven: tuple[UnprovenAnswer, ...] = ()
-    """Answers that the file has and its trials do not bear out: nobody measured them, and their cells count as not answered."""
+    """Answers that the file has and its trials do not bear out.
+
+    Nobody measured them, and their cells count as not answered.
+    """
     answers_within_s: tuple[float, ...] = ()
-    """The time limit under which each answer was given, in their order; empty where the question has none."""
+    """The time limit of each answer, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
-    """In the order of the question's cells, of which something was predicted; empty for journals from before it was recorded."""
+    """Expectations of cells, in the question's order.
+
+    Empty for journals from before they were recorded.
+    """
     notes: tuple[str, ...] = ()
     """What a reader should know about the record or the search, one line each."""
     command: tuple[str, ...] = ()
-    """What was typed to ask, or last to resume; empty when it was asked from Python, and where it is no search of highwater's."""
+    """What was typed to ask, or last to resume.
+
+    Empty when it was asked from Python, and where it is no search of highwater's.
+    """
     environments: tuple[Environment, ...] = ()
-    """Where it was asked and resumed, by an allow-list; empty for dry runs, and for journals from before it was recorded."""
+    """Machines on which it was asked and resumed, by an allow-list.
+
+    Empty for dry runs, and for journals from before they were recorded.
+    """
 
     @property
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """What its trials said that they ran with: each version that there was, in their order."""
+        """Versions that its trials said they ran with: each that there was, in their order."""
         found: dict[str, dict[str, None]] = {}
         for trial in self.trials:
             for rank in trial.result.ranks if trial.result else ():
@@ -320,7 +318,7 @@ class Study(Noun, frozen=True, kw_only=True):
 
     @property
     def finished_trials(self) -> int:
-        """Trials with a result."""
+        """Number of trials with a result."""
         return sum(trial.result is not None for trial in self.trials)
 
     def answer_of(self, cell: Cell) -> CellAnswer | None:
@@ -332,27 +330,41 @@ class Study(Noun, frozen=True, kw_only=True):
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def expectation_of(self, cell: Cell) -> Expectation | None:
-        """What was recorded of the cell before its first trial; None where nothing was."""
-        return next((expectation for expectation in self.expectations if expectation.cell == cell), None)
+        """What was predicted of the cell before its first trial; None where nothing was."""
+        return next((each for each in self.expectations if each.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
         place = cell.layout, cell.settings
-        return tuple(trial for trial in self.trials if (trial.spec.layout, trial.spec.settings) == place)
+        return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome = Outcome.FIT) -> int | None:
-        """Longest length of the cell that counts as a fit so far, by trials of this outcome; None before the first."""
-        results = [(trial.spec.length_tokens, trial.result) for trial in self.trials_of(cell) if trial.result is not None]
-        fits = (tokens for tokens, result in results if result.outcome is outcome and self.question.counts_as_fit(result))
+        """Longest length of the cell that counts as a fit so far; None before the first.
+
+        Only trials of this outcome are looked at.
+        """
+        fits = (
+            trial.spec.length_tokens
+            for trial in self.trials_of(cell)
+            if trial.result is not None
+            and trial.result.outcome is outcome
+            and self.question.counts_as_fit(trial.result)
+        )
         return max(fits, default=None)
 
     @property
     def complete(self) -> bool:
-        """Every cell of the question has an answer, given within no less time than there was when the study was last opened."""
+        """Whether every cell has an answer.
+
+        It has to be given within no less time than there was when the study was last opened.
+        """
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """The answers that were given within no less time than this; all of them where the question has no limit."""
+        """Answers that were given within no less time than this.
+
+        All answers where the question has no limit.
+        """
         if timeout_s is None or not self.answers_within_s:
             return self.answers
         pairs = zip(self.answers, self.answers_within_s, strict=True)
@@ -360,6 +372,10 @@ class Study(Noun, frozen=True, kw_only=True):
 
     @property
     def longest_timeout_s(self) -> float | None:
-        """The longest time limit of its answers and trials, and of whoever opened it last; None where the question has none."""
-        limits = (self.question.timeout_s, *self.answers_within_s, *(trial.timeout_s for trial in self.trials))
+        """The longest time limit of its answers and trials, and of whoever opened it last.
+
+        None where the question has none.
+        """
+        of_trials = (trial.timeout_s for trial in self.trials)
+        limits = (self.question.timeout_s, *self.answers_within_s, *of_trials)
         return max((limit_s for limit_s in limits if limit_s is not None), default=None)

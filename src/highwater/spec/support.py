@@ -1,12 +1,15 @@
-"""Support: whether the trials of a cell bear out its answer. A study is a file: what it says was found is believed of its trials.
+"""Support: whether the trials of a cell bear out its answer.
 
-Everything that an answer says of lengths and memory follows from results, whatever order they came in: the longest length that
-fit, the next, which did not, what ended the search there, and the figures of the trial at the capacity.
+A study is a file: what it says was found is believed of its trials (docs/decisions/030). Everything
+that an answer says of lengths and memory follows from results, whatever order they came in: the
+longest length that fit, the next, which did not, what ended the search there, and the figures of
+the trial at the capacity.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -19,16 +22,24 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two outcomes that no monotone law gives: ``failed_index`` did not fit, ``fit_index``, which takes no less, did."""
+    """Two outcomes that no monotone law gives.
+
+    ``failed_index`` did not fit; ``fit_index``, which takes no less, did.
+    """
 
     failed_index: int
     fit_index: int
 
 
 def contradictions(
-    fit: Collection[int], failed: Collection[int], packed: Callable[[int], int] = lambda index: index
+    fit: Collection[int],
+    failed: Collection[int],
+    packed: Callable[[int], int] = lambda index: index,
 ) -> tuple[Contradiction, ...]:
-    """For each index that did not fit, the closest at or above it that did with no fewer packed tokens; lowest first."""
+    """Every index that did not fit beside one that speaks against it; lowest first.
+
+    That is the closest at or above it that did fit, with no fewer packed tokens.
+    """
     ordered = sorted(fit)
     found: list[Contradiction] = []
     for index in sorted(failed):
@@ -39,8 +50,13 @@ def contradictions(
     return tuple(found)
 
 
-def unsupported(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> str | None:
-    """Why the trials of its cell, as they were when it was given, do not bear out an answer; None when they do."""
+def unsupported(
+    question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
+) -> str | None:
+    """Why the trials of its cell do not bear out an answer; None when they do.
+
+    The trials are those that were there when the answer was given, as they were then.
+    """
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
 
@@ -51,9 +67,9 @@ class _Shown:
     trained: dict[int, list[TrialResult]] = field(default_factory=dict[int, list[TrialResult]])
     """Full trials that count as a fit."""
     held: dict[int, list[TrialResult]] = field(default_factory=dict[int, list[TrialResult]])
-    """Memory-only ones."""
+    """Memory-only trials that count as a fit."""
     failed: dict[int, set[Outcome]] = field(default_factory=dict[int, set[Outcome]])
-    """How they ended that told, and do not count as a fit."""
+    """Outcomes of trials that told, and do not count as a fit."""
     late: set[int] = field(default_factory=set[int])
     crashed: bool = False
     launches: int = 0
@@ -65,11 +81,16 @@ class _Shown:
 
 
 def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
-    """Of trials of this very question; others show nothing, nor do simulated ones where trials were to be run."""
+    """Read the trials of this very question.
+
+    Others show nothing, nor do simulated ones where trials were to be run.
+    """
     shown = _Shown()
     for trial in trials:
         index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
-        if result is None or not _is_asked(question, answer, trial, index) or (result.simulated and not question.simulated):
+        if result is None or not _is_asked(question, answer, trial, index):
+            continue
+        if result.simulated and not question.simulated:
             continue
         shown.launches += 1
         if result.outcome is Outcome.TIMEOUT:
@@ -86,14 +107,21 @@ def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTria
 
 
 def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
-    """The trial is what the question asks of a length of its grid, wherever model and checkpoints lay."""
+    """Whether the trial is what the question asks of a length of its grid.
+
+    It does not matter where model and checkpoints lay.
+    """
     if index < 1 or question.grid.length(index) != trial.spec.length_tokens:
         return False
     try:
-        asked = question.trial(answer.cell, trial.spec.length_tokens, memory_only=trial.spec.is_memory_only)
+        asked = question.trial(
+            answer.cell, trial.spec.length_tokens, memory_only=trial.spec.is_memory_only
+        )
     except HighwaterError:  # a question that nobody could ask
         return False
-    here = msgspec.structs.replace(trial.spec, model_directory=asked.model_directory, checkpoint_directory=None)
+    here = msgspec.structs.replace(
+        trial.spec, model_directory=asked.model_directory, checkpoint_directory=None
+    )
     return here == asked and (not trial.spec.is_memory_only or question.proof == "memory")
 
 
@@ -111,14 +139,18 @@ def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str
 
 
 def _trained_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Between the capacity with its figures and the full trials."""
+    """Gaps between the capacity with its figures and the full trials."""
     longest = max(shown.trained, default=0)
     tokens = question.grid.length(longest) if longest else None
     figures = (answer.peak_reserved_bytes, answer.headroom_bytes, answer.tokens_per_s, answer.mfu)
     if answer.capacity_tokens:
         if answer.capacity_tokens != tokens:
-            yield f"it says that {format_tokens(answer.capacity_tokens)} tokens fit, and {_longest(tokens)}"
-        elif figures not in [(r.peak_reserved_bytes, r.headroom_bytes, r.tokens_per_s, r.mfu) for r in shown.trained[longest]]:
+            said = f"{format_tokens(answer.capacity_tokens)} tokens"
+            yield f"it says that {said} fit, and {_longest(tokens)}"
+        elif figures not in [
+            (r.peak_reserved_bytes, r.headroom_bytes, r.tokens_per_s, r.mfu)
+            for r in shown.trained[longest]
+        ]:
             yield f"its figures are those of no trial of {format_tokens(tokens)} tokens"
         return
     if longest:
@@ -131,42 +163,52 @@ def _trained_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iter
 
 
 def _longest(tokens: int | None) -> str:
-    return "no full trial did" if tokens is None else f"the longest that did in a full trial is {format_tokens(tokens)}"
+    if tokens is None:
+        return "no full trial did"
+    return f"the longest that did in a full trial is {format_tokens(tokens)}"
 
 
 def _memory_only_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Between the memory-only proof and the memory-only trials."""
+    """Gaps between the memory-only proof and the memory-only trials."""
     proof, longest = answer.memory_only, max(shown.held, default=0)
     is_beyond = longest > max(shown.trained, default=0)
     if proof is None:
         if is_beyond:
-            yield f"it leaves out that {format_tokens(question.grid.length(longest))} tokens fit in a memory-only trial"
+            held = f"{format_tokens(question.grid.length(longest))} tokens"
+            yield f"it leaves out that {held} fit in a memory-only trial"
         return
     tokens = question.grid.length(longest) if is_beyond else None
     proofs = [
-        MemoryOnlyFit(length_tokens=tokens, peak_reserved_bytes=r.peak_reserved_bytes, headroom_bytes=r.headroom_bytes)
+        MemoryOnlyFit(
+            length_tokens=tokens,
+            peak_reserved_bytes=r.peak_reserved_bytes,
+            headroom_bytes=r.headroom_bytes,
+        )
         for r in shown.held.get(longest, ())
         if tokens is not None
     ]
     if proof not in proofs:
-        yield f"no memory-only trial shows what it says of {format_tokens(proof.length_tokens)} tokens"
+        said = f"{format_tokens(proof.length_tokens)} tokens"
+        yield f"no memory-only trial shows what it says of {said}"
 
 
 def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
-    """Between what ended the search and the trials of the length above all that fit."""
+    """Gaps between what ended the search and the trials of the length above all that fit."""
     size, end = question.size_of(answer.cell), shown.reach + 1
     beyond = question.grid.length(end)
     ends = shown.failed.get(end, set[Outcome]())
     is_edge = answer.limit in ("memory", "host_memory")
-    if answer.does_not_fit_tokens != (beyond if is_edge else None):
-        said = "nothing" if answer.does_not_fit_tokens is None else f"{format_tokens(answer.does_not_fit_tokens)} tokens"
+    fails = answer.does_not_fit_tokens
+    if fails != (beyond if is_edge else None):
+        said = "nothing" if fails is None else f"{format_tokens(fails)} tokens"
         yield f"it says that {said} did not fit, and the next length is {format_tokens(beyond)}"
     elif answer.limit == "memory" and not ends - {Outcome.HOST_OUT_OF_MEMORY}:
         yield f"no trial of {format_tokens(beyond)} tokens ran out of memory"
     elif answer.limit == "host_memory" and Outcome.HOST_OUT_OF_MEMORY not in ends:
         yield f"no trial of {format_tokens(beyond)} tokens ran out of host memory"
     elif answer.limit == "ceiling" and shown.reach != size:
-        yield f"it says that the longest length fit, and there are {size - shown.reach} longer ones to try"
+        longer = size - shown.reach
+        yield f"it says that the longest length fit, and there are {longer} longer ones to try"
     elif answer.limit == "time" and end not in shown.late:
         yield f"no trial of {format_tokens(beyond)} tokens ran out of time"
     elif answer.limit == "inconclusive" and not shown.crashed:
@@ -176,7 +218,9 @@ def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterato
 def _is_contradicted(question: Question, answer: CellAnswer, shown: _Shown) -> bool:
     """Whether some length did not fit that takes no more than one that did.
 
-    With the proof ``memory`` only the longest that fit is looked at: a full trial below it says what is trained, no more.
+    With the proof ``memory`` only the longest that fit is looked at: a full trial below it says
+    what is trained, no more.
     """
     fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
-    return bool(contradictions(fit, shown.failed, lambda index: packed_tokens(question, answer.cell, index)))
+    packed = partial(packed_tokens, question, answer.cell)
+    return bool(contradictions(fit, shown.failed, packed))

@@ -1,9 +1,10 @@
-"""Which families train exactly, and what stands in the way of every other causal family of transformers.
+"""Which families train exactly, and what stands in the way of every other causal family of
+transformers.
 
-A family is here once tests/dist/test_trained_families.py has found its loss and
-every gradient equal to its own class's, in each layout.
-Fields of a config that switch on what the engine does not compute are refused by their values. Both are known without torch, so
-that every command refuses before anything starts.
+A family is here once tests/dist/test_trained_families.py has found its loss and every gradient
+equal to its own class's, in each layout. Fields of a config that switch on what the engine does not
+compute are refused by their values. Both are known without torch, so that every command refuses
+before anything starts.
 
 Source: ``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`` of transformers 5.23, and its ``modeling_*.py``.
 """
@@ -15,9 +16,41 @@ from highwater.errors import ModelError
 
 TRAINED = frozenset(
     (
-        *("afmoe", "apertus", "arcee", "aria_text", "bitnet", "cwm", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
-        *("exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite", "granitemoe"),
-        *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
+        *(
+            "afmoe",
+            "apertus",
+            "arcee",
+            "aria_text",
+            "bitnet",
+            "cwm",
+            "diffllama",
+            "dots1",
+            "ernie4_5",
+            "ernie4_5_moe",
+            "exaone4",
+        ),
+        *(
+            "exaone_moe",
+            "flex_olmo",
+            "gemma",
+            "gemma3_text",
+            "glm",
+            "glm4",
+            "glm4_moe",
+            "gpt_neox",
+            "granite",
+            "granitemoe",
+        ),
+        *(
+            "granitemoeshared",
+            "helium",
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "hy_v3",
+            "hyperclovax",
+            "internlm3",
+            "iquestcoder",
+        ),
         *(
             "jais2",
             "kolibri1",
@@ -30,61 +63,141 @@ TRAINED = frozenset(
             "mistral",
             "mixtral",
         ),
-        *("olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        *(
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "olmoe",
+            "opt",
+            "persimmon",
+            "phi3",
+            "phimoe",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+        ),
         *("seed_oss", "smollm3", "solar_open", "starcoder2"),
     )
 )
 """Families whose training equals their own class's."""
 
-_FULL_ATTENTION = "use a family of full attention in every layer, for example `highwater find Qwen3-0.6B`"
-_TEXT_ALONE = "save the text model alone, and give its directory; `highwater find Qwen3-0.6B` is a model of text"
+_FULL_ATTENTION = (
+    "use a family of full attention in every layer, for example `highwater find Qwen3-0.6B`"
+)
+_TEXT_ALONE = (
+    "save the text model alone, and give its directory; `highwater find Qwen3-0.6B` is "
+    "a model of text"
+)
 _DECODER_ONLY = "use a decoder-only causal language model, for example `highwater find Qwen3-0.6B`"
 _PLAIN_HEAD = "use a family with plain logits, for example `highwater find Qwen3-0.6B`"
 
 _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
-        "its layers carry a state along the sequence (linear attention or a state space), which would run on from one packed "
+        "its layers carry a state along the sequence (linear attention or a state space), which "
+        "would run on from one packed "
         "document into the next",
         _FULL_ATTENTION,
         (
-            *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba"),
-            *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
-            *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+            *(
+                "bailing_hybrid",
+                "bamba",
+                "falcon_h1",
+                "falcon_mamba",
+                "granitemoehybrid",
+                "jamba",
+                "kimi_linear",
+                "mamba",
+            ),
+            *(
+                "mamba2",
+                "minimax",
+                "nemotron_h",
+                "olmo_hybrid",
+                "qwen3_5",
+                "qwen3_5_moe",
+                "qwen3_5_moe_text",
+                "qwen3_5_text",
+            ),
+            *(
+                "qwen3_next",
+                "qwen4_exp",
+                "qwen4_exp_text",
+                "recurrent_gemma",
+                "rwkv",
+                "xlstm",
+                "zamba",
+                "zamba2",
+            ),
         ),
     ),
     (
-        "its layers have convolutions along the sequence, which would run on from one packed document into the next",
+        "its layers have convolutions along the sequence, which would run on from one packed "
+        "document into the next",
         _FULL_ATTENTION,
         ("inkling2_text", "inkling_text", "lfm2", "lfm2_moe", "lfm3", "zaya"),
     ),
     (
-        "its attention is latent (MLA): keys and values of other sizes than its heads, whose parameters and memory are not counted",
+        "its attention is latent (MLA): keys and values of other sizes than its heads, whose "
+        "parameters and memory are not counted",
         _FULL_ATTENTION,
         (
-            *("axk1", "deepseek_v2", "deepseek_v3", "dots3_note", "dots3_note_text", "glm4_moe_lite", "longcat_flash"),
+            *(
+                "axk1",
+                "deepseek_v2",
+                "deepseek_v3",
+                "dots3_note",
+                "dots3_note_text",
+                "glm4_moe_lite",
+                "longcat_flash",
+            ),
             *("minicpm3", "youtu"),
         ),
     ),
     (
-        "its attention chooses which tokens to read (sparse, hashed or masked by what it learned), which is no full attention",
+        "its attention chooses which tokens to read (sparse, hashed or masked by what it "
+        "learned), which is no full attention",
         _FULL_ATTENTION,
         (
-            *("axk2", "big_bird", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4"),
+            *(
+                "axk2",
+                "big_bird",
+                "bigbird_pegasus",
+                "deepseek_v32",
+                "deepseek_v4",
+                "doge",
+                "glm_moe_dsa",
+                "hy_v4",
+            ),
             *("minimax_m3_vl_text", "reformer"),
         ),
     ),
     (
-        "its attention has sinks, learned numbers beside the keys, which the fused kernels do not take",
+        "its attention has sinks, learned numbers beside the keys, which the fused kernels do not "
+        "take",
         _FULL_ATTENTION,
         ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
     ),
     ("its layers attend in chunks, not to the whole document", _FULL_ATTENTION, ("llama4_text",)),
     (
-        "it attends by code of its own, or in positions (ALiBi, relative ones, ones it counts itself) that no attention of ours "
+        "it attends by code of its own, or in positions (ALiBi, relative ones, ones it counts "
+        "itself) that no attention of ours "
         "is told, so that packed documents would see each other",
         _FULL_ATTENTION,
         (
-            *("biogpt", "bloom", "codegen", "cpmant", "ctrl", "dbrx", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt"),
+            *(
+                "biogpt",
+                "bloom",
+                "codegen",
+                "cpmant",
+                "ctrl",
+                "dbrx",
+                "falcon",
+                "gpt_neo",
+                "gpt_neox_japanese",
+                "gptj",
+                "mpt",
+            ),
             *("nemotron", "openai-gpt", "stablelm", "xglm", "xlm", "xlnet"),
         ),
     ),
@@ -99,18 +212,48 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("beam", "cohere", "cohere2", "cohere2_moe", "gemma2", "nanochat", "vaultgemma"),
     ),
     (
-        "its head is not one product with the last hidden states: it has a bias, or layers of its own",
+        "its head is not one product with the last hidden states: it has a bias, or layers of its "
+        "own",
         _PLAIN_HEAD,
         (
-            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
-            *("phi", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+            *(
+                "bert",
+                "bert-generation",
+                "camembert",
+                "data2vec-text",
+                "electra",
+                "ernie",
+                "megatron-bert",
+                "modernbert-decoder",
+            ),
+            *(
+                "phi",
+                "rembert",
+                "roberta",
+                "roberta-prelayernorm",
+                "roc_bert",
+                "roformer",
+                "xlm-roberta",
+                "xlm-roberta-xl",
+                "xmod",
+            ),
         ),
     ),
     (
         "it is the decoder of an encoder-decoder model",
         _DECODER_ONLY,
         (
-            *("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen", "musicgen_melody", "mvp", "pegasus"),
+            *(
+                "bart",
+                "blenderbot",
+                "blenderbot-small",
+                "marian",
+                "mbart",
+                "musicgen",
+                "musicgen_melody",
+                "mvp",
+                "pegasus",
+            ),
             *("plbart", "prophetnet", "trocr", "whisper"),
         ),
     ),
@@ -138,13 +281,29 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "its layers differ in their sizes, or share keys and values with each other",
         _FULL_ATTENTION,
-        ("gemma3n_text", "gemma4_assistant", "gemma4_text", "gemma4_unified_assistant", "gemma4_unified_text"),
+        (
+            "gemma3n_text",
+            "gemma4_assistant",
+            "gemma4_text",
+            "gemma4_unified_assistant",
+            "gemma4_unified_text",
+        ),
     ),
-    ("its attention heads are experts too, whose parameters and memory are not counted", _FULL_ATTENTION, ("jetmoe",)),
+    (
+        "its attention heads are experts too, whose parameters and memory are not counted",
+        _FULL_ATTENTION,
+        ("jetmoe",),
+    ),
     ("it goes through its layers several times", _FULL_ATTENTION, ("hrm_text",)),
-    ("it embeds texts: no tiny model of it could be built to compare with", _FULL_ATTENTION, ("cohere_compass_text",)),
+    (
+        "it embeds texts: no tiny model of it could be built to compare with",
+        _FULL_ATTENTION,
+        ("cohere_compass_text",),
+    ),
 )
-REFUSED: Mapping[str, tuple[str, str]] = {family: (why, hint) for why, hint, families in _FEATURES for family in families}
+REFUSED: Mapping[str, tuple[str, str]] = {
+    family: (why, hint) for why, hint, families in _FEATURES for family in families
+}
 """What stands in the way of a family, in words, and what would work."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -164,7 +323,8 @@ _NOT_ZERO: Mapping[str, tuple[str, ...]] = {
     "moe_num_shared_experts": ("aria_text",),
     "shared_expert_intermediate_size": ("kolibri1", "laguna", "qwen2_moe"),
 }
-"""Fields that no kernel computes with a value of 0, by family: the scale of attention, experts whose weights would be empty."""
+"""Fields that no kernel computes with a value of 0, by family: the scale of attention, experts
+whose weights would be empty."""
 """Fields that change logits or attention, and the values, beside null, that change nothing."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend; lengths end at the window of the sliding ones."""
@@ -176,39 +336,64 @@ def refuse_untrained(family: str, source: str) -> None:
         return
     if family in REFUSED:
         why, hint = REFUSED[family]
-        raise ModelError(f"{source} is of the family {family}, which cannot be trained exactly: {why}", hint=hint)
+        raise ModelError(
+            f"{source} is of the family {family}, which cannot be trained exactly: {why}", hint=hint
+        )
     raise ModelError(
-        f"{source} is of the family {family}, which nobody has compared with its own class: it may train, and wrongly",
-        hint=f"use a family that was compared ({', '.join(sorted(TRAINED))}), for example `highwater find Qwen3-0.6B`",
+        f"{source} is of the family {family}, which nobody has compared with its own class: it "
+        f"may train, and wrongly",
+        hint=f"use a family that was compared ({', '.join(sorted(TRAINED))}), for example "
+        f"`highwater find Qwen3-0.6B`",
     )
 
 
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for values of a config by which logits or attention are not the plain ones."""
+    """Raise ModelError for values of a config by which logits or attention are not the plain
+    ones.
+    """
     family = config["model_type"]
     for field, neutral in _NEUTRAL.items():
         value = config.get(field)
         if value is not None and value not in neutral:
             allowed = " or ".join(map(repr, (*neutral, None)))
             raise ModelError(
-                f"{source}, of the family {family}, has {field} = {value!r}, which is not supported",
-                hint=f"use a model whose {field} is {allowed}, for example `highwater find Qwen3-0.6B`",
+                f"{source}, of the family {family}, has {field} = {value!r}, which is not "
+                f"supported",
+                hint=f"use a model whose {field} is {allowed}, for example `highwater find "
+                f"Qwen3-0.6B`",
             )
-    empty = next((field for field, families in _NOT_ZERO.items() if family in families and config.get(field) == 0), None)
+    empty = next(
+        (
+            field
+            for field, families in _NOT_ZERO.items()
+            if family in families and config.get(field) == 0
+        ),
+        None,
+    )
     if empty is not None:
         raise ModelError(
             f"{source}, of the family {family}, has {empty} = 0, which is not supported",
-            hint=f"use a model whose {empty} is more than 0, for example `highwater find Qwen3-0.6B`",
+            hint=f"use a model whose {empty} is more than 0, for example `highwater find "
+            f"Qwen3-0.6B`",
         )
     kinds = config.get("layer_types")
-    if family == "qwen2_moe" and isinstance(kinds, list) and "sliding_attention" in kinds and not config.get("use_sliding_window"):
+    if (
+        family == "qwen2_moe"
+        and isinstance(kinds, list)
+        and "sliding_attention" in kinds
+        and not config.get("use_sliding_window")
+    ):
         raise ModelError(
-            f"{source} has sliding layers in layer_types and use_sliding_window off: {family} then gives them a window of 0 tokens",
+            f"{source} has sliding layers in layer_types and use_sliding_window off: {family} "
+            f"then gives them a window of 0 tokens",
             hint="remove layer_types, or set use_sliding_window to true",
         )
-    others = {str(kind) for kind in kinds} - ATTENTION_LAYERS if isinstance(kinds, list) else set[str]()
+    others = (
+        {str(kind) for kind in kinds} - ATTENTION_LAYERS if isinstance(kinds, list) else set[str]()
+    )
     if others:
         raise ModelError(
-            f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which are no full attention",
+            f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which "
+            f"are no full attention",
             hint=_FULL_ATTENTION,
         )

@@ -1,4 +1,7 @@
-"""TrialSpec, what crosses the door to the data plane; RankReport, what each rank writes back; TrialResult, the verdict."""
+"""Trials: what crosses the door to the data plane, and what comes back.
+
+TrialSpec goes there, each rank writes a RankReport, and TrialResult is the verdict.
+"""
 
 import re
 from enum import StrEnum
@@ -8,7 +11,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_STEPS
-from highwater.spec.codec import Noun
+from highwater.spec.codec import Record
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
@@ -18,18 +21,21 @@ from highwater.units import counted
 Device = Literal["cuda", "cpu"]
 
 PROMPT_TOKENS = 2048
-"""Prompt of a synthetic sequence; half the sequence when that is shorter. Source: the published system's trials."""
+"""Prompt of a synthetic sequence; half the sequence when that is shorter.
+
+Source: the published system's trials.
+"""
 
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Outcome(StrEnum):
-    """How a trial ended; exactly one."""
+    """The end of a trial; exactly one."""
 
     FIT = "FIT"
     """All optimizer steps done, loss finite, every process exited 0, a result written."""
     MEMORY_ONLY_FIT = "MEMORY_ONLY_FIT"
-    """The same of a trial with an attention depth: it says what memory holds, and nothing about training."""
+    """A fit of a trial with an attention depth, which says what memory holds, nothing more."""
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     """An allocation failed under the budget: on the device, or on the CPU under its limit."""
     HOST_OUT_OF_MEMORY = "HOST_OUT_OF_MEMORY"
@@ -41,26 +47,26 @@ class Outcome(StrEnum):
 
     @property
     def is_fit(self) -> bool:
-        """The length fit, in full or memory-only."""
+        """Whether the length fit, in full or memory-only."""
         return self in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
 
     @property
     def is_memory(self) -> bool:
-        """The trial ended because memory ran out."""
+        """Whether the trial ended because memory ran out."""
         return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
 
     @property
     def tells(self) -> bool:
-        """The trial says whether memory holds its length; a timeout or a crash does not."""
+        """Whether the trial says if memory holds its length; a timeout or a crash does not."""
         return self.is_fit or self.is_memory
 
 
-class TrialSpec(Noun, frozen=True, kw_only=True):
+class TrialSpec(Record, frozen=True, kw_only=True):
     """One trial: everything that its outcome may depend on."""
 
     model_name: str
     model_directory: str
-    """Absolute; holds ``config.json``. Not part of the trial's identity: the config's digest is."""
+    """Absolute path that holds ``config.json``; in the trial's key is the config's digest."""
     config_digest: str
     device: Device
     layout: Layout
@@ -68,7 +74,10 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     hyperparameters: Hyperparameters = Hyperparameters()
     length_tokens: int
     memory_budget_bytes: int | None = None
-    """Bound on device used per GPU; on the CPU, on each worker's data segment. None: the whole card."""
+    """Bound on device used per GPU; on the CPU, on each worker's data segment.
+
+    None: the whole card.
+    """
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2
@@ -77,10 +86,13 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""
     attention_depth: int | None = None
-    """Layers, the last ones, whose attention runs over whole documents; in the others it runs on short pieces, which take the
-    same memory. Such a trial is memory-only: its loss and its times mean nothing. None: all layers."""
+    """Number of last layers whose attention runs over whole documents; None: all layers.
+
+    In the others it runs on short pieces, which take the same memory. Such a trial is memory-only:
+    its loss and its times mean nothing.
+    """
     checkpoint_directory: str | None = None
-    """Absolute; where this launch saves, made for it and removed after it. Not part of the trial's identity."""
+    """Absolute path where this launch saves, made for it and removed after it; not in its key."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""
@@ -90,67 +102,92 @@ class TrialSpec(Noun, frozen=True, kw_only=True):
                 hint="use `--length 2` or more: one to read, one to predict",
             )
         if self.steps < 2 or self.micro_batches < 2:
+            plural = "es" if self.micro_batches != 1 else ""
+            micro_batches = f"{self.micro_batches} micro-batch{plural}"
             raise UsageError(
-                f"{counted(self.steps, 'step')} of {self.micro_batches} "
-                f"micro-batch{'es' if self.micro_batches != 1 else ''} never hold the peak",
+                f"{counted(self.steps, 'step')} of {micro_batches} never hold the peak",
                 hint="use at least 2 steps of 2 micro-batches",
             )
         if max(self.steps, self.micro_batches) > MOST_STEPS:
             raise UsageError(
-                f"{counted(self.steps, 'step')} of {self.micro_batches} micro-batches, and {MOST_STEPS} is the most of either",
+                f"{counted(self.steps, 'step')} of {self.micro_batches} micro-batches, and "
+                f"{MOST_STEPS} is the most of either",
                 hint="a trial of 2 steps of 2 micro-batches holds the peak already",
             )
         if self.sequences < 1:
-            least = -(-self.length_tokens * (2 if self.settings.objective == "rw" else 1) // self.layout.context_degree)
-            raise UsageError(
-                f"a token budget of {self.settings.token_budget_tokens} is below the {least} tokens that each GPU gets of one "
-                f"{'pair' if self.settings.objective == 'rw' else 'sequence'} of {self.length_tokens}",
-                hint=f"use `--token-budget {least}` or more",
-            )
+            raise self._too_small_a_budget()
         self.hyperparameters.refuse_unused(self.settings)
+        self._check_device_and_data()
+
+    def _too_small_a_budget(self) -> UsageError:
+        traits, tokens = self.settings.traits, self.length_tokens
+        least = -(-tokens * traits.documents_together // self.layout.context_degree)
+        return UsageError(
+            f"a token budget of {self.settings.token_budget_tokens} is below the {least} tokens "
+            f"that each GPU gets of one {'pair' if traits.pairs else 'sequence'} of {tokens}",
+            hint=f"use `--token-budget {least}` or more",
+        )
+
+    def _check_device_and_data(self) -> None:
         if self.attention_depth is not None and self.attention_depth < 1:
-            raise UsageError(f"an attention depth of {self.attention_depth}", hint="use `--attention-depth 1`: the last layer's")
+            raise UsageError(
+                f"an attention depth of {self.attention_depth}",
+                hint="use `--attention-depth 1`: the last layer's",
+            )
         if self.device == "cpu" and self.memory_budget_bytes is None:
-            raise UsageError("a trial on the CPU without a memory limit would take the whole machine", hint="add `--memory 2GiB`")
+            raise UsageError(
+                "a trial on the CPU without a memory limit would take the whole machine",
+                hint="add `--memory 2GiB`",
+            )
         if self.data is not None and not _DATA_SOURCE.fullmatch(self.data):
             raise UsageError(
-                f"data source {self.data!r} is not module:function", hint="for example `--data my_package.batches:packed`"
+                f"data source {self.data!r} is not module:function",
+                hint="for example `--data my_package.batches:packed`",
             )
 
     @property
     def sequences(self) -> int:
         """Sequences packed into one micro-batch."""
-        return self.settings.sequences(self.length_tokens, context_degree=self.layout.context_degree)
+        return self.settings.sequences(
+            self.length_tokens, context_degree=self.layout.context_degree
+        )
 
     @property
     def is_memory_only(self) -> bool:
-        """A fit of it is no training."""
+        """Whether a fit of this trial is no training."""
         return self.attention_depth is not None
 
     @property
     def key(self) -> str:
-        """Digest that names the trial: the same in every place where the model may lie."""
+        """Digest that names the trial, wherever its model and its checkpoints lie."""
         return key_of(self, without=("model_directory", "checkpoint_directory"))
 
 
-class MemoryBudget(Noun, frozen=True, kw_only=True):
-    """How ``--memory`` was divided: budget = context + NCCL + what the allocator may reserve."""
+class MemoryBudget(Record, frozen=True, kw_only=True):
+    """The parts of ``--memory``: budget = context + NCCL + what the allocator may reserve."""
 
     budget_bytes: int
     context_bytes: int
-    """Driver's reserve, CUDA context, loaded kernels and library workspaces outside the allocator; other processes too."""
+    """Memory outside the allocator, besides NCCL's.
+
+    That is the driver's reserve, the CUDA context, loaded kernels and library workspaces; other
+    processes too.
+    """
     nccl_bytes: int
     allocator_cap_bytes: int
 
 
-class RankMemory(Noun, frozen=True, kw_only=True):
-    """Peaks of one rank over all steps (on the CPU: since it began); None where the device has no such notion."""
+class RankMemory(Record, frozen=True, kw_only=True):
+    """Peaks of one rank over all steps; None where the device has no such notion.
+
+    On the CPU they are since the process began.
+    """
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     device_used_bytes: int | None = None
-    """What the driver reports, at the most: reserved + context + NCCL + other processes."""
+    """The most that the driver reports: reserved + context + NCCL + other processes."""
     device_total_bytes: int | None = None
     allocator_retries: int | None = None
     """Times the allocator gave cached segments back to the driver to satisfy a request."""
@@ -161,12 +198,16 @@ class RankMemory(Noun, frozen=True, kw_only=True):
 FailureKind = Literal["device_memory", "host_memory", "refused", "error"]
 
 
-class Failure(Noun, frozen=True, kw_only=True):
+class Failure(Record, frozen=True, kw_only=True):
     """Why a rank did not finish."""
 
     kind: FailureKind
     phase: str
-    """Where it was: setup, build, rehearsal, data, experience, forward, backward, optimizer, save, report."""
+    """The phase that the rank was in.
+
+    It is one of setup, build, rehearsal, data, experience, forward, backward, optimizer, save and
+    report.
+    """
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
@@ -175,20 +216,20 @@ class Failure(Noun, frozen=True, kw_only=True):
     """For ``refused``: something to type."""
 
 
-class Save(Noun, frozen=True, kw_only=True):
+class Save(Record, frozen=True, kw_only=True):
     """One checkpoint that a rank had a part in."""
 
     kind: Literal["sharded", "hf"]
     time_s: float
-    """From the end of the step until it was on the disk."""
+    """Seconds from the end of the step until it was on the disk."""
     written_bytes: int
-    """Of this rank alone; of Hugging Face weights rank 0 writes everything."""
+    """Bytes of this rank alone; of Hugging Face weights rank 0 writes everything."""
 
 
 Weights = Literal["saved", "random"]
 
 
-class RankReport(Noun, frozen=True, kw_only=True):
+class RankReport(Record, frozen=True, kw_only=True):
     """What one rank of a trial wrote before it exited."""
 
     rank: int
@@ -202,13 +243,13 @@ class RankReport(Noun, frozen=True, kw_only=True):
     """Norm of the whole gradient of each step, before clipping."""
     step_times_s: tuple[float, ...] = ()
     saves: tuple[Save, ...] = ()
-    """In their order; not in the steps' times."""
+    """Saves in their order; their times are not in the steps'."""
     first_step_at_unix_s: float | None = None
     """Clock time at which the first step began, after the rehearsal."""
     parameters: int | None = None
     """Parameters of the whole model, over all ranks."""
     weights: Weights | None = None
-    """Where the first values of the trained model are from: the files in its directory, or the seed."""
+    """Source of the trained model's first values: the files in its directory, or the seed."""
     attention_kernel: str | None = None
     allocator_settings: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings of the caching allocator, as it tells them itself; empty on the CPU."""
@@ -216,8 +257,8 @@ class RankReport(Noun, frozen=True, kw_only=True):
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class TrialResult(Noun, frozen=True, kw_only=True):
-    """How a trial ended and what was measured."""
+class TrialResult(Record, frozen=True, kw_only=True):
+    """The end of a trial, and what was measured."""
 
     outcome: Outcome
     reason: str
@@ -226,7 +267,10 @@ class TrialResult(Noun, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Tokens of all data-parallel ranks over the time of the last step."""
     mfu: float | None = None
-    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs; None for GPUs not in the catalog."""
+    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs.
+
+    None for GPUs not in the catalog.
+    """
     launch_to_first_step_s: float | None = None
     wall_s: float = 0.0
     attempt: int = 1
@@ -239,22 +283,24 @@ class TrialResult(Noun, frozen=True, kw_only=True):
     @property
     def peak_reserved_bytes(self) -> int | None:
         """Largest peak reserved of any rank; on the CPU the largest data segment."""
-        peaks = [m.peak_reserved_bytes or m.peak_data_segment_bytes for m in (r.memory for r in self.ranks)]
-        return max((p for p in peaks if p is not None), default=None)
+        memories = [rank.memory for rank in self.ranks]
+        peaks = (m.peak_reserved_bytes or m.peak_data_segment_bytes for m in memories)
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Smallest headroom of any rank: the budget (or the card) less what was used at the peak."""
+        """Smallest headroom of any rank: budget or card, less what was used at the peak."""
         rooms = [_headroom(rank) for rank in self.ranks]
         return min((room for room in rooms if room is not None), default=None)
 
     @property
     def step_time_s(self) -> float | None:
         """Time of the last step on the slowest rank: the first one warms up."""
-        return max((rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s), default=None)
+        last = (rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s)
+        return max(last, default=None)
 
 
-class LogEnd(Noun, frozen=True, kw_only=True):
+class LogEnd(Record, frozen=True, kw_only=True):
     """The last lines of a trial's log."""
 
     lines: tuple[str, ...] = ()

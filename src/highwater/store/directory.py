@@ -1,4 +1,7 @@
-"""Directories and files that are written: where studies lie, and proof that there is room before anything starts."""
+"""Directories and files that are written: where studies lie, and proof that there is room.
+
+The proof comes before anything starts.
+"""
 
 import errno
 import os
@@ -35,13 +38,15 @@ def check_log_directory(directory: Path) -> None:
         ) from error
     free = shutil.disk_usage(directory).free
     if free < FREE_BYTES:
-        raise _full(directory, f"{format_bytes(free)} are free, a search needs {format_bytes(FREE_BYTES)}")
+        needs = f"a search needs {format_bytes(FREE_BYTES)}"
+        raise _full(directory, f"{format_bytes(free)} are free, {needs}")
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Make the directory, write a file in it and remove it again, and compare what is free with what one trial saves.
+    """Make the directory, write a file in it and remove it again, and compare what is free.
 
-    Raises UsageError when it cannot be written, MachineError when there is no room.
+    It has to hold what one trial saves. Raises UsageError when the directory cannot be written,
+    MachineError when there is no room.
     """
     try:
         _write_in(directory)
@@ -56,25 +61,34 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
         return
     parts = [(needed.sharded_bytes, "of shards"), (needed.hf_bytes, "of Hugging Face weights")]
     said = " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
+    make_room = f"free some space (`df -h {shlex.quote(str(directory))}`)"
     raise MachineError(
-        f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what has to stay free, "
-        f"{format_bytes(free)} are free",
-        hint=", or ".join([f"free some space (`df -h {shlex.quote(str(directory))}`)", *_ways_to_save_less(needed, free)]),
+        f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what "
+        f"has to stay free, {format_bytes(free)} are free",
+        hint=", or ".join([make_room, *_ways_to_save_less(needed, free)]),
     )
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that is there already, or cannot be written; ``name`` is like what one would call it."""
+    """Raise UsageError for a file that is there already, or cannot be written.
+
+    The hint offers a free name like ``name``.
+    """
     try:
         path.touch(exist_ok=False)
         path.unlink()
     except OSError as error:
-        why = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
-        raise UsageError(f"{path} {why}", hint=f"name a new file: `{flag} {shlex.quote(free_name(name))}`") from error
+        is_there = isinstance(error, FileExistsError)
+        why = "is there already" if is_there else f"cannot be written: {error.strerror}"
+        hint = f"name a new file: `{flag} {shlex.quote(free_name(name))}`"
+        raise UsageError(f"{path} {why}", hint=hint) from error
 
 
 def write_new_file(path: Path, content: bytes, *, flag: str) -> None:
-    """Write a file that is not there yet; raises MachineError where that fails, and leaves none then."""
+    """Write a file that is not there yet.
+
+    Raises MachineError where that fails, and leaves no file then.
+    """
     try:
         with path.open("xb") as file:
             try:
@@ -96,24 +110,35 @@ def free_name(name: str) -> str:
 
 
 def study_path(log_directory: Path, question: Question) -> Path:
-    """Where a question's study lies unless the user says otherwise: the same question, the same file."""
+    """The path of a question's study unless the user says otherwise: one file for one question."""
     return log_directory / question.model.name / f"study-{question.key[:6]}.jsonl"
 
 
 def newest_studies(log_directory: Path) -> list[Path]:
-    """The studies under the log directory, the one that was written last first; raises StudyError when there is none."""
+    """The studies under the log directory, the one that was written last first.
+
+    Raises StudyError when there is none.
+    """
     try:
-        studies = sorted(log_directory.glob("*/study-*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = log_directory.glob("*/study-*.jsonl")
+        studies = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError as error:
         hint = "name another with `--log-dir ./logs`, or a study's file"
-        raise StudyError(f"the log directory {log_directory} cannot be read: {error.strerror}", hint=hint) from error
+        raise StudyError(
+            f"the log directory {log_directory} cannot be read: {error.strerror}", hint=hint
+        ) from error
     if not studies:
-        raise StudyError(f"there is no study under {log_directory}", hint="`highwater find Qwen3-0.6B` makes one")
+        raise StudyError(
+            f"there is no study under {log_directory}", hint="`highwater find Qwen3-0.6B` makes one"
+        )
     return studies
 
 
 def _write_in(directory: Path) -> None:
-    """Make the directory, and write a file in it, to the disk, that no other file there is called as; raises OSError."""
+    """Make the directory, and write a file in it to the disk, under a name that is free.
+
+    Raises OSError.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".highwater-", dir=directory) as probe:
         probe.write(b"\0" * _PROBE_BYTES)
@@ -134,16 +159,24 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
         "--checkpoint none --save-hf never": CheckpointBytes(sharded_bytes=0, hf_bytes=0),
     }
     enough = [flags for flags, rest in less.items() if rest != needed and free >= _with_spare(rest)]
-    return ways + [f"use `{flags}`" for flags in enough if not (len(enough) > 1 and " none --" in flags)]
+    # Both flags together are offered only where neither is enough.
+    fewest = [flags for flags in enough if len(enough) == 1 or " none --" not in flags]
+    return ways + [f"use `{flags}`" for flags in fewest]
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
-    """Bytes that have to be free: a parameter count by shape is true to 0.1 %, files have headers, and logs lie beside them."""
+    """Bytes that have to be free.
+
+    A parameter count by shape is true to 0.1 %, files have headers, and logs lie beside them.
+    """
     return sum(needed) + sum(needed) // 100 + FREE_BYTES
 
 
 def _another(what: str = "logs") -> str:
-    """A directory that can be written, as one types it: at home, or else where temporary files go."""
+    """A directory that can be written, as one types it.
+
+    It is at home, or else where temporary files go.
+    """
     return shlex.quote(str(_writable_places()[0] / f"highwater-{what}"))
 
 
@@ -158,5 +191,6 @@ def _writable_places() -> list[Path]:
 def _full(directory: Path, problem: str) -> MachineError:
     return MachineError(
         f"the log directory {directory} is full: {problem}",
-        hint=f"free some space (`df -h {shlex.quote(str(directory))}`), or use `--log-dir {_another()}`",
+        hint=f"free some space (`df -h {shlex.quote(str(directory))}`), "
+        f"or use `--log-dir {_another()}`",
     )

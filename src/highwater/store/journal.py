@@ -1,8 +1,9 @@
 """The journal: an append-only study on disk that survives ``kill -9`` at any byte.
 
-One JSON object per line (lines.py). Each line is one write and one fsync, and holds a checksum of itself and of all before it.
-While it is open for writing the file itself is locked (journal_file.py), so that two processes cannot write one study. A line
-cut short by a crash is dropped when the journal is next opened.
+One JSON object per line (lines.py). Each line is one write and one fsync, and holds a checksum of
+itself and of all before it. While it is open for writing the file itself is locked
+(journal_file.py), so that two processes cannot write one study. A line cut short by a crash is
+dropped when the journal is next opened.
 """
 
 import os
@@ -13,41 +14,63 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.spec.codec import to_builtins, to_json
+from highwater.spec.codec import to_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Past, Question, RecordedTrial, Study
+from highwater.spec.study import (
+    STUDY_SCHEMA_VERSION,
+    Cell,
+    CellAnswer,
+    Expectation,
+    Past,
+    Question,
+    RecordedTrial,
+    Study,
+)
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
-from highwater.store.journal_file import JournalFile, LockedError, free_study, open_file, read_journal, split_torn
+from highwater.store.journal_file import (
+    JournalFile,
+    LockedError,
+    free_study,
+    open_file,
+    read_journal,
+    split_torn,
+)
 from highwater.store.lines import (
     AnsweredLine,
     ExpectedLine,
     FinishedLine,
     HeaderLine,
+    JournalContent,
     Line,
     OpenedLine,
-    Record,
     StartedLine,
     not_a_study,
     parse,
     sealed,
 )
+from highwater.store.question_differences import another_question
 from highwater.units import format_tokens
 from highwater.version import __version__
 
 _LOG_DIRECTORY = "./logs"
-"""Where ``highwater show`` looks, unless it is told otherwise."""
-_DIFFERENCES_SHOWN = 4
-_NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
+"""The directory in which ``highwater show`` looks, unless it is told otherwise."""
 
 
 class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
-    def __init__(self, file: JournalFile, record: Record, notes: tuple[str, ...], *, retry_crashed: bool = False) -> None:
+    def __init__(
+        self,
+        file: JournalFile,
+        record: JournalContent,
+        notes: tuple[str, ...],
+        *,
+        retry_crashed: bool = False,
+    ) -> None:
         self.path = file.path
         self.notes = notes
         self._file = file
@@ -63,16 +86,18 @@ class Journal:
         return trial.result if trial is not None and self._stands(trial) else None
 
     def past(self, cell: Cell) -> Past:
-        """What a search of the cell need not find out again."""
+        """The part of a cell's search that need not be made again."""
         trials = tuple(trial for trial in self._record.trials_of(cell) if self._stands(trial))
-        return Past(answer=self._record.answer(cell) if self._is_settled(cell) else None, trials=trials)
+        answer = self._record.answer(cell) if self._is_settled(cell) else None
+        return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """Whether its result is taken as it is.
+        """Whether a trial's result is taken as it is.
 
-        One that did not tell in less time than there is now is run again, unless another attempt told. A crash was tried again
-        when it came, as often as is allowed: it is run once more only if whoever opened the study asks. Where time is no matter
-        of the question, what ran out of time is run again if it left its cell without a decision.
+        One that did not tell in less time than there is now is run again, unless another attempt
+        told. A crash was tried again when it came, as often as is allowed: it is run once more only
+        if whoever opened the study asks. Where time is no matter of the question, what ran out of
+        time is run again if it left its cell without a decision (docs/decisions/025).
         """
         if trial.result is None:
             return False
@@ -81,33 +106,49 @@ class Journal:
         now_s = self._record.question.timeout_s
         if now_s is not None and trial.timeout_s is not None and trial.timeout_s < now_s:
             return False
-        if now_s is not None and (trial.result.outcome is Outcome.TIMEOUT or self._record.ran_out_after(trial)):
+        is_late = trial.result.outcome is Outcome.TIMEOUT
+        if now_s is not None and (is_late or self._record.ran_out_after(trial)):
             return True
         if trial.result.outcome is Outcome.CRASHED:
             return not self._retry_crashed
         return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._undecided
 
     def has_given_up(self, cell: Cell) -> bool:
-        """Whether a cell has an answer without a trial that only crashed, and is not launched again."""
-        crashed = [t for t in self._record.trials_of(cell) if t.result is not None and t.result.outcome is Outcome.CRASHED]
+        """Whether a cell is answered though a trial only crashed, which is not launched again."""
+        trials = self._record.trials_of(cell)
+        crashed = [t for t in trials if t.result and t.result.outcome is Outcome.CRASHED]
         is_answered = self._record.answer(cell) is not None and self._record.has_crashed(cell)
         return is_answered and all(self._stands(trial) for trial in crashed)
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell was answered, and with no less time than there is now; with as much, without a crash to try again."""
-        answer, within_s, now_s = self._record.answer(cell), self._record.answered_within_s(cell), self._record.question.timeout_s
+        """Whether a cell is not searched again.
+
+        It was answered with more time than there is now; or with as much, without a crash to try
+        again.
+        """
+        answer, within_s = self._record.answer(cell), self._record.answered_within_s(cell)
+        now_s = self._record.question.timeout_s
         if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
             return False
-        return within_s > now_s or (within_s == now_s and not (self._retry_crashed and self._record.has_crashed(cell)))
+        is_retried = self._retry_crashed and self._record.has_crashed(cell)
+        return within_s > now_s or (within_s == now_s and not is_retried)
 
-    def opened(self, command: Sequence[str], environment: Environment | None = None, *, timeout_s: float | None = None) -> None:
-        """Record that this process writes from here on, under this time limit; raises MachineError when the disk is full."""
-        host, highwater_version = socket.gethostname(), __version__
+    def opened(
+        self,
+        command: Sequence[str],
+        environment: Environment | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Record that this process writes from here on, under this time limit.
+
+        Raises MachineError when the disk is full.
+        """
         line = OpenedLine(
             pid=os.getpid(),
-            host=host,
+            host=socket.gethostname(),
             at_unix_s=time.time(),
-            highwater_version=highwater_version,
+            highwater_version=__version__,
             command=tuple(command),
             environment=environment,
             timeout_s=timeout_s,
@@ -115,24 +156,45 @@ class Journal:
         self._append(line)
 
     def takes_expectation(self, cell: Cell) -> bool:
-        """Whether what is predicted of a cell is still to be recorded: its search has not begun, and the schema has such lines."""
+        """Whether what is predicted of a cell is still to be recorded.
+
+        Its search has not begun, and the schema has such lines.
+        """
         return self._record.schema_version > 1 and not self._record.has_begun(cell)
 
     def cell_expected(self, expectation: Expectation) -> None:
-        """Record what is predicted of a cell that ``takes_expectation``; raises MachineError when the disk is full."""
+        """Record what is predicted of a cell that ``takes_expectation``.
+
+        Raises MachineError when the disk is full.
+        """
         self._append(ExpectedLine(at_unix_s=time.time(), expectation=expectation))
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
-        """Record that a trial is about to be launched; raises MachineError when the disk is full."""
-        self._append(StartedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec))
+        """Record that a trial is about to be launched.
 
-    def trial_finished(self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult) -> None:
-        """Record how it ended; raises MachineError when the disk is full."""
-        self._append(FinishedLine(spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), result=result))
+        Raises MachineError when the disk is full.
+        """
+        line = StartedLine(
+            spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), spec=spec
+        )
+        self._append(line)
+
+    def trial_finished(
+        self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult
+    ) -> None:
+        """Record how a trial ended; raises MachineError when the disk is full."""
+        line = FinishedLine(
+            spec_key=spec.key, attempt=attempt, repeat=repeat, at_unix_s=time.time(), result=result
+        )
+        self._append(line)
 
     def cell_answered(self, answer: CellAnswer) -> None:
-        """Record the answer for a cell, unless that very answer is recorded already, where time counts with as much of it."""
-        now_s, within_s = self._record.question.timeout_s, self._record.answered_within_s(answer.cell)
+        """Record the answer for a cell, unless that very answer is recorded already.
+
+        Where time counts, it has to be recorded with as much time.
+        """
+        now_s = self._record.question.timeout_s
+        within_s = self._record.answered_within_s(answer.cell)
         has_time = now_s is None or (within_s is not None and within_s >= now_s)
         if self._record.answer(answer.cell) != answer or not has_time:
             self._append(AnsweredLine(at_unix_s=time.time(), answer=answer))
@@ -148,10 +210,16 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _append(self, line: Line) -> None:
+        """Write one line, then take it in: what is not on the disk is not recorded."""
         text = to_json(line)
         if self._record.checksum is None:  # begun before lines had any: its readers know none
             self._file.append(text.encode() + b"\n")
@@ -170,11 +238,12 @@ def open_journal(
     environment: Environment | None = None,
     retry_crashed: bool = False,
 ) -> Journal:
-    """The study at ``path`` open for writing: created, or resumed when it asks the same question, in whatever time.
+    """Open the study at ``path`` for writing: created, or resumed when it asks the same question.
 
-    With ``retry_crashed`` a trial that only crashed is launched again, as often as a new one.
-    Raises StudyError when another process writes it, when it asks something else, is damaged, or is no study, and later when
-    somebody touches the file while it is open; MachineError when the disk is full.
+    The time limit is no part of the question. With ``retry_crashed`` a trial that only crashed is
+    launched again, as often as a new one. Raises StudyError when another process writes it, when it
+    asks something else, is damaged, or is no study, and later when somebody touches the file while
+    it is open; MachineError when the disk is full.
     """
     file = _open(path)
     try:
@@ -182,7 +251,8 @@ def open_journal(
         journal = Journal(file, record, notes, retry_crashed=retry_crashed)
         journal.opened(command, environment, timeout_s=question.timeout_s)
         if any(map(journal.has_given_up, question.cells)):
-            journal.notes += ("what only crashed is not launched again: add `--retry-crashed` once its cause is mended",)
+            retry = "add `--retry-crashed` once its cause is mended"
+            journal.notes += (f"what only crashed is not launched again: {retry}",)
     except BaseException:
         file.close()
         raise
@@ -190,7 +260,7 @@ def open_journal(
 
 
 def read_study(path: Path) -> Study:
-    """The study at ``path`` as it is now. Takes no lock: a search may be writing it.
+    """Read the study at ``path`` as it is now. Takes no lock: a search may be writing it.
 
     Raises StudyError when there is none, or when it is damaged.
     """
@@ -205,12 +275,15 @@ def read_study(path: Path) -> Study:
         record = parse(full, path=path)
     except StudyError as error:  # its hint is for who would write another
         raise StudyError(error.problem, hint=_another()) from error
-    notes = ("the last line is not complete: a search is writing it, or was killed while it did",) if torn else ()
-    return _study(path, record, notes)
+    note = "the last line is not complete: a search is writing it, or was killed while it did"
+    return _study(path, record, (note,) if torn else ())
 
 
 def _another() -> str:
-    """What shows or makes another study: one that lies where ``highwater show`` looks, if there is one."""
+    """A hint that shows or makes another study.
+
+    It is one that lies where ``highwater show`` looks, if there is one.
+    """
     with suppress(StudyError, OSError):
         newest_studies(Path(_LOG_DIRECTORY))
         return "`highwater show` shows the newest study that can be read"
@@ -223,44 +296,48 @@ def _open(path: Path) -> JournalFile:
     except LockedError as error:
         raise StudyError(
             f"{path} is being written by {_holder(path)}",
-            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, or use {free_study(path)}",
+            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, "
+            f"or use {free_study(path)}",
         ) from error
 
 
 def _holder(path: Path) -> str:
-    """Who opened the journal last, in words; the lock alone does not tell."""
+    """The process that opened the journal last, in words; the lock alone does not tell."""
     try:
         opened = parse(split_torn(read_journal(path))[0], path=path).opened
     except (OSError, HighwaterError):
         opened = None
     if opened is None:
         return "another process"
-    return f"process {opened.pid}" if opened.host == socket.gethostname() else f"process {opened.pid} on {opened.host}"
+    is_here = opened.host == socket.gethostname()
+    return f"process {opened.pid}" if is_here else f"process {opened.pid} on {opened.host}"
 
 
-def _recover(file: JournalFile, question: Question) -> tuple[Record, tuple[str, ...]]:
-    """What the locked journal says, after its torn end is cut off; a new or empty one gets its header."""
+def _recover(file: JournalFile, question: Question) -> tuple[JournalContent, tuple[str, ...]]:
+    """Read the locked journal; its torn end is cut off, and an empty one gets its header."""
     path = file.path
     full, torn = split_torn(file.content())
     if not full:
         header = HeaderLine(schema_version=STUDY_SCHEMA_VERSION, question=question)
         text, checksum = sealed(to_json(header), after="")
+        # A crash left the beginning of our header; anything else is somebody else's file.
         if not text.startswith(torn):
-            raise not_a_study(path)  # not the beginning of our header: somebody else's file
+            raise not_a_study(path)
         file.cut(0)
         file.append(text + b"\n")
         file.sync_name()
-        return Record(header, checksum=checksum), ()
+        return JournalContent(header, checksum=checksum), ()
     record = parse(full, path=path)
     if record.question.key != question.key:
-        raise _another_question(path, recorded=record.question, asked=question)
+        raise another_question(path, recorded=record.question, asked=question)
     if not torn:
         return record, ()
     file.cut(len(full))
-    return record, (f"the last line of {path} was cut short, {len(torn)} bytes: dropped; what it recorded is tried again",)
+    dropped = f"the last line of {path} was cut short, {len(torn)} bytes: dropped"
+    return record, (f"{dropped}; what it recorded is tried again",)
 
 
-def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
+def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
     typed = record.opened.command if record.opened else ()
     is_ours = typed[:1] == ("search_context_length_capacity",) or typed[:2] == ("highwater", "find")
     if typed and not is_ours:  # who wrote the file would have a reader type it
@@ -280,38 +357,10 @@ def _study(path: Path, record: Record, notes: tuple[str, ...]) -> Study:
     )
 
 
-def _unproven(record: Record) -> Iterator[str]:
+def _unproven(record: JournalContent) -> Iterator[str]:
     """Each answer that its trials do not bear out, in words."""
     for each in record.unproven:
         tokens = each.answer.reach_tokens
         said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
-        yield f"{each.answer.cell.label_on(record.question.device)}: the study answers {said}; {each.why}"
-
-
-def _another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
-    there, here = dict(_flat(recorded)), dict(_flat(asked))
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name) and name not in _NO_PART_OF_A_QUESTION]
-    if "cells" in names:
-        names = [name for name in names if not name.startswith("cells.")]
-    shown = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names[:_DIFFERENCES_SHOWN]]
-    more = len(names) - len(shown)
-    return StudyError(
-        f"{path} asks another question: {'; '.join(shown)}{f'; and {more} more' if more else ''}",
-        hint=f"use {free_study(path)}, or leave `--study` out: each question gets a file of its own",
-    )
-
-
-def _flat(question: Question) -> Iterator[tuple[str, Any]]:
-    """Every field with its dotted name; the cells by their labels, and the list of labels as a field of its own."""
-    fields = to_builtins(question)
-    fields["cells"] = {cell.label_on(question.device): to_builtins(cell) for cell in question.cells}
-    yield "cells", "; ".join(fields["cells"])
-    yield from _leaves(fields, "")
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
+        label = each.answer.cell.label_on(record.question.device)
+        yield f"{label}: the study answers {said}; {each.why}"

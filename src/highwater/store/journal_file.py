@@ -1,7 +1,8 @@
-"""The file of a journal, held open and locked: lines are appended and synced, and nobody else may have touched it in between.
+"""The file of a journal, held open and locked, to which lines are appended and synced.
 
-A line is on the disk when it is written, or the file is as long as before. Who deletes, replaces, cuts or writes the file while
-a search has it open stops that search: what it would append afterwards belonged to nothing.
+A line is on the disk when it is written, or the file is as long as before. Who deletes, replaces,
+cuts or writes the file while a search has it open stops that search: what it would append
+afterwards belonged to nothing (docs/decisions/030).
 """
 
 import errno
@@ -15,7 +16,7 @@ from highwater.spec.files import read_file, refuse_irregular
 from highwater.units import MIB, format_bytes
 
 MOST_BYTES = 512 * MIB
-"""The most that a study may have: 10,000 trials on 8 GPUs have about 60 MiB."""
+"""Bytes of a study at the most: 10,000 trials on 8 GPUs have about 60 MiB."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -32,7 +33,7 @@ class JournalFile:
         self._size = os.fstat(descriptor).st_size
 
     def content(self) -> bytes:
-        """All that is in it."""
+        """All that is in the file."""
         return os.pread(self._descriptor, self._size, 0)
 
     def cut(self, size: int) -> None:
@@ -41,24 +42,28 @@ class JournalFile:
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append one line and wait until the disk has it; after a failure the file is as long as before.
+        """Append one line and wait until the disk has it; after a failure the file is as before.
 
-        Raises MachineError when that fails, StudyError when the file is not as this process left it.
+        Raises MachineError when that fails, StudyError when the file is not as this process left
+        it.
         """
         what = self._touched()
         if what is not None:
             raise self._lost(what, line)
         if self._size + len(line) > MOST_BYTES:
             raise StudyError(
-                f"{self.path} would have more than {format_bytes(MOST_BYTES)}, and no study is read that has",
-                hint=f"`highwater show {shlex.quote(str(self.path))}` shows what it has; use {free_study(self.path)} for more",
+                f"{self.path} would have more than {format_bytes(MOST_BYTES)}, and no study is "
+                "read that has",
+                hint=f"`highwater show {shlex.quote(str(self.path))}` shows what it has; use "
+                f"{free_study(self.path)} for more",
             )
         left = memoryview(line)
         try:
-            while left:
+            while left:  # a write may take less than it was given
                 left = left[os.write(self._descriptor, left) :]
             os.fsync(self._descriptor)
         except OSError as error:
+            # Half a line, or one that is not on the disk, must not stand before the next one.
             os.ftruncate(self._descriptor, self._size)
             raise self._unwritable(error) from error
         self._size += len(line)
@@ -76,7 +81,10 @@ class JournalFile:
         os.close(self._descriptor)
 
     def _touched(self) -> str | None:
-        """What somebody did to the file since it was last written, in words; None when it is as this process left it."""
+        """What somebody did to the file since it was last written, in words.
+
+        None when it is as this process left it.
+        """
         held = os.fstat(self._descriptor)
         try:
             found = self.path.stat()
@@ -86,15 +94,22 @@ class JournalFile:
             return "replaced"
         if held.st_size < self._size:
             return f"cut from {self._size:,} to {held.st_size:,} bytes"
-        return f"written by somebody else, {held.st_size - self._size:,} bytes" if held.st_size > self._size else None
+        if held.st_size > self._size:
+            return f"written by somebody else, {held.st_size - self._size:,} bytes"
+        return None
 
     def _lost(self, what: str, line: bytes) -> StudyError:
-        """Of a file that is gone from its place everything is still there to be read: it is kept beside it, the new line too."""
+        """The error for a file that somebody touched.
+
+        Of a file that is gone from its place everything can still be read through the open
+        descriptor: it is kept in a free path beside it, the new line too.
+        """
         problem = f"{self.path} was {what} while the search had it open"
         if what not in ("deleted", "replaced"):
             return StudyError(
                 f"{problem}: what is left of its finished trials is in it",
-                hint=f"type the same command to go on from what is left, or start afresh with {free_study(self.path)}",
+                hint=f"type the same command to go on from what is left, or start afresh with "
+                f"{free_study(self.path)}",
             )
         flag, kept = free_study(self.path), free_path(self.path)
         try:
@@ -105,22 +120,29 @@ class JournalFile:
         except OSError as error:
             why = f"its finished trials cannot be kept in {kept}: {error.strerror}"
             return StudyError(f"{problem}; {why}", hint="type the same command to start afresh")
-        return StudyError(f"{problem}: its finished trials are kept in {kept}", hint=f"go on with the same command and {flag}")
+        return StudyError(
+            f"{problem}: its finished trials are kept in {kept}",
+            hint=f"go on with the same command and {flag}",
+        )
 
     def _unwritable(self, error: OSError) -> MachineError:
         if error.errno not in _NO_SPACE:
-            return MachineError(f"{self.path} cannot be written: {error.strerror}", hint="check the disk with `df -h` and `dmesg`")
+            return MachineError(
+                f"{self.path} cannot be written: {error.strerror}",
+                hint="check the disk with `df -h` and `dmesg`",
+            )
         look = f"`df -h {shlex.quote(str(self.path.parent))}`"
         return MachineError(
             f"no space left to record the study in {self.path}: {error.strerror}",
-            hint=f"free some space ({look}), then type the same command: every finished trial is kept",
+            hint=f"free some space ({look}), then type the same command: every finished trial is "
+            "kept",
         )
 
 
 def open_file(path: Path) -> JournalFile:
-    """The file at ``path``, created where there is none, open for writing and locked.
+    """Open the file at ``path`` for writing, locked, and create it where there is none.
 
-    Raises StudyError where it cannot be, LockedError while somebody else has it.
+    Raises StudyError where it cannot be opened, LockedError while somebody else has it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +165,7 @@ def open_file(path: Path) -> JournalFile:
 
 
 def read_journal(path: Path) -> bytes:
-    """What is in the file at ``path`` now; raises OSError."""
+    """The content of the file at ``path`` now; raises OSError."""
     return read_file(path, most_bytes=MOST_BYTES)
 
 
@@ -162,7 +184,7 @@ def free_path(path: Path) -> Path:
 
 
 def free_study(path: Path) -> str:
-    """The flag that names it: what hints offer when ``path`` will not do."""
+    """The flag for a free path beside ``path``: what hints offer when ``path`` will not do."""
     name = shlex.quote(str(free_path(path)))
     return f"`--study={name}`" if name.startswith("-") else f"`--study {name}`"
 

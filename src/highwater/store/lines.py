@@ -7,8 +7,9 @@ Schema 3:  header           the question, once
            trial_finished   its result, named by the specification's key
            cell_answered    the answer for one cell; the last one for a cell counts
 
-Since schema 3 each line begins with its ``checksum``, of itself and of all lines before it: a line that was edited, moved or
-taken out in the middle is found and named. A journal that was begun without them goes on without them.
+Since schema 3 each line begins with its ``checksum``, of itself and of all lines before it: a line
+that was edited, moved or taken out in the middle is found and named. A journal that was begun
+without them goes on without them.
 """
 
 import hashlib
@@ -19,27 +20,35 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.spec.codec import Noun, from_json
+from highwater.spec.codec import Record, from_json
 from highwater.spec.environment import Environment
-from highwater.spec.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer, Expectation, Question, RecordedTrial, UnprovenAnswer
+from highwater.spec.study import (
+    STUDY_SCHEMA_VERSION,
+    Cell,
+    CellAnswer,
+    Expectation,
+    Question,
+    RecordedTrial,
+    UnprovenAnswer,
+)
 from highwater.spec.support import unsupported
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal_file import free_study
 
 _SEALED_SINCE = 3
-"""The schema whose lines have checksums."""
+"""The first schema whose lines have checksums."""
 _CHECKSUM_DIGITS = 16
 _SEAL = b'{"checksum":"%b",'
 
 
-class HeaderLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="header"):
     """First line of every journal."""
 
     schema_version: int
     question: Question
 
 
-class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
+class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
     """Who writes from here on: what a second process is told when it finds the journal locked."""
 
     pid: int
@@ -50,17 +59,20 @@ class OpenedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="opened"
     environment: Environment | None = None
     """None: a dry run, or a journal from before it was recorded."""
     timeout_s: float | None = None
-    """The time limit from here on, where the question has one; None: as before, the header's at first."""
+    """The time limit from here on, where the question has one.
+
+    None: as before, the header's at first.
+    """
 
 
-class ExpectedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
+class ExpectedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_expected"):
     """The search of one cell is about to begin."""
 
     at_unix_s: float
     expectation: Expectation
 
 
-class StartedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
+class StartedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
     """A trial is about to be launched."""
 
     spec_key: str
@@ -70,7 +82,7 @@ class StartedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_
     spec: TrialSpec
 
 
-class FinishedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
+class FinishedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
     """A launched trial came to its end."""
 
     spec_key: str
@@ -80,7 +92,7 @@ class FinishedLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="trial
     result: TrialResult
 
 
-class AnsweredLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
+class AnsweredLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
     """The search of one cell ended."""
 
     at_unix_s: float
@@ -89,26 +101,29 @@ class AnsweredLine(Noun, frozen=True, kw_only=True, tag_field="kind", tag="cell_
 
 Line = OpenedLine | ExpectedLine | StartedLine | FinishedLine | AnsweredLine
 LaunchKey = tuple[str, int, int]
-"""Specification's key, attempt, repeat: what names one launch of one trial."""
+"""Specification's key, attempt and repeat: the name of one launch of one trial."""
 
 
-class Record:
+class JournalContent:
     """What the lines of a journal say so far."""
 
     def __init__(self, header: HeaderLine, *, checksum: str | None = None) -> None:
         self.schema_version = header.schema_version
         self.checksum = checksum
-        """Of the last line; None: its lines have none."""
+        """Checksum of the last line; None: the lines have none."""
         self.question = header.question
-        """With the time limit of whoever opened the journal last."""
+        """The question with the time limit of whoever opened the journal last."""
         self.opened: OpenedLine | None = None
         self.environments: tuple[Environment, ...] = ()
-        """Each that differs from the one before, in their order."""
+        """Each environment that differs from the one before, in their order."""
         self._trials: dict[LaunchKey, RecordedTrial] = {}
         self._keys: dict[str, str] = {}
-        """Keys as they were written, to keys of today: a setting that came later, at its default, changes no trial."""
+        """Keys as they were written, to keys of today.
+
+        A setting that came later, at its default, changes no trial.
+        """
         self._trials_of: dict[Cell, dict[LaunchKey, RecordedTrial]] = {}
-        """The same by their cells."""
+        """Trials by their cells."""
         self._claims: dict[Cell, _Claim] = {}
         self._answered_within_s: dict[Cell, float | None] = {}
         """The time limit under which a cell was answered."""
@@ -131,28 +146,36 @@ class Record:
             case ExpectedLine():
                 self._expectations.setdefault(line.expectation.cell, line.expectation)
             case StartedLine():
-                trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
-                self._keys[line.spec_key] = line.spec.key
-                key = (line.spec.key, line.attempt, line.repeat)
-                for trials in (self._trials, self._trials_of.setdefault(_cell_of(trial), {})):
-                    trials.setdefault(key, trial)
+                self._start(line)
             case FinishedLine():
-                key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
-                if key not in self._trials:
-                    raise ValueError(f"trial {line.spec_key} ended but never started")
-                before = self._trials[key]
-                trial = msgspec.structs.replace(before, result=line.result, timeout_s=self.question.timeout_s)
-                cell = _cell_of(trial)
-                for trials in (self._trials, self._trials_of[cell]):
-                    if before.result is not None:
-                        del trials[key]  # it was run again, after all that stands before it
-                    trials[key] = trial
-                self._ended_since.add(cell)
+                self._finish(line)
             case AnsweredLine():
                 cell = line.answer.cell
                 self._claims[cell] = _Claim(line.answer, self.trials_of(cell))
                 self._answered_within_s[cell] = self.question.timeout_s
                 self._ended_since.discard(cell)
+
+    def _start(self, line: StartedLine) -> None:
+        trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
+        self._keys[line.spec_key] = line.spec.key
+        key = (line.spec.key, line.attempt, line.repeat)
+        for trials in (self._trials, self._trials_of.setdefault(_cell_of(trial), {})):
+            trials.setdefault(key, trial)
+
+    def _finish(self, line: FinishedLine) -> None:
+        key = (self._keys.get(line.spec_key, ""), line.attempt, line.repeat)
+        if key not in self._trials:
+            raise ValueError(f"trial {line.spec_key} ended but never started")
+        before = self._trials[key]
+        trial = msgspec.structs.replace(
+            before, result=line.result, timeout_s=self.question.timeout_s
+        )
+        cell = _cell_of(trial)
+        for trials in (self._trials, self._trials_of[cell]):
+            if before.result is not None:
+                del trials[key]  # it was run again, after all that stands before it
+            trials[key] = trial
+        self._ended_since.add(cell)
 
     def trial(self, key: LaunchKey) -> RecordedTrial | None:
         """A launch of a trial; None when it never started."""
@@ -160,12 +183,14 @@ class Record:
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
         """Whether any attempt of a trial told about memory."""
-        return any(trial.result is not None and trial.result.outcome.tells for trial in self._attempts(spec, repeat))
+        results = (trial.result for trial in self._attempts(spec, repeat))
+        return any(result is not None and result.outcome.tells for result in results)
 
     def ran_out_after(self, trial: RecordedTrial) -> bool:
         """Whether a later attempt of a trial ran out of time."""
-        later = (other for other in self._attempts(trial.spec, trial.repeat) if other.attempt > trial.attempt)
-        return any(other.result is not None and other.result.outcome is Outcome.TIMEOUT for other in later)
+        attempts = self._attempts(trial.spec, trial.repeat)
+        later = (other.result for other in attempts if other.attempt > trial.attempt)
+        return any(result is not None and result.outcome is Outcome.TIMEOUT for result in later)
 
     def _attempts(self, spec: TrialSpec, repeat: int) -> Iterator[RecordedTrial]:
         found = spec.key, repeat
@@ -173,22 +198,31 @@ class Record:
 
     def has_crashed(self, cell: Cell) -> bool:
         """Whether a trial of a cell crashed, and neither told nor ran out of time in the end."""
-        crashes = (t for t in self.trials_of(cell) if t.result is not None and t.result.outcome is Outcome.CRASHED)
-        return any(not self.has_told(trial.spec, trial.repeat) and not self.ran_out_after(trial) for trial in crashes)
+        return any(
+            trial.result is not None
+            and trial.result.outcome is Outcome.CRASHED
+            and not self.has_told(trial.spec, trial.repeat)
+            and not self.ran_out_after(trial)
+            for trial in self.trials_of(cell)
+        )
 
     def answer(self, cell: Cell) -> CellAnswer | None:
-        """The recorded answer for a cell; None when there is none yet, or none that its trials bear out."""
+        """The recorded answer for a cell; None when there is none that its trials bear out."""
         claim = self._claims.get(cell)
         return None if claim is None or self._why_unproven(claim) else claim.answer
 
     def _why_unproven(self, claim: "_Claim") -> str | None:
-        """What the trials that were recorded before it do not bear out; looked at once."""
+        """Why the trials before an answer do not bear it out; None where they do. Judged once."""
         if not claim.is_judged:
-            claim.is_judged, claim.why = True, unsupported(self.question, claim.answer, claim.trials)
+            claim.why = unsupported(self.question, claim.answer, claim.trials)
+            claim.is_judged = True
         return claim.why
 
     def answered_within_s(self, cell: Cell) -> float | None:
-        """The time limit under which a cell was answered; None where there is none, or where a trial has ended since."""
+        """The time limit under which a cell was answered.
+
+        None where there is none, or where a trial has ended since.
+        """
         return None if cell in self._ended_since else self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
@@ -201,40 +235,50 @@ class Record:
 
     @property
     def expectations(self) -> tuple[Expectation, ...]:
-        """Those that there are, in the order of the question's cells."""
-        return tuple(self._expectations[cell] for cell in self.question.cells if cell in self._expectations)
+        """Recorded expectations, in the order of the question's cells."""
+        expected = self._expectations
+        return tuple(expected[cell] for cell in self.question.cells if cell in expected)
 
     @property
     def trials(self) -> tuple[RecordedTrial, ...]:
-        """Every launch, in the order in which they started; one that was run again stands where it ended."""
+        """Every launch, in the order in which they started.
+
+        One that was run again stands where it ended.
+        """
         return tuple(self._trials.values())
 
     @property
     def answers(self) -> tuple[CellAnswer, ...]:
         """The answers that trials bear out, in the order of the question's cells."""
-        return tuple(answer for cell in self.question.cells if (answer := self.answer(cell)) is not None)
+        found = map(self.answer, self.question.cells)
+        return tuple(answer for answer in found if answer is not None)
 
     @property
     def unproven(self) -> tuple[UnprovenAnswer, ...]:
-        """The others, in the order of the question's cells."""
-        claims = [claim for cell in self.question.cells if (claim := self._claims.get(cell)) is not None]
+        """The answers that trials do not bear out, in the order of the question's cells."""
+        claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
         whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
-        return tuple(UnprovenAnswer(answer=answer, why=why) for answer, why in whys if why is not None)
+        return tuple(
+            UnprovenAnswer(answer=answer, why=why) for answer, why in whys if why is not None
+        )
 
     @property
     def answers_within_s(self) -> tuple[float, ...]:
-        """The time limit under which each of these answers was given; empty where the question has none."""
+        """The time limit of each of ``answers``; empty where the question has none."""
         limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
         return tuple(limit_s for limit_s in limits if limit_s is not None)
 
 
 @dataclass(slots=True)
 class _Claim:
-    """What the file says of a cell."""
+    """An answer in the file, before its trials are asked whether they bear it out."""
 
     answer: CellAnswer
     trials: tuple[RecordedTrial, ...]
-    """Of the cell, as they were when it was said: one that was run again since says something else now."""
+    """Trials of the cell, as they were when the answer was written.
+
+    One that was run again since says something else now.
+    """
     is_judged: bool = False
     why: str | None = None
 
@@ -244,14 +288,20 @@ def _cell_of(trial: RecordedTrial) -> Cell:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """A line with its checksum in front, and the checksum: of the line and of all before it, whose checksum is ``after``."""
+    """A line with its checksum in front, and the checksum.
+
+    It is of the line and of all before it, whose checksum is ``after``.
+    """
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
     return _SEAL % checksum.encode() + content[1:], checksum
 
 
 def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
-    """The line without its checksum, and the checksum; raises ValueError where it is not as it was written."""
+    """The line without its checksum, and the checksum.
+
+    Raises ValueError where the line is not as it was written.
+    """
     text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
     as_written, checksum = sealed(text.decode(), after=after)
     if line != as_written:
@@ -259,11 +309,11 @@ def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
     return text, checksum
 
 
-def parse(full_lines: bytes, *, path: Path) -> Record:
-    """The record in the full lines of the journal at ``path``, header included.
+def parse(full_lines: bytes, *, path: Path) -> JournalContent:
+    """The content of the full lines of the journal at ``path``, header included.
 
-    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read or is not as it was written:
-    an accident cuts a journal at its end, never in the middle.
+    Raises StudyError when it is no journal, is of a newer schema, or has a line that cannot be read
+    or is not as it was written: an accident cuts a journal at its end, never in the middle.
     """
     first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
     record = _header(first, path)
@@ -274,7 +324,8 @@ def parse(full_lines: bytes, *, path: Path) -> Record:
             if record.checksum is not None:
                 text, record.checksum = _unsealed(line, after=record.checksum)
             record.add(decoder.decode(text))
-        except (ValueError, RecursionError, HighwaterError) as error:  # nested without end, in a line that nobody wrote
+        # RecursionError: nested without end, in a line that no highwater wrote.
+        except (ValueError, RecursionError, HighwaterError) as error:
             raise _damaged(path, number, error) from error
     return record
 
@@ -283,20 +334,21 @@ class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
     schema_version: int
 
 
-def _header(line: bytes, path: Path) -> Record:
-    """The record of the question alone."""
+def _header(line: bytes, path: Path) -> JournalContent:
+    """The content of a journal that has its header alone."""
     try:
         version = msgspec.json.decode(line, type=_AnyHeader).schema_version
     except (ValueError, RecursionError) as error:
         raise not_a_study(path) from error
     if version > STUDY_SCHEMA_VERSION:
         raise StudyError(
-            f"{path} was written by a newer highwater: its schema is {version}, this one reads {STUDY_SCHEMA_VERSION}",
+            f"{path} was written by a newer highwater: its schema is {version}, this one reads "
+            f"{STUDY_SCHEMA_VERSION}",
             hint=f"`pip install .` in the checkout of that highwater, or use {free_study(path)}",
         )
     try:
         text, checksum = (line, None) if version < _SEALED_SINCE else _unsealed(line, after="")
-        return Record(from_json(text, HeaderLine), checksum=checksum)
+        return JournalContent(from_json(text, HeaderLine), checksum=checksum)
     except (ValueError, HighwaterError) as error:
         raise _damaged(path, 1, error) from error
 

@@ -1,6 +1,7 @@
-"""Logs of trials: the last lines of one, where the file that a study names is there, and is a trial's log.
+"""Logs of trials: the last lines of one, where the file that a study names is a trial's log.
 
-A study is a file that anybody may have written: a path in it is not read unless it is called as a trial's log is.
+A study is a file that anybody may have written: a path in it is not read unless it is called as a
+trial's log is.
 """
 
 import os
@@ -12,22 +13,25 @@ from pathlib import Path
 from highwater.spec.trial import LogEnd
 
 LINES = 20
-"""Of a log's end that are read."""
+"""Lines of a log's end that are read."""
 
 _TAIL_BYTES = 64 * 1024
 _LONGEST_LINE = 500
 _SAID = 60
-"""Characters of an error's text by which its line is found: what a log and a result do to long ones differs."""
+"""Characters of an error's text by which its line is found.
+
+What a log and a result do to longer texts differs.
+"""
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
-"""What launch/local.py calls a log."""
+"""Names that run/local.py gives to logs."""
 _FOLDER = re.compile(r"gpu-\d+")
-"""Where the part of a log's path begins that lies beside the study."""
+"""The folder in a log's path from which on it lies beside the study."""
 _LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")
 _LAUNCHER_LINE = re.compile(r"[EWI]\d{4} \S+ \d+ torch/distributed/")
-"""What torchrun writes into a log itself."""
+"""Lines that torchrun writes into a log itself."""
 _TRACEBACK = "Traceback (most recent call last):"
 _POINTER = re.compile(r"\s*[~^]+")
-"""What a traceback draws under a line."""
+"""Marks that a traceback draws under a line."""
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Control sequences of terminals."""
 
@@ -35,7 +39,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
     """The last lines of a log, where it was written or beside the study; never raises.
 
-    They end with what was ``said`` by the rank that failed first, where that is there: its peers write after it.
+    They end with what was ``said`` by the rank that failed first, where that is there: its peers
+    write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -50,7 +55,10 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """As recorded; and beside the study, which may have been moved with its logs, in the model's folder or above it."""
+    """Paths where a log may lie: as recorded, and beside the study.
+
+    The study may have been moved with its logs, in the model's folder or above it.
+    """
     yield log_path
     parts = log_path.parts
     start = next((index for index, part in enumerate(parts) if _FOLDER.fullmatch(part)), None)
@@ -75,18 +83,28 @@ def _end_of(path: Path) -> str:
 
 
 def _last_lines(text: str, said: str) -> list[str]:
-    """Without colours; what a progress bar wrote over itself is lines of its own."""
+    """The lines to show, without colours.
+
+    What a progress bar wrote over itself is lines of its own.
+    """
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
-    end = max((index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line), default=len(kept))
-    kept = kept[:end]
-    return [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in kept[-LINES:]]
+    with_said = (index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line)
+    end = max(with_said, default=len(kept))
+    return [
+        line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
+        for line in kept[:end][-LINES:]
+    ]
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """What the workers wrote: torchrun ends a log with a traceback and a summary of its own. All, where it is all there is."""
+    """Lines of the workers, without the traceback and the summary that torchrun ends a log with.
+
+    All lines, where torchrun's are all there is.
+    """
     end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
     if end is None:
         return lines
-    start = max((index for index, line in enumerate(lines[:end]) if line == _TRACEBACK), default=end)
+    tracebacks = (index for index, line in enumerate(lines[:end]) if line == _TRACEBACK)
+    start = max(tracebacks, default=end)
     return [line for line in lines[:start] if not _LAUNCHER_LINE.match(line)] or lines

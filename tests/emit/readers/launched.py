@@ -1,4 +1,6 @@
-"""What accelerate's own launcher makes of a configuration file: the environment of the processes that it would start."""
+"""What accelerate's own launcher makes of a configuration file: the environment of the processes
+that it would start.
+"""
 
 import os
 from contextlib import contextmanager
@@ -12,7 +14,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 def launched(words):
     """The processes' environment; only their start is left out."""
     found = {}
-    launch.multi_gpu_launcher = lambda arguments: found.update(prepare_multi_gpu_env(arguments), PROCESSES=arguments.num_processes)
+    launch.multi_gpu_launcher = lambda arguments: found.update(
+        prepare_multi_gpu_env(arguments), PROCESSES=arguments.num_processes
+    )
     launch.deepspeed_launcher = lambda arguments: found.update(
         prepare_deepspeed_cmd_env(arguments)[1], PROCESSES=arguments.num_processes
     )
@@ -33,17 +37,27 @@ def environment(variables):
 
 
 def shared(words):
-    """How states and sequences are shared, offloaded and recomputed, by the objects that a process makes of its environment."""
+    """How states and sequences are shared, offloaded and recomputed, by the objects that a process
+    makes of its environment.
+    """
     variables = launched(words)
     with environment(variables):
-        common = {"gpus": int(variables["PROCESSES"]), "mixed_precision": variables["ACCELERATE_MIXED_PRECISION"]}
+        common = {
+            "gpus": int(variables["PROCESSES"]),
+            "mixed_precision": variables["ACCELERATE_MIXED_PRECISION"],
+        }
         if variables.get("ACCELERATE_USE_DEEPSPEED") == "true":
             zero = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
             sequences = ParallelismConfig()
             assert sequences.total_size == common["gpus"]
             devices = {zero[name]["device"] for name in ("offload_param", "offload_optimizer")}
             assert len(devices) == 1
-            return {**common, "strategy": f"zero{zero['stage']}", "sp": sequences.sp_size, "offload": devices == {"cpu"}}
+            return {
+                **common,
+                "strategy": f"zero{zero['stage']}",
+                "sp": sequences.sp_size,
+                "offload": devices == {"cpu"},
+            }
         plugin = FullyShardedDataParallelPlugin()
         return {
             **common,

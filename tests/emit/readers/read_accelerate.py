@@ -1,4 +1,6 @@
-"""Read ``accelerate.yaml`` in each folder with accelerate's own loader and launcher: ``read_accelerate.py FOLDER...``."""
+"""Read ``accelerate.yaml`` in each folder with accelerate's own loader and launcher:
+``read_accelerate.py FOLDER...``.
+"""
 
 import json
 import os
@@ -11,5 +13,7 @@ answers = []
 for folder in sys.argv[1:]:
     os.chdir(folder)
     loaded = load_config_from_file("accelerate.yaml")
-    answers.append({**shared(["--config_file", "accelerate.yaml"]), "num_processes": loaded.num_processes})
+    answers.append(
+        {**shared(["--config_file", "accelerate.yaml"]), "num_processes": loaded.num_processes}
+    )
 json.dump(answers, sys.stdout)

@@ -1,4 +1,6 @@
-"""Read ``areal.yaml`` in each folder with AReaL's ``load_expr_config``: ``read_areal.py FOLDER...``."""
+"""Read ``areal.yaml`` in each folder with AReaL's ``load_expr_config``: ``read_areal.py
+FOLDER...``.
+"""
 
 import json
 import os
@@ -12,7 +14,10 @@ answers = []
 for folder in sys.argv[1:]:
     os.chdir(folder)
     # it writes what it read: into this folder
-    here = [f"++cluster.fileroot={folder}/files", f"++cluster.name_resolve.nfs_record_root={folder}/names"]
+    here = [
+        f"++cluster.fileroot={folder}/files",
+        f"++cluster.name_resolve.nfs_record_root={folder}/names",
+    ]
     config, _ = load_expr_config(["train.py", "--config", "areal.yaml", *here], GRPOConfig)
     actor, parallel = config.actor, ModelAllocation.from_str(config.actor.backend).parallel
     model = AutoConfig.from_pretrained(actor.path)

@@ -1,4 +1,6 @@
-"""Read ``torchtitan_settings.py`` in each folder with torchtitan's ConfigManager: ``read_torchtitan.py FOLDER...``."""
+"""Read ``torchtitan_settings.py`` in each folder with torchtitan's ConfigManager:
+``read_torchtitan.py FOLDER...``.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ for folder in sys.argv[1:]:
     answers.append(
         {
             "length": training.seq_len,
-            "budget": training.local_batch_size * training.seq_len // parallelism.context_parallel_degree,
+            "budget": training.local_batch_size
+            * training.seq_len
+            // parallelism.context_parallel_degree,
             "sp": parallelism.context_parallel_degree,
             "gpus": parallelism.context_parallel_degree * parallelism.data_parallel_shard_degree,
             "offload": training.enable_cpu_offload,

@@ -1,4 +1,6 @@
-"""Read ``trinity.yaml`` in each folder with Trinity-RFT's ``load_config``: ``read_trinity.py FOLDER...``."""
+"""Read ``trinity.yaml`` in each folder with Trinity-RFT's ``load_config``: ``read_trinity.py
+FOLDER...``.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Read ``trl.yaml`` in each folder as ``trl sft --config`` does, and what it launches: ``read_trl.py FOLDER...``."""
+"""Read ``trl.yaml`` in each folder as ``trl sft --config`` does, and what it launches:
+``read_trl.py FOLDER...``.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ for folder in sys.argv[1:]:
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
         how = shared(resolve_accelerate_config_argument(of_config + of_words))
-        config = AutoConfig.from_pretrained(model.model_name_or_path, **(training.model_init_kwargs or {}))
+        config = AutoConfig.from_pretrained(
+            model.model_name_or_path, **(training.model_init_kwargs or {})
+        )
         answers.append(
             {
                 **how,
@@ -36,7 +40,10 @@ for folder in sys.argv[1:]:
                 "path": model.model_name_or_path,
                 "rope": config.rope_parameters,
                 "longest": config.max_position_embeddings,
-                "environment": {name: os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")},
+                "environment": {
+                    name: os.environ.get(name)
+                    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+                },
             }
         )
 json.dump(answers, sys.stdout)

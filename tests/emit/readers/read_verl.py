@@ -1,4 +1,5 @@
-"""Run ``verl.sh`` in each folder by a shell, and compose its overrides with verl's Hydra configuration: ``read_verl.py FOLDER...``.
+"""Run ``verl.sh`` in each folder by a shell, and compose its overrides with verl's Hydra
+configuration: ``read_verl.py FOLDER...``.
 
 ``python3`` within it is this file, ``--composed``, in the place of ``-m verl.trainer.main_ppo``.
 """
@@ -50,10 +51,19 @@ answers = []
 for folder in map(Path, sys.argv[1:]):
     shim = folder / "bin" / "python3"
     shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} --composed "$@"\n')
+    shim.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} --composed "$@"\n'
+    )
     shim.chmod(0o755)
     environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "verl.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "verl.sh"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         sys.exit(done.stderr)
     answers.append(json.loads((folder / "composed.json").read_text()))

@@ -1,0 +1,34 @@
+"""``highwater emit``: what is recommended, as another trainer's configuration on stdout."""
+
+import argparse
+import shlex
+
+from highwater.cli import console
+from highwater.cli.recommend import found_for, words_again
+from highwater.emit.emitted import PREDICTED_FOR
+from highwater.emit.targets import configured
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
+
+
+def emit(arguments: argparse.Namespace) -> int:
+    """Print the configuration; where nothing fits there is none, and the document is what
+    `recommend --json` prints.
+    """
+    arguments.trainer = PREDICTED_FOR[arguments.for_]
+    found = found_for(arguments)
+    console.notes(found.notes)
+    again = ("highwater", "recommend", arguments.model, *words_again(arguments))
+    if found.chosen is None:
+        console.talk("nothing fits: there is nothing to configure")
+        if arguments.json:
+            console.answer_json(found)
+            return EXIT_ANSWERED_NO
+        console.next_command(shlex.join(again))
+        return EXIT_ANSWERED_NO
+    emitted = configured(arguments.for_, found, found.chosen, model=arguments.model)
+    if arguments.json:
+        console.answer_json(emitted)
+    else:
+        console.answer_exactly(emitted.text.rstrip("\n"))
+        console.next_command(shlex.join((*again, "--list")))
+    return EXIT_ANSWERED

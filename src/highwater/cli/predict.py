@@ -1,0 +1,180 @@
+"""``highwater predict``: the longest context of every rung on GPUs that need not be here, or how a
+prediction scores.
+"""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+from highwater import api
+from highwater.cli import console
+from highwater.cli.flags import named_model, typed_limits, typed_values
+from highwater.cli.recommend import words_again
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
+from highwater.memory.capacity import Prediction
+from highwater.memory.table_accuracy import TableAccuracy
+from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
+from highwater.spec.declaration import flag_of, words_of
+from highwater.spec.declared_settings import taken_by
+from highwater.spec.request import request_from, trial_flags
+from highwater.spec.trainer import TRAINERS
+from highwater.spec.trial import TrialSpec
+from highwater.units import format_tokens
+
+_EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
+_NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recommend"))
+"""Flags that a prediction has and a recommendation has not."""
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Print the prediction, or the score against a table."""
+    if arguments.against is not None:
+        return _against(arguments)
+    prediction = _predicted(arguments)
+    console.notes(prediction.notes)
+    if arguments.json:
+        console.answer_json(prediction)
+    else:
+        console.answer_table(prediction_table(prediction))
+        _explain(arguments, prediction)
+        console.next_command(_after_predict(arguments, prediction))
+    return (
+        EXIT_ANSWERED
+        if any(cell.capacity_tokens for cell in prediction.cells)
+        else EXIT_ANSWERED_NO
+    )
+
+
+def _predicted(arguments: argparse.Namespace) -> Prediction:
+    """What was typed, answered."""
+    model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
+    request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    return api.predict(
+        model,
+        gpus=arguments.cluster,
+        length=arguments.length,
+        trainer=arguments.trainer,
+        exact=arguments.exact,
+        timeline=arguments.timeline,
+        calibrate_with=arguments.calibrate,
+        constants=arguments.constants,
+        on_trace=partial(_say_traced, count(1)),
+        on_calibrate=_say_calibrated,
+        **typed_limits(arguments),
+        **settings,
+    )
+
+
+def _against(arguments: argparse.Namespace) -> int:
+    _refuse_beside_a_table(arguments)
+    result: TableAccuracy = api.predict_against(
+        arguments.against, trainer=arguments.trainer, **typed_limits(arguments)
+    )
+    if arguments.json:
+        console.answer_json(result)
+    else:
+        console.answer_table(
+            accuracy_table(result, name=f"{arguments.against}, trainer {arguments.trainer}")
+        )
+        console.next_command(shlex.join((*arguments.command_line, "--json")))
+    return EXIT_ANSWERED
+
+
+def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for what has no part in a comparison: other ways to predict, and what the
+    rows name themselves, on the published grid.
+    """
+    if arguments.exact or arguments.timeline is not None:
+        raise UsageError(
+            "a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out"
+        )
+    if arguments.constants is not None:
+        raise UsageError(
+            "a table is compared with predictions by the constants that come along",
+            hint="leave `--constants` out",
+        )
+    if arguments.calibrate:
+        raise UsageError(
+            "a table is compared with predictions, not with their intervals",
+            hint="leave `--calibrate` out",
+        )
+    if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
+        raise UsageError(
+            "the table of `--against` names its models, GPUs and lengths",
+            hint="leave those on the command line out",
+        )
+    if arguments.explain:
+        raise UsageError("a table has no one cell to explain", hint="leave `--explain` out")
+    for name in typed_values(arguments):
+        flag = flag_of(name)
+        raise UsageError(
+            f"the table of `--against` names its own settings, and {flag} is one",
+            hint=f"leave `{flag}` out",
+        )
+
+
+def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
+    where = f"{spec.layout.gpus} GPUs{spec.layout.suffix}, " if spec.layout.gpus > 1 else ""
+    what = (
+        f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} "
+        f"tokens"
+    )
+    console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
+
+
+def _say_calibrated(trials: int, traces: int) -> None:
+    console.talk(
+        f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
+        f"{traces}"
+    )
+
+
+def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
+    if arguments.explain:
+        console.answer("")
+        console.answer_table(term_table(prediction.explained))
+
+
+def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
+    """What explains it, and then what measures it, with the settings that were typed; another
+    trainer is not ours to try.
+    """
+    if not arguments.explain:
+        return shlex.join((*_without_timeline(arguments), "--explain"))
+    model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
+    if not TRAINERS[prediction.trainer].is_run:
+        return shlex.join(
+            ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
+        )
+    if not prediction.explained.capacity_tokens:
+        return _alternatives(arguments, prediction)
+    if prediction.length_tokens is not None:
+        flags = trial_flags(prediction.explained.cell, prediction.length_tokens)
+        return shlex.join(("highwater", "try", model, *flags))
+    typed = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    of_the_mark: dict[str, object] = {
+        "ulysses": [str(prediction.explained.cell.layout.ulysses_degree)]
+    }
+    if settings.offload:  # which a search looks for only where it is asked to
+        of_the_mark |= {"allocator": settings.allocator, "offload": True}
+    return shlex.join(
+        ("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
+    )
+
+
+def _without_timeline(arguments: argparse.Namespace) -> list[str]:
+    """What was typed, without the file of a timeline, which is written."""
+    words = list(arguments.command_line)
+    if arguments.timeline is not None:
+        at = next(index for index, word in enumerate(words) if word.startswith("--timeline"))
+        del words[at : at + (1 if "=" in words[at] else 2)]
+    return words
+
+
+def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
+    """Where nothing fits: what would, at that length, or at the shortest that was asked about."""
+    length = prediction.length_tokens or prediction.explained.does_not_fit_tokens
+    words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
+    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))

@@ -1,0 +1,124 @@
+"""``highwater recommend``: the simplest settings that train a length on some GPUs, and what the
+next would buy.
+"""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+
+from highwater.cli import console
+from highwater.cli.flags import named_model, typed_limits, typed_values
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
+from highwater.pages.recommendation_tables import recommendation_tables, rung_list
+from highwater.recommendation.recommend import recommend as recommended
+from highwater.spec.declaration import flag_of, words_of
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.recommendation import Recommendation
+from highwater.spec.request import request_from, trial_flags
+from highwater.spec.trainer import OURS, TRAINERS
+
+_EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
+
+
+def recommend(arguments: argparse.Namespace) -> int:
+    """Print what to take; with ``--list`` every rung that fits."""
+    found = found_for(arguments)
+    console.notes(found.notes)
+    if arguments.json:
+        console.answer_json(found)
+    else:
+        tables = (
+            (rung_list(found),)
+            if arguments.list_ and found.chosen
+            else recommendation_tables(found)
+        )
+        for number, table in enumerate(tables):
+            if number:
+                console.answer("")
+            console.answer_table(table)
+        console.next_command(_next(arguments, found))
+    return EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
+
+
+def found_for(arguments: argparse.Namespace) -> Recommendation:
+    """What was typed, answered."""
+    model, settings = named_model(arguments, arguments.studies, example=_EXAMPLE)
+    if arguments.length is None:
+        raise UsageError(
+            "no length is named", hint=f"add one, for example `--length 64k`: `{_EXAMPLE}`"
+        )
+    request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    return recommended(
+        model,
+        length=arguments.length,
+        gpus=arguments.cluster,
+        rollout_gpus=arguments.rollout_gpus,
+        trainer=arguments.trainer,
+        studies=arguments.studies,
+        **typed_limits(arguments),
+        **settings,
+    )
+
+
+def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
+    """One trial of what is recommended, or its configuration; where nothing fits, the same for the
+    first alternative to be typed.
+    """
+    model = str(typed_values(arguments)["model"])
+    if found.chosen is None:
+        return _next_without_any(arguments, found, model)
+    trainer = TRAINERS[found.trainer]
+    if trainer.is_run and not arguments.list_:
+        return shlex.join(
+            ("highwater", "try", model, *trial_flags(found.chosen.cell, found.length_tokens))
+        )
+    if trainer.target is not None and not arguments.list_:
+        words = words_again(arguments, drop=("--trainer",))
+        return shlex.join(("highwater", "emit", "--for", trainer.target, model, *words))
+    return shlex.join(("highwater", "recommend", model, *words_again(arguments)))
+
+
+def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
+    """Where nothing fits: the first alternative that can be typed, else the prediction of all."""
+    each = (each for each in found.alternatives if each.flags or each.without)
+    alternative = next(each, None)
+    if alternative is None:
+        drop = ("--length", "--rollout-gpus", "--study")
+        is_rollout = bool(found.rollout_gpus and arguments.cluster)
+        own = {"--gpus": f"{found.gpus}x{found.device_name}"} if is_rollout else {}
+        words = words_again(arguments, drop=drop, **own)
+        return shlex.join(("highwater", "predict", model, *words))
+    flags = dict(zip(alternative.flags[::2], alternative.flags[1::2], strict=True))
+    words = words_again(arguments, drop=alternative.without, **flags)
+    return shlex.join(("highwater", "recommend", model, *words))
+
+
+def words_again(
+    arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
+) -> list[str]:
+    """What was typed, for a prediction or a recommendation, as flags, with changes."""
+    typed: dict[str, object] = {
+        "--gpus": arguments.cluster,
+        "--length": arguments.length,
+        "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
+        "--trainer": None if arguments.trainer == OURS else arguments.trainer,
+        "--study": getattr(arguments, "studies", ()) or None,
+        "--gpu-memory": arguments.gpu_memory,
+        "--host-memory": arguments.host_memory,
+        "--reserved": None if arguments.reserved == "0" else arguments.reserved,
+        "--state-bytes-per-param": _unless(
+            arguments.state_bytes_per_param, STATE_BYTES_PER_PARAMETER
+        ),
+    }
+    settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
+    typed |= {flag_of(name): value for name, value in settings.items()}
+    kept: Mapping[str, object] = {
+        name: value for name, value in typed.items() if value is not None and name not in drop
+    }
+    return words_of(
+        {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
+    )
+
+
+def _unless(value: int, default: int) -> int | None:
+    return None if value == default else value

@@ -1,0 +1,1 @@
+"""Data plane: our own GPU kernels, each beside a plain PyTorch twin."""

@@ -1,0 +1,1 @@
+"""Control plane: peak memory and capacity without a GPU."""

@@ -1,0 +1,343 @@
+"""Capacity: the longest length whose predicted footprint fits, cell by cell, by any formula."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from highwater.memory.formula.breakdown import Footprint
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.outside_allocator import outside_terms
+from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
+from highwater.memory.interval.residuals import Method
+from highwater.memory.trace.replay import Replayed
+from highwater.spec.capacities import Capacity, kind_with_memory
+from highwater.spec.codec import Record
+from highwater.spec.footprint import OPTIMIZERS
+from highwater.spec.hardware import gpu_catalog
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import Trainer
+
+Binding = Literal["device", "host", "ceiling"]
+"""What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked
+about."""
+
+TRACED_ACCURACY = (
+    "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
+    "161 of 162 trials on H200s, 121 "
+    "of them held out; the other ran out with 9 MiB to spare by its replay (docs/results/predict)"
+)
+PREDICTION_SCHEMA_VERSION = 1
+"""Of the document that ``highwater predict --json`` prints, as it is written and read."""
+NOT_TRACED = (
+    "LoRA",
+    "tensor, pipeline and expert parallelism",
+    "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
+    f"optimizers other than {OPTIMIZERS}",
+)
+NOT_MODELLED = (*NOT_TRACED[:-1], f"{NOT_TRACED[-1]} (`--state-bytes-per-param 8` stands for one)")
+
+
+class MemoryLimit(Record, frozen=True, kw_only=True):
+    """The memory that a prediction is about."""
+
+    device_bytes: int
+    """Of one GPU, as its driver reports it, less what is reserved for others."""
+    host_bytes: int | None = None
+    """Of the machine; None: nobody said."""
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
+    constants: MachineConstants | None = None
+    """Measured on the user's own GPUs; None: those that come along, which were read on H200s."""
+
+    @property
+    def cublas_workspaces_bytes(self) -> tuple[int, ...]:
+        """What cuBLAS keeps in the allocator, each."""
+        return (
+            CUBLAS_WORKSPACES_BYTES
+            if self.constants is None
+            else self.constants.cublas_workspaces_bytes
+        )
+
+
+class CellPrediction(Record, frozen=True, kw_only=True):
+    """Predicted: what fits in one cell."""
+
+    cell: Cell
+    capacity_tokens: int
+    """Longest length whose upper end fits: where there is no interval, the prediction itself. 0:
+    nothing on the grid fits."""
+    does_not_fit_tokens: int | None
+    """The next length, whose upper end does not."""
+    binding: Binding
+    footprint: Footprint
+    """By formula, at the capacity; at the shortest length where nothing fits."""
+    headroom_bytes: int
+    """What the upper end leaves of a GPU's memory, at that length; below 0 where nothing fits."""
+    replayed: Replayed | None = None
+    """The traced steps in the allocator, at that length."""
+    likely_tokens: int | None = None
+    """Longest length where the prediction itself fits: as likely too long as too short, where a
+    search is to begin. None in files from before there were intervals, where it is the capacity."""
+    interval: Interval | None = None
+    """Of the GPU's memory, at that length; None where nobody has recorded trials to learn it
+    from."""
+
+    @property
+    def likely_edge_tokens(self) -> int:
+        """``likely_tokens``, wherever they are written."""
+        return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What the driver would report of the GPU, at that length."""
+        if self.replayed is None:
+            return self.footprint.device_used_bytes
+        return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """Where the peak is."""
+        return self.footprint.peak.name if self.replayed is None else self.replayed.phase
+
+
+class Prediction(Record, frozen=True, kw_only=True):
+    """Predicted: a whole question, or all its cells at one length."""
+
+    schema_version: int = PREDICTION_SCHEMA_VERSION
+    model_name: str
+    config_digest: str | None = None
+    """Digest of the model's ``config.json``; None in files from before it was written."""
+    native_length_tokens: int
+    trainer: Trainer
+    gpus: int
+    device_name: str
+    device_bytes: int
+    """Of one GPU, as its driver reports it."""
+    memory_limit: MemoryLimit = msgspec.field(name="room")
+    """Recorded predictions have it under that name."""
+    margin_bytes: int = 0
+    """What a length has to leave of a GPU to count as one that fits."""
+    length_tokens: int | None
+    """None: the longest length that fits was asked."""
+    cells: tuple[CellPrediction, ...]
+    method: Method = "formula"
+    accuracy: str
+    calibration: Calibration | None = None
+    """What the intervals were learned from; None: there are none."""
+    not_modelled: tuple[str, ...] = NOT_MODELLED
+    notes: tuple[str, ...] = ()
+
+    @property
+    def explained(self) -> CellPrediction:
+        """The cell to explain: the first that fits a length, or the one of the longest capacity;
+        where nothing fits, the first.
+        """
+        fitting = [cell for cell in self.cells if cell.capacity_tokens] or list(self.cells[:1])
+        return (
+            fitting[0]
+            if self.length_tokens
+            else max(fitting, key=lambda cell: cell.capacity_tokens)
+        )
+
+
+def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
+    """What a prediction says of each cell: what fits by the upper end of its interval, where it has
+    one.
+    """
+    kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
+    is_whole = (
+        kinds.get(prediction.device_name, prediction.device_bytes)
+        == prediction.memory_limit.device_bytes
+    )
+    return tuple(
+        Capacity(
+            model_name=prediction.model_name,
+            config_digest=prediction.config_digest,
+            native_length_tokens=prediction.native_length_tokens,
+            device_name=kind_with_memory(
+                prediction.device_name, None if is_whole else prediction.memory_limit.device_bytes
+            ),
+            cell=predicted.cell,
+            capacity_tokens=predicted.capacity_tokens,
+            does_not_fit_tokens=predicted.does_not_fit_tokens,
+            margin_bytes=prediction.margin_bytes,
+            source="predicted",
+            trainer=prediction.trainer,
+            found_in=found_in,
+        )
+        for predicted in prediction.cells
+    )
+
+
+def predict_cells(
+    question: Question,
+    memory_limit: MemoryLimit,
+    formula: Formula,
+    calibration: Calibration | None = None,
+) -> tuple[CellPrediction, ...]:
+    """Every cell of the question, in its order; without a calibration the prediction itself tells
+    what fits.
+    """
+    return tuple(
+        predict_cell(
+            question,
+            cell,
+            memory_limit,
+            formula,
+            calibration and calibration.of(cell.settings.allocator),
+        )
+        for cell in question.cells
+    )
+
+
+def predict_cell(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    formula: Formula,
+    factors: Factors | None = None,
+) -> CellPrediction:
+    """One cell: the longest length whose upper end fits, and the longest that fits if the
+    prediction is right.
+    """
+    likely = _CellByFormula(question, cell, memory_limit, formula).longest()
+    found = likely
+    if factors is not None:
+        found = _CellByFormula(question, cell, memory_limit, formula, factors).longest()
+    return msgspec.structs.replace(found, likely_tokens=likely.capacity_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _CellByFormula:
+    """A cell of a question at any length of its grid, by the length's index there, from 1."""
+
+    question: Question
+    cell: Cell
+    memory_limit: MemoryLimit
+    formula: Formula
+    factors: Factors | None = None
+
+    def at(self, index: int) -> CellPrediction:
+        """Whether the length fits."""
+        length_tokens = self.question.grid.length(index)
+        return predict_at(
+            self.question, self.cell, self.memory_limit, self.formula, length_tokens, self.factors
+        )
+
+    def fits(self, index: int) -> bool:
+        return self.at(index).capacity_tokens > 0
+
+    def longest(self) -> CellPrediction:
+        """The longest length that fits; where none does, the shortest.
+
+        By bisection: a footprint never shrinks with the length, unless a token budget packs fewer
+        sequences then.
+        """
+        size = self.question.size_of(self.cell)
+        if self.cell.settings.token_budget_tokens is not None:
+            return self._longest_from_the_top(max(1, size))
+        fits, fails = 0, size + 1
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            fits, fails = (middle, fails) if self.fits(middle) else (fits, middle)
+        return self._ended(max(1, fits), fails=fails, size=size)
+
+    def _longest_from_the_top(self, size: int) -> CellPrediction:
+        """The longest length that fits, whatever does not fit below it.
+
+        Of lengths that pack as many sequences a longer one needs no less: a run of them whose
+        shortest does not fit has none that does, and in the first from the top that has one the
+        longest is found by bisection.
+        """
+        last = size
+        while last:
+            first = self._first_packed_alike(last)
+            if self.fits(first):
+                alike = range(first + 1, last + 1)
+                fits = first + bisect_left(alike, True, key=lambda index: not self.fits(index))
+                return self._ended(fits, fails=fits + 1, size=size)
+            last = first - 1
+        return self.at(1)
+
+    def _first_packed_alike(self, last: int) -> int:
+        """The index of the shortest length of which a micro-batch has as many sequences as of that
+        at ``last``; below are more.
+        """
+        alike = self._sequences(last)
+        lengths = range(1, last + 1)
+        return 1 + bisect_left(lengths, True, key=lambda index: self._sequences(index) <= alike)
+
+    def _sequences(self, index: int) -> int:
+        return self.cell.settings.sequences(
+            self.question.grid.length(index), context_degree=self.cell.layout.context_degree
+        )
+
+    def _ended(self, longest: int, *, fails: int, size: int) -> CellPrediction:
+        """What is said of the longest length that fits, of ``size``: with what ends there."""
+        found = self.at(longest)
+        if fails > size:
+            return msgspec.structs.replace(found, binding="ceiling")
+        beyond = self.at(fails)
+        return msgspec.structs.replace(
+            found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens
+        )
+
+
+def predict_at(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    formula: Formula,
+    length_tokens: int,
+    factors: Factors | None = None,
+) -> CellPrediction:
+    """Whether one length fits a cell: with factors, whether the upper end of what it needs does."""
+    footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
+    limit_bytes = memory_limit.device_bytes - question.margin_bytes
+    needed, used = footprint.needed_bytes, footprint.within(limit_bytes)
+    high, around = max(needed, used.device_used_bytes), None
+    if factors is not None:
+        needed = interval(needed, factors).high_bytes
+        around = interval(used.device_used_bytes, factors)
+        high = max(needed, min(around.high_bytes, limit_bytes))
+        around = msgspec.structs.replace(around, high_bytes=high)
+    fits_host = memory_limit.host_bytes is None or footprint.host_bytes <= memory_limit.host_bytes
+    fits = needed <= limit_bytes and fits_host
+    return CellPrediction(
+        cell=cell,
+        capacity_tokens=length_tokens if fits else 0,
+        does_not_fit_tokens=None if fits else length_tokens,
+        binding="device" if fits_host else "host",
+        footprint=used,
+        headroom_bytes=memory_limit.device_bytes - high,
+        interval=around,
+    )
+
+
+def _footprint(
+    question: Question, cell: Cell, memory_limit: MemoryLimit, formula: Formula, length_tokens: int
+) -> Footprint:
+    """What the formula says; outside the allocator what was measured on the user's own GPUs, where
+    it was.
+    """
+    shape, settings, layout = question.model.shape, cell.settings, cell.layout
+    states = memory_limit.state_bytes_per_parameter
+    found = formula(
+        shape,
+        settings,
+        layout,
+        length_tokens=length_tokens,
+        device=question.device,
+        state_bytes_per_parameter=states,
+    )
+    own = memory_limit.constants
+    if own is None:
+        return found
+    outside = outside_terms(
+        shape, settings, layout, question.device, own, state_bytes_per_parameter=states
+    )
+    workspaces_bytes = sum(memory_limit.cublas_workspaces_bytes)
+    return found.with_libraries(outside=outside, workspaces_bytes=workspaces_bytes)

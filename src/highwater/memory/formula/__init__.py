@@ -1,0 +1,1 @@
+"""Control plane: peak memory as a sum of terms."""

@@ -1,0 +1,97 @@
+"""Constants: what no formula knows, read on machines or fitted to tables; each says where it comes
+from.
+
+Frozen in a commit before the measurements that judge them (docs/results/predict).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from highwater.spec.codec import Record
+from highwater.spec.machine_constants import (
+    CUBLAS_WORKSPACES,
+    NCCL_ALL_TO_ALL,
+    NCCL_GROUP,
+    Constants,
+)
+from highwater.spec.trial import Device
+from highwater.units import GIB, MIB
+
+CONTEXT_BYTES: Mapping[Device, int] = {"cuda": 877_527_040, "cpu": 0}
+"""Device memory in use outside the allocator after every kernel of a step ran once: context,
+cuBLAS, cuDNN, Triton. Read on an H200 (torch 2.11.0, CUDA 13.0, cuDNN 9.19): every trial in
+docs/results/find, and part by part ``highwater doctor --measure``
+(docs/results/predict/constants-h200.json). Other GPUs are taken to have the same."""
+CONTEXT_OF_SEVERAL_BYTES: Mapping[Device, int] = {"cuda": 772 * MIB, "cpu": 0}
+"""Context of a process where there are several GPUs: FSDP2 then takes nothing that NCCL has not.
+The most of nine searches on two and four H200s, 767 to 771 MiB."""
+PAGE_TABLE_BYTES = 2 * MIB
+PAGE_TABLE_COVERS_BYTES = 512 * PAGE_TABLE_BYTES
+"""A GPU maps a rank's pinned host memory in pages of 4 KiB, 8 bytes each, and takes memory for that
+in steps. Read off 39 trials with a reference or offload on 1, 2 and 4 H200s (docs/results/find): 2
+to 42 MiB outside the allocator that others lack."""
+CPU_PROCESS_BYTES = 412 * MIB
+"""Data segment of a rank on the CPU besides its tensors, Python with torch: what trials of ``make
+demo`` hold more than their terms (torch 2.13)."""
+CUBLAS_WORKSPACES_BYTES = (32 * MIB, 32 * MIB)
+"""Workspaces in the allocator for as long as the process lives: one for the thread that runs
+forward, one for autograd's. 32 MiB on Hopper. Source: ATen/cuda/CublasHandlePool.cpp of PyTorch
+2.11; read by ``highwater doctor --measure``."""
+
+NCCL_BYTES: dict[int, int] = {
+    1: 0,
+    2: round(0.82 * GIB),
+    4: round(0.82 * GIB),
+    8: round(1.06 * GIB),
+}
+"""Device memory of one communicator after its first collective, by number of GPUs. 2 and 4 read on
+H200s (NCCL 2.28.9) by ``highwater doctor --measure``; 8 from
+https://github.com/NVIDIA/nccl/issues/1685 (H100)."""
+NCCL_SECOND_GROUP_BYTES = 196 * MIB
+"""Device memory that a second communicator, of the fewer GPUs that share a sequence, adds before
+its first all-to-all: no other collective runs on it. Read off the searches on four H200s with SP 2
+(docs/results/find), 642 MiB with an all-to-all of 446."""
+NCCL_ALL_TO_ALL_BYTES: dict[int, int] = {
+    1: 0,
+    2: round(0.44 * GIB),
+    4: round(1.19 * GIB),
+    8: round(3.28 * GIB),
+}
+"""Device memory that a communicator's first all-to-all, which is Ulysses', adds, by number of GPUs.
+Same sources."""
+
+FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
+"""Share of the allocator's memory that live tensors fill before it runs out, by allocator, as dry
+runs take it. Fitted to docs/results/find: expandable, less than the fullest trials that fit had
+filled (0.988 to 0.999); native, about the least of what trials that fit had filled at their edges
+(0.859 to 0.974): there the order of allocations decides, which no formula knows."""
+LIKELY_FILLED_SHARE: Mapping[str, float] = {"expandable": 0.998, "native": 0.94}
+"""The same share as it most likely is, for predictions by formula and where a search begins:
+between the most that a trial which fit had filled and the least that one which ran out would have;
+native, the middle of what was seen. What it promises is in its interval (calibration.py)."""
+
+
+class MachineConstants(Record, frozen=True, kw_only=True):
+    """What was measured on a user's own GPUs, in the place of the constants above, by number of
+    GPUs.
+    """
+
+    device_name: str
+    versions: dict[str, str]
+    context_bytes: dict[int, int]
+    nccl_bytes: dict[int, int]
+    nccl_all_to_all_bytes: dict[int, int]
+    cublas_workspaces_bytes: tuple[int, ...]
+
+
+def machine_constants(read: Sequence[Constants]) -> MachineConstants:
+    """The constants that readings on one GPU, and on several, give."""
+    several = [each for each in read if each.gpus > 1]
+    kept = {reading.name: reading.allocator_bytes for reading in read[0].readings}
+    return MachineConstants(
+        device_name=read[0].device_name,
+        versions=read[0].versions,
+        context_bytes={each.gpus: each.context_bytes for each in read},
+        nccl_bytes={each.gpus: each.outside_bytes(*NCCL_GROUP) for each in several},
+        nccl_all_to_all_bytes={each.gpus: each.outside_bytes(NCCL_ALL_TO_ALL) for each in several},
+        cublas_workspaces_bytes=tuple(kept[name] for name in CUBLAS_WORKSPACES),
+    )

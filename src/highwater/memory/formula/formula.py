@@ -1,0 +1,336 @@
+"""Formula: peak memory of one training step of our engine in closed form: named terms, a function
+each, and a maximum over phases.
+
+A single sum would say too much: the logits are gone when a layer is recomputed. Terms are those of
+one GPU, the one with the most trained tokens. What a layer takes stands in
+memory/formula/layers.py, what no allocator holds in outside_allocator.py.
+
+In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V
+vocabulary
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from highwater.errors import ModelError
+from highwater.memory.formula.breakdown import WORKSPACES, Footprint, Phase, Term, present
+from highwater.memory.formula.cache_retention import cached_bytes
+from highwater.memory.formula.constants import (
+    CPU_PROCESS_BYTES,
+    CUBLAS_WORKSPACES_BYTES,
+    FILLED_SHARE,
+    LIKELY_FILLED_SHARE,
+)
+from highwater.memory.formula.layers import (
+    Backward,
+    Step,
+    backwards,
+    busiest_step,
+    kept_bytes,
+    kept_bytes_of_layers,
+    working_set_bytes,
+)
+from highwater.memory.formula.outside_allocator import outside_terms
+from highwater.spec.footprint import (
+    PROCESS_BYTES,
+    device_state_bytes,
+    host_state_bytes,
+    staged_gradient_bytes,
+)
+from highwater.spec.layer_kind import LayerKind
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+from highwater.spec.working_sizes import CHUNK_BYTES
+
+FAMILIES = (
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
+experts that are one."""
+_ID_BYTES = 8
+_IDS = 5
+"""Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
+_ROW_NUMBERS = 8
+"""Float32 numbers per trained token: its log-probability, entropy and normaliser, their gradients,
+and the objective's own."""
+
+
+def refuse_unknown_family(model: Model) -> None:
+    """Raise ModelError for a model whose layers the formula does not know."""
+    if model.shape.model_type not in FAMILIES:
+        raise ModelError(
+            f"{model.name} is of the family {model.shape.model_type}; predictions know "
+            f"{', '.join(FAMILIES)}",
+            hint="a model of these can be predicted, for example `highwater predict Llama-3.1-8B "
+            "--gpus 4xH100-80GB`",
+        )
+
+
+class Formula(Protocol):
+    """The formula of a trainer: what its step takes, in closed form."""
+
+    def __call__(
+        self,
+        shape: ModelShape,
+        settings: Settings,
+        layout: Layout,
+        *,
+        length_tokens: int,
+        device: Device = "cuda",
+        state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+    ) -> Footprint:
+        """Memory that a step takes on synthetic sequences of this length, on the fullest GPU."""
+        ...
+
+
+def footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
+    """Memory that a step of our engine takes on synthetic sequences of this length, in doubt rather
+    too much than too little.
+
+    ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for
+    optimizers that are not ours, wherever they lie; gradients on their way to the host it leaves
+    as they are.
+    """
+    step = busiest_step(shape, settings, layout, length_tokens, device)
+    states_bytes = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    states = Term(
+        name="states", bytes=states_bytes * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
+    )
+    phases = _phases(step, states)
+    is_gpu = device == "cuda"
+    return Footprint(
+        phases=phases,
+        outside=outside_terms(
+            shape, settings, layout, device, state_bytes_per_parameter=state_bytes_per_parameter
+        ),
+        host=present(*_host_terms(shape, settings, layout, state_bytes_per_parameter))
+        if is_gpu
+        else (),
+        filled_share=FILLED_SHARE[settings.allocator] if is_gpu else 1.0,
+        cached_bytes=_cached_bytes(step, states, phases) if is_gpu else 0,
+    )
+
+
+def _phases(step: Step, states: Term) -> tuple[Phase, ...]:
+    """Moments of a step that may be its peak, in their order."""
+    # A single layer is the last one: no other goes backward with one input less, nor while one is
+    # reduced.
+    *others, last = backwards(step.shape.runs)
+    always = _always_terms(step)
+    root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
+    beside_layers = (*always, root)
+    kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
+    # FSDP1's offloaded gradients have not come yet when the last layer goes backward.
+    held = (*(() if _come_late(step) else (states,)), *beside_layers, kept)
+    middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
+    return (
+        Phase(name="loss", terms=present(*held, *_loss_terms(step, last.kind))),
+        Phase(name="backward of the last layer", terms=present(*held, *_layer_terms(step, last))),
+        max(middle, key=lambda phase: phase.bytes),
+        Phase(
+            name="reduction of embedding and head",
+            terms=present(states, *always, *_root_terms(step)),
+        ),
+    )
+
+
+def _backward_of_a_layer(
+    step: Step, states: Term, beside_layers: tuple[Term, ...], backward: Backward
+) -> Phase:
+    """The moment in which a layer before the last one goes backward, while the gradients of the one
+    behind it are reduced.
+    """
+    kept = kept_bytes_of_layers(step, backward.kept_layers)
+    if _come_late(step):
+        # At the first layer the gradients of all others have come, and one input is left. Whichever
+        # kind takes the most is taken to be there.
+        layers = step.shape.layers
+        states = Term(name=states.name, bytes=states.bytes * (layers - 1) // layers)
+        kept = kept_bytes(step.layer(backward.kind))
+    return Phase(
+        name="backward of a layer",
+        terms=present(
+            states,
+            *beside_layers,
+            _kept_term(step, kept),
+            *_layer_terms(step, backward),
+            _reduction(0 if backward.reduced is None else backward.reduced.parameters),
+        ),
+    )
+
+
+def _come_late(step: Step) -> bool:
+    """Whether the states on a GPU are gradients alone, which come as the inputs of their layers go:
+    FSDP1 offloads the rest.
+    """
+    return step.settings.offload and step.settings.strategy == "fsdp" and step.device == "cuda"
+
+
+def _cached_bytes(step: Step, states: Term, phases: tuple[Phase, ...]) -> int:
+    """Bytes that the allocator keeps reserved beside the peak, until memory runs short."""
+    peak_bytes, late_bytes = max(phase.bytes for phase in phases), 0
+    if _come_late(step):
+        before_they_come = max(phase.bytes for phase in phases[:2])
+        late_bytes = max(0, before_they_come + states.bytes - peak_bytes)
+    return cached_bytes(
+        step.shape,
+        step.settings,
+        step.layout,
+        passing_bytes=peak_bytes - states.bytes,
+        late_bytes=late_bytes,
+    )
+
+
+def likely_footprint(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device: Device = "cuda",
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Footprint:
+    """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
+    to be enough. Intervals lie around it, and a search begins with it.
+    """
+    enough = footprint(
+        shape,
+        settings,
+        layout,
+        length_tokens=length_tokens,
+        device=device,
+        state_bytes_per_parameter=state_bytes_per_parameter,
+    )
+    if device == "cpu":
+        return enough
+    return msgspec.structs.replace(enough, filled_share=LIKELY_FILLED_SHARE[settings.allocator])
+
+
+def _always_terms(step: Step) -> tuple[Term, ...]:
+    """Terms that are alive from the first forward to the last gradient, whatever goes on."""
+    is_gpu = step.device == "cuda"
+    return (
+        Term(name="process", bytes=0 if is_gpu else CPU_PROCESS_BYTES),
+        Term(name=WORKSPACES, bytes=sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
+        Term(name="ids, cosines and sines", bytes=_batch_bytes(step)),
+    )
+
+
+def _batch_bytes(step: Step) -> int:
+    """Bytes of T ids, and of T x head size of cosines and of sines, once for all layers whose heads
+    have that size.
+    """
+    head_sizes = {run.kind.attention.head_dim for run in step.shape.runs}
+    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * sum(head_sizes))
+
+
+def _root_parameters(step: Step) -> int:
+    """Parameters of embedding and head, which are gathered from the first layer to the last
+    gradient: V x E each, or once if they are tied or if a number stands in the place of the
+    vocabulary.
+    """
+    has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
+    return step.table * (2 if has_own_head else 1)
+
+
+def _kept_term(step: Step, bytes_per_token: int) -> Term:
+    """The term of what layers keep until their backward pass, by its bytes per token."""
+    name = "activations of all layers" if step.settings.recompute == "none" else "kept by recompute"
+    return Term(name=name, bytes=step.tokens * bytes_per_token)
+
+
+def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
+    """Terms of the loss: the last layer's output, hidden states of trained tokens and their
+    gradient, logits, the head's gradient; the last layer, gathered ahead.
+    """
+    hidden = step.element * step.shape.hidden_size
+    is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
+    ahead = Term(name="layers, gathered", bytes=step.element * last.parameters if is_ahead else 0)
+    if step.settings.traits.gives_scalars:
+        return (Term(name="hidden states", bytes=hidden * step.tokens), ahead)
+    logits = step.element * step.shape.vocab_size * step.trained
+    head_gradient = step.element * step.table
+    if not step.settings.holds_logits:
+        one, two = (min(logits, count * CHUNK_BYTES[step.device]) for count in (1, 2))
+        # Summed over chunks in float32; rounded beside the last one's logits. A chunk's are there
+        # until the next one's are.
+        logits, head_gradient = one, 4 * step.table + max(head_gradient, two - one)
+    return (
+        Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
+        Term(name="logits", bytes=logits),
+        Term(name="statistics of tokens", bytes=4 * _ROW_NUMBERS * step.trained),
+        Term(name="gradient of the head", bytes=head_gradient),
+        ahead,
+    )
+
+
+def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
+    """Terms of a layer recomputed and going backward: what it takes, its weights, and those of the
+    next one if they come from other GPUs.
+    """
+    ahead = backward.gathered_ahead.parameters if step.layout.shard_degree > 1 else 0
+    gathered = backward.kind.parameters + ahead
+    # The head's gradient is the embedding's, too, where they are tied; what else the embedding has
+    # of it comes after the layers.
+    head = 0 if step.settings.traits.gives_scalars else step.table
+    return (
+        Term(name="one layer going backward", bytes=working_set_bytes(step.layer(backward.kind))),
+        Term(name="layers, gathered", bytes=step.element * gathered),
+        Term(name="gradient of the head", bytes=step.element * head),
+    )
+
+
+def _reduction(parameters: int) -> Term:
+    """The term of a unit's gradients in float32, on their way to the shards while the next unit
+    goes backward.
+    """
+    return Term(name="gradient reduction", bytes=4 * parameters)
+
+
+def _root_terms(step: Step) -> tuple[Term, ...]:
+    """Terms of embedding and head once the layers are done: one gradient as it was computed, V x E;
+    those of both in float32, and this GPU's share of their sum.
+    """
+    parameters, degree = _root_parameters(step), step.layout.shard_degree
+    share = parameters // degree if degree > 1 else 0
+    return (
+        Term(name="gradient of embedding or head", bytes=step.element * step.table),
+        _reduction(parameters + share),
+    )
+
+
+def _host_terms(
+    shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
+) -> tuple[Term, ...]:
+    """Terms of the host's memory, over all GPUs."""
+    states = host_state_bytes(
+        shape, settings, gpus=layout.gpus, state_bytes_per_parameter=state_bytes_per_parameter
+    )
+    return (
+        Term(name="offloaded states and reference", bytes=states),
+        Term(
+            name="gradients on their way there",
+            bytes=staged_gradient_bytes(shape, settings, gpus=layout.gpus),
+        ),
+        Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
+    )

@@ -1,0 +1,341 @@
+"""Layers: what one decoder layer of our engine keeps for its backward pass, and what it takes while
+it goes backward.
+
+Attention over grouped heads, and a gated MLP or experts that are one. What is alive when is what
+traces have at their peaks.
+
+In the functions:  T tokens of a GPU's micro-batch  N trained ones of them  E hidden size  V
+vocabulary  F intermediate size K experts a token goes to  X experts  U ``ulysses_degree``
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from highwater.spec.layer_kind import LayerKind, LayerRun
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import PROMPT_TOKENS, Device
+from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
+
+HEAD_NORMS = ("olmo2", "qwen3", "qwen3_moe")
+"""Model types whose layers norm queries and keys, and keep them as they were before."""
+OUTPUT_NORMS = ("olmo2",)
+"""Model types whose layers norm what attention and MLP return, not what they are given: that is the
+residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
+_NUMBER_BYTES = 4
+"""A number of statistics: of rows and heads that are normed, of attention, of routers."""
+_ROUTED_BYTES = 3 * 8 + 4 + 2
+"""Per token and expert that it goes to: which one, its place among the sorted and whose row is
+there, in 8 bytes each; its weight, in float32 and sorted."""
+_MOMENTS = ((0, 6, 1), (1, 3, 2), (2, 1, 3))
+"""Moments of an MLP in one piece going backward, as what is alive at once: so many of T x E and of
+T x F, and gradients of so many of its three weights.
+
+The products that are kept for it (gate, up, their activation and the product) and the gradients of
+activation, product and up; that of gate, while up's is done; that of gate alone. Source: the order
+in which autograd comes to them, in traces.
+"""
+_MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
+"""Moments of experts going backward, in the same way, of T K x E and T K x F.
+
+All that is kept, of T K x E a token's copies and what the experts gave, and three gradients of
+that; all but what they gave, the gradients of it, of the product and of the down weights; three
+gradients of T K x F as above; those of the copies, and of gate and up, which are one weight.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step's settings, and the tokens of the GPU that it takes the most of."""
+
+    shape: ModelShape
+    settings: Settings
+    layout: Layout
+    device: Device
+    tokens: int
+    trained: int
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return ELEMENT_BYTES[self.device]
+
+    @property
+    def rotation_element(self) -> int:
+        """Bytes of a cosine or a sine."""
+        return _NUMBER_BYTES if self.shape.model_type in OUTPUT_NORMS else self.element
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, or of the head: V x E."""
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    def layer(self, kind: LayerKind) -> "Layer":
+        """One layer of a kind in this step."""
+        return Layer(step=self, kind=kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of a kind, in a step."""
+
+    step: Step
+    kind: LayerKind
+
+    @property
+    def query(self) -> int:
+        """Numbers of all query heads per token."""
+        return self.kind.attention.query_size
+
+    @property
+    def key(self) -> int:
+        """Numbers of all key heads per token."""
+        return self.kind.attention.key_size
+
+    @property
+    def attended_key(self) -> int:
+        """Numbers of all key heads per token as the attention takes them: repeated where U exceeds
+        the heads.
+        """
+        attention = self.kind.attention
+        return max(attention.kv_heads, self.step.layout.ulysses_degree) * attention.head_dim
+
+    @property
+    def before_norm(self) -> int:
+        """Numbers of queries and keys that are kept as they were before their norm."""
+        return self.query + self.key if self.step.shape.model_type in HEAD_NORMS else 0
+
+    @property
+    def has_output_norms(self) -> bool:
+        """What is normed is what attention and MLP return."""
+        return self.step.shape.model_type in OUTPUT_NORMS
+
+    @property
+    def has_tiles(self) -> bool:
+        """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
+        settings = self.step.settings
+        return self.kind.mlp.experts == 1 and (
+            settings.recompute != "none" or settings.mlp_tiles is not None
+        )
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of a gated MLP; of experts all of them."""
+        mlp = self.kind.mlp
+        return 3 * mlp.experts * self.kind.hidden_size * mlp.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """A layer while it goes backward, and its neighbours, which share the GPU with it."""
+
+    kind: LayerKind
+    gathered_ahead: LayerKind
+    """The layer before it, which goes backward next."""
+    reduced: LayerKind | None
+    """The layer behind it, whose gradients are on their way to the shards; None of the last one."""
+    kept_layers: int
+    """Layers whose activations are still there, from the first one to itself."""
+
+
+def busiest_step(
+    shape: ModelShape, settings: Settings, layout: Layout, length_tokens: int, device: Device
+) -> Step:
+    """A step as the GPU with the most trained tokens sees it: where several share a sequence, one
+    without a prompt.
+    """
+    degree = layout.context_degree
+    sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
+    tokens = -(-sequences * length_tokens // degree)
+    prompts = min(PROMPT_TOKENS, length_tokens // 2) * (sequences // degree)
+    return Step(
+        shape=shape,
+        settings=settings,
+        layout=layout,
+        device=device,
+        tokens=tokens,
+        trained=tokens - prompts,
+    )
+
+
+def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
+    """Layers going backward, the last one at the end; of those that are alike in their kind and
+    their neighbours' the one that has the most layers before it.
+    """
+    found: dict[tuple[LayerKind | None, ...], Backward] = {}
+    before, passed = runs[0].kind, 0
+    for run, behind in zip(runs, (*runs[1:], None), strict=True):
+        last = run.count - 1
+        # Those between have the same neighbours as the last but one, and keep less.
+        for layer in sorted({0, max(0, last - 1), last}):
+            backward = Backward(
+                kind=run.kind,
+                gathered_ahead=run.kind if layer else before,
+                reduced=run.kind if layer < last else behind and behind.kind,
+                kept_layers=passed + layer + 1,
+            )
+            found[backward.kind, backward.gathered_ahead, backward.reduced] = backward
+        before, passed = run.kind, passed + run.count
+    return tuple(found.values())
+
+
+def kept_bytes_of_layers(step: Step, layers: int) -> int:
+    """Bytes per token that the first ``layers`` layers keep until the backward pass."""
+    counts, left = Counter[LayerKind](), layers
+    for run in step.shape.runs:
+        counts[run.kind] += min(run.count, left)
+        left -= min(run.count, left)
+    return sum(count * kept_bytes(step.layer(kind)) for kind, count in counts.items())
+
+
+def kept_bytes(layer: Layer) -> int:
+    """Bytes per token that a layer keeps until the backward pass: its input (E), and what its
+    attention returns if that is kept; without recompute all that its backward pass reads.
+
+    Source: activations/recompute.py.
+    """
+    settings, element = layer.step.settings, layer.step.element
+    hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
+    if settings.recompute != "none":
+        attention = (
+            0
+            if settings.recompute == "layer"
+            else element * layer.query + _NUMBER_BYTES * layer.kind.attention.query_heads
+        )
+        return element * hidden + attention
+    products = 0 if layer.has_tiles else 4 * mlp.width
+    experts = mlp.experts_per_token * (products + 2 * hidden) if mlp.experts > 1 else products
+    return _attention_kept(layer) + _routing(layer) + element * (hidden + experts)
+
+
+def working_set_bytes(layer: Layer) -> int:
+    """Bytes that a layer takes while it goes backward, besides what it keeps: for its attention,
+    after its MLP's gradients, for its MLP, or for its weights on their way from the host, whatever
+    takes more.
+    """
+    # What a layer keeps besides its input is part of what its backward pass reads.
+    kept = kept_bytes(layer) - layer.step.element * layer.kind.hidden_size
+    return max(_attention_working_set(layer, kept), _mlp_working_set(layer, kept))
+
+
+def _attention_working_set(layer: Layer, kept: int) -> int:
+    """Bytes of the attention going backward, beside the gradients of the MLP and of its own output
+    projection; ``kept`` of them per token are there already.
+    """
+    step, hidden = layer.step, layer.kind.hidden_size
+    gradients = step.element * (layer.mlp_parameters + hidden * layer.query)
+    attention = step.tokens * max(0, _attention_bytes(layer) - kept) + gradients
+    if layer.has_output_norms and step.settings.recompute != "none":
+        attention = max(attention, step.tokens * _rotation_bytes(layer))
+    return max(attention, _fetching_bytes(layer))
+
+
+def _mlp_working_set(layer: Layer, kept: int) -> int:
+    """Bytes of the MLP going backward, in one piece or in tiles; ``kept`` of them per token are
+    there already.
+    """
+    step, hidden = layer.step, layer.kind.hidden_size
+    # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
+    beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
+    if not layer.has_tiles:
+        return max(_mlp_moments(layer, beside))
+    whole, tiles = step.element * step.tokens * layer.kind.mlp.width, step.settings.mlp_tiles
+    tile = min(whole, TILE_BYTES[step.device]) if tiles is None else -(-whole // tiles)
+    # The gradient of what the MLP is given; a tile's three products; the gradients of the weights,
+    # which are summed in float32.
+    beside += step.element * hidden
+    return step.tokens * max(0, beside) + 3 * tile + _NUMBER_BYTES * layer.mlp_parameters
+
+
+def _fetching_bytes(layer: Layer) -> int:
+    """Bytes besides the gathered layer, where one GPU alone fetches its weights from the host: the
+    gradient of what the layer returns; of the weight before the last a copy in bfloat16, the last
+    one in float32 and in bfloat16, and its place still to be made.
+
+    Experts have two weights, of gate and up, and down; other MLPs three. Among several GPUs each
+    fetches a share.
+    """
+    step = layer.step
+    if (
+        step.device == "cpu"
+        or not step.settings.offload
+        or step.settings.strategy != "fsdp2"
+        or step.layout.shard_degree > 1
+    ):
+        return 0
+    weight = layer.mlp_parameters // 3
+    before = 2 * weight if layer.kind.mlp.experts > 1 else weight
+    in_bfloat16 = step.tokens * layer.kind.hidden_size + before
+    return step.element * in_bfloat16 + _NUMBER_BYTES * weight
+
+
+def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
+    """Bytes of an MLP in one piece going backward, at each moment that may be the peak;
+    ``beside``: bytes per token of what else is alive.
+    """
+    step, hidden, mlp = layer.step, layer.kind.hidden_size, layer.kind.mlp
+    moments = _MOMENTS_OF_EXPERTS if mlp.experts > 1 else _MOMENTS
+    per_token = (
+        mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
+        for of_hidden, of_width, _ in moments
+    )
+    weights = (step.element * count * layer.mlp_parameters // 3 for _, _, count in moments)
+    return tuple(
+        step.tokens * max(0, beside + step.element * numbers) + size
+        for numbers, size in zip(per_token, weights, strict=True)
+    )
+
+
+def _attention_bytes(layer: Layer) -> int:
+    """Bytes per token while the attention goes backward, with what its kernel takes for itself.
+
+    The input, where it is normed, and the residual's gradient; q and k before their norm, where
+    they have one; q, k, v as the attention takes them; its output and its gradient; the gradients
+    of q, k, v; inside cuDNN's kernel q's gradient in float32, and, where query heads share them,
+    k's and v's for every query head; and three float32 numbers a head. Source: docs/results/layer:
+    the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
+    """
+    query, attended, element = layer.query, layer.attended_key, layer.step.element
+    stream = layer.kind.hidden_size * (1 if layer.has_output_norms else 2)
+    tensors = element * (stream + layer.before_norm + 2 * (query + 2 * attended) + 2 * query)
+    for_every_head = 2 * element * query if attended != query else 0
+    of_heads = 3 * _NUMBER_BYTES * layer.kind.attention.query_heads
+    return tensors + _NUMBER_BYTES * query + for_every_head + of_heads
+
+
+def _rotation_bytes(layer: Layer) -> int:
+    """Bytes per token while a layer that norms outputs is recomputed: the residual's gradient, q
+    and k before and after their norm, v, and in float32 two products and their sum, of q, or of k
+    beside the sum of q's.
+    """
+    query, key = layer.query, layer.key
+    tensors = layer.kind.hidden_size + 2 * (query + key) + key
+    return layer.step.element * tensors + _NUMBER_BYTES * max(3 * query, query + 3 * key)
+
+
+def _attention_kept(layer: Layer) -> int:
+    """Bytes per token that the attention keeps, with the residual stream after it and the MLP's
+    input: q, k, v as it takes them, its output and, of Ulysses, a copy of it in this GPU's
+    positions; numbers of each row and head.
+
+    Where outputs are normed, these and the stream are three of T x E, too.
+    """
+    query, attention = layer.query, layer.kind.attention
+    copy = query if layer.step.layout.ulysses_degree > 1 else 0
+    heads = (query + 2 * layer.attended_key) + query + copy
+    tensors = 3 * layer.kind.hidden_size + layer.before_norm + heads
+    normed_heads = attention.query_heads + attention.kv_heads if layer.before_norm else 0
+    numbers = 2 + attention.query_heads + normed_heads
+    return layer.step.element * tensors + _NUMBER_BYTES * numbers
+
+
+def _routing(layer: Layer) -> int:
+    """Bytes per token that routers keep of all experts, once for the products and once for their
+    own loss, if they have one, and of the chosen ones.
+    """
+    mlp = layer.kind.mlp
+    if mlp.experts == 1:
+        return 0
+    of_all = (1 + layer.step.shape.balanced_experts) * _NUMBER_BYTES * mlp.experts
+    return of_all + _ROUTED_BYTES * mlp.experts_per_token

@@ -1,0 +1,96 @@
+"""Device memory that the allocator does not hold: the context of a process, NCCL, page tables."""
+
+from collections.abc import Mapping
+
+from highwater.memory.formula.breakdown import Term, present
+from highwater.memory.formula.constants import (
+    CONTEXT_BYTES,
+    CONTEXT_OF_SEVERAL_BYTES,
+    NCCL_ALL_TO_ALL_BYTES,
+    NCCL_BYTES,
+    NCCL_SECOND_GROUP_BYTES,
+    PAGE_TABLE_BYTES,
+    PAGE_TABLE_COVERS_BYTES,
+    MachineConstants,
+)
+from highwater.spec.footprint import pinned_state_bytes, staged_gradient_bytes
+from highwater.spec.layout import Layout
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+
+
+def context_bytes(device: Device, *, gpus: int) -> int:
+    """Bytes that a rank's process takes of its GPU besides the allocator and NCCL."""
+    return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]
+
+
+def outside_terms(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    device: Device,
+    own: MachineConstants | None = None,
+    *,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> tuple[Term, ...]:
+    """Device memory that the allocator does not hold, of one GPU.
+
+    ``own`` are readings on a user's GPUs, which take the place of ours; of a number of GPUs that
+    nobody read they say what the next larger one has.
+    """
+    if device == "cpu":
+        return present(Term(name="context", bytes=context_bytes(device, gpus=layout.gpus)))
+    if own is None:
+        context, nccl, all_to_all = (
+            context_bytes(device, gpus=layout.gpus),
+            NCCL_BYTES,
+            NCCL_ALL_TO_ALL_BYTES,
+        )
+    else:
+        context = _next_larger(own.context_bytes, layout.gpus)
+        nccl, all_to_all = (
+            NCCL_BYTES | own.nccl_bytes,
+            NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes,
+        )
+    return present(
+        Term(name="context", bytes=context),
+        Term(
+            name="page tables of pinned memory",
+            bytes=_page_table_bytes(shape, settings, layout, state_bytes_per_parameter),
+        ),
+        *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
+    )
+
+
+def _page_table_bytes(
+    shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
+) -> int:
+    """Bytes in which a GPU maps its rank's pinned host memory."""
+    gpus = layout.gpus
+    states = pinned_state_bytes(
+        shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter
+    )
+    pinned = states + staged_gradient_bytes(shape, settings, gpus=gpus)
+    return -(-pinned // (gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
+
+
+def _nccl_terms(
+    layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
+) -> tuple[Term, ...]:
+    """One communicator for all GPUs; a second where fewer share a sequence. Between the sizes that
+    were read, the next larger.
+    """
+    own_group = 1 < layout.ulysses_degree < layout.gpus
+    group_bytes = _next_larger(nccl, layout.gpus) + (NCCL_SECOND_GROUP_BYTES if own_group else 0)
+    terms = (Term(name="NCCL", bytes=group_bytes),)
+    if layout.ulysses_degree == 1:
+        return terms
+    return (
+        *terms,
+        Term(name="NCCL, all-to-all", bytes=_next_larger(all_to_all, layout.ulysses_degree)),
+    )
+
+
+def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:
+    return by_gpus[min((count for count in by_gpus if count >= gpus), default=max(by_gpus))]

@@ -1,0 +1,197 @@
+"""Recorded: what a study's trials say of a candidate: whether its length fits, what is left of the
+GPU, the time of a step.
+"""
+
+from collections.abc import Sequence
+from math import log
+from typing import Literal
+
+import msgspec
+
+from highwater.memory.capacity import MemoryLimit
+from highwater.spec.capacities import Capacity, cell_capacities
+from highwater.spec.flops import step_flops
+from highwater.spec.hardware import SAME_MEMORY, kind_name
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
+from highwater.spec.recommendation import Candidate, StepTime
+from highwater.spec.study import Cell, RecordedTrial, Study
+from highwater.spec.trial import Outcome
+from highwater.units import format_bytes
+
+
+def obstacle(
+    study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
+) -> str | None:
+    """Why a study says nothing of a model on such GPUs, in words; None when it does."""
+    question = study.question
+    if question.simulated:
+        return "its trials were simulated: nothing was measured"
+    if question.device != "cuda":
+        return "its trials ran on the CPU"
+    if question.model.config_digest != model.config_digest:
+        return f"its model is {question.model.name}, or that name with another config"
+    if kind_name(question.device_name) != kind_name(device_name):
+        return f"its GPUs are {question.device_name}"
+    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    if memory_bytes is None or abs(memory_bytes / memory_limit.device_bytes - 1) > SAME_MEMORY:
+        return (
+            f"its trials had {format_bytes(memory_bytes)} of each GPU, and "
+            f"{format_bytes(memory_limit.device_bytes)} are asked about"
+        )
+    if question.data is not None:
+        return "its trials read data of their own"
+    if memory_limit.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
+        return "its trials had float32 states with AdamW, and others are asked about"
+    return None
+
+
+def with_margin(study: Study, margin_bytes: int) -> Study:
+    """The study as if this margin had been asked for: each trial counts as a fit by the headroom
+    that it left itself.
+    """
+    if study.question.margin_bytes == margin_bytes:
+        return study
+    question = msgspec.structs.replace(study.question, margin_bytes=margin_bytes)
+    return msgspec.structs.replace(study, question=question, answers=(), unproven=())
+
+
+def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candidate | None:
+    """The candidate as the study's trials have it, finished or not; None where they do not tell of
+    this length in this cell.
+    """
+    if candidate.cell not in study.question.cells:
+        return None
+    capacities = cell_capacities(study, candidate.cell)
+    known = [fits for each in capacities if (fits := each.fits(length_tokens)) is not None]
+    if not known:
+        return None
+    fits = any(known)
+    headroom_bytes, headroom_length_tokens = (
+        _headroom(study, candidate.cell, length_tokens) if fits else (None, None)
+    )
+    return msgspec.structs.replace(
+        candidate,
+        fits=fits,
+        source="measured",
+        found_in=study.path or "a study",
+        is_memory_only=fits and not _is_trained(study, capacities, length_tokens),
+        headroom_bytes=headroom_bytes,
+        headroom_length_tokens=headroom_length_tokens,
+        lacks_bytes=None if fits else _lacked_bytes(study, candidate.cell, length_tokens),
+        lacks_of=None if fits else _lacks_of(study, candidate.cell),
+        capacity_tokens=max(
+            length_tokens if fits else 0, *(each.capacity_tokens for each in capacities)
+        ),
+        capacity_source="measured",
+        is_at_least=all(each.does_not_fit_tokens is None for each in capacities),
+        step_time=step_time(study, candidate, length_tokens),
+    )
+
+
+def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTime | None:
+    """From the trial of the cell that trained the nearest length: measured there, and elsewhere
+    predicted at the same FLOP/s.
+    """
+    timed = [trial for trial in study.trials_of(candidate.cell) if _speed(trial)]
+    if not timed:
+        return None
+    nearest = min(timed, key=lambda trial: abs(log(trial.spec.length_tokens / length_tokens)))
+    spec, tokens_per_s = nearest.spec, _speed(nearest)
+    sequences = (
+        spec.micro_batches
+        * candidate.cell.settings.sequences_per_micro_batch
+        * spec.layout.data_parallel_degree
+    )
+
+    def flops(tokens: int) -> int:
+        return step_flops(
+            study.question.model.shape,
+            length_tokens=tokens,
+            sequences=sequences,
+            settings=spec.settings,
+        )
+
+    measured_s = sequences * spec.length_tokens / tokens_per_s
+    return StepTime(
+        time_s=measured_s * flops(length_tokens) / flops(spec.length_tokens),
+        source="measured" if spec.length_tokens == length_tokens else "predicted",
+        step_tokens=sequences * length_tokens,
+        tokens_per_s=tokens_per_s,
+        measured_length_tokens=spec.length_tokens,
+    )
+
+
+def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
+    """By a full trial of this very length, or below the longest that was trained."""
+    trained = any(
+        trial.result is not None and trial.result.outcome is Outcome.FIT
+        for trial in study.trials_of(capacities[0].cell)
+        if trial.spec.length_tokens == length_tokens
+    )
+    return trained or any(
+        length_tokens <= each.capacity_tokens for each in capacities if not each.is_memory_only
+    )
+
+
+def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
+    """By the answer; before there is one, by the trials."""
+    answer = study.answer_of(cell)
+    if answer is not None:
+        return "host" if answer.limit == "host_memory" else "device"
+    outcomes = {trial.result.outcome for trial in study.trials_of(cell) if trial.result is not None}
+    return (
+        "host"
+        if Outcome.HOST_OUT_OF_MEMORY in outcomes and Outcome.OUT_OF_MEMORY not in outcomes
+        else "device"
+    )
+
+
+def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
+    """That the shortest fit of this length or above left, which leaves no more, and its length;
+    without one, the answer's.
+    """
+    fits = [
+        (trial.spec.length_tokens, trial.result.headroom_bytes)
+        for trial in study.trials_of(cell)
+        if trial.result is not None
+        and study.question.counts_as_fit(trial.result)
+        and trial.result.headroom_bytes is not None
+    ]
+    left = min((fit for fit in fits if fit[0] >= length_tokens), default=None)
+    answer = study.answer_of(cell)
+    if left is not None:
+        return left[1], left[0]
+    if answer is not None and length_tokens <= (answer.capacity_tokens or 0):
+        return answer.headroom_bytes, answer.capacity_tokens
+    if answer is None or answer.memory_only is None:
+        return None, None
+    return answer.memory_only.headroom_bytes, answer.memory_only.length_tokens
+
+
+def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
+    """Of the margin, at least: by the longest trial up to this length, where none of those ran out
+    of memory.
+    """
+    told = [
+        (trial.spec.length_tokens, trial.result)
+        for trial in study.trials_of(cell)
+        if trial.result is not None
+        and trial.result.outcome.tells
+        and trial.spec.length_tokens <= length_tokens
+    ]
+    if not told or any(result.outcome.is_memory for _, result in told):
+        return None
+    left_bytes = max(told, key=lambda each: each[0])[1].headroom_bytes
+    return (
+        None
+        if left_bytes is None or left_bytes >= study.question.margin_bytes
+        else study.question.margin_bytes - left_bytes
+    )
+
+
+def _speed(trial: RecordedTrial) -> float:
+    """Tokens a second of a trial that trained in full; 0 where nobody measured it."""
+    result = trial.result
+    if result is None or result.outcome is not Outcome.FIT or trial.spec.is_memory_only:
+        return 0.0
+    return result.tokens_per_s or 0.0

@@ -1,0 +1,202 @@
+"""Calibration: how far recorded trials were from their predictions, and so an interval around the
+next one, with a coverage.
+
+Split conformal prediction: of n residuals and one more that could as well have been any of them,
+the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Each end
+of an interval is such a residual. Source: Lei, G'Sell, Rinaldo, Tibshirani, Wasserman 2018,
+https://arxiv.org/abs/1604.04173, section 2.2.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from highwater.memory.interval.residuals import Method, Residual, traits_of
+from highwater.spec.codec import Record
+from highwater.spec.hardware import kind_name
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.settings import Allocator
+from highwater.spec.study import Question
+
+COVERAGE = 0.95
+"""Of each end: share of trials whose memory is not above it, and of those that are not below."""
+LEAST_WIDENING = 0.005
+"""Of the prediction: what an end is moved beyond the extreme residual, at least, where there are
+too few for the coverage. Chosen, not measured, before any interval was judged: a handful of trials
+that agree to the byte know nothing of other machines."""
+
+
+class Factors(Record, frozen=True, kw_only=True):
+    """The ends of an interval, as shares of what is predicted."""
+
+    allocator: Allocator
+    coverage: float
+    """Of each end; both together hold for 2 x coverage - 1 at least."""
+    lower: float
+    """1 at most: a prediction is in its own interval."""
+    upper: float
+    """1 at least."""
+    residuals: int
+    """That it was learned from."""
+    is_widened: bool
+    """They are too few for the coverage: the ends lie beyond the extremes, by assumption and not by
+    counting."""
+
+
+class Interval(Record, frozen=True, kw_only=True):
+    """Predicted: where the memory of one GPU lies, as its driver would report it."""
+
+    low_bytes: int
+    high_bytes: int
+    coverage: float
+    """Of each end."""
+    residuals: int
+    is_widened: bool
+    """There are too few residuals for the coverage: see ``Factors``."""
+
+
+class Calibration(Record, frozen=True, kw_only=True):
+    """What the intervals of a prediction were learned from, and for what they were not."""
+
+    coverage: float
+    factors: tuple[Factors, ...]
+    """By allocator."""
+    own_trials: int
+    """Of the residuals, those of the user's own studies."""
+    device_names: tuple[str, ...]
+    model_names: tuple[str, ...]
+    gpus: tuple[int, ...]
+    objectives: tuple[str, ...]
+    unlike: tuple[str, ...]
+    """What is predicted and no trial had: there the coverage is a hope."""
+
+    def of(self, allocator: Allocator) -> Factors | None:
+        """The factors of an allocator; None: no trial had it."""
+        return next((factors for factors in self.factors if factors.allocator == allocator), None)
+
+
+def calibrate(
+    question: Question,
+    method: Method,
+    *,
+    shipped: Sequence[Residual],
+    own: Sequence[Residual] = (),
+    coverage: float = COVERAGE,
+    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
+) -> Calibration:
+    """The intervals of a question's predictions. A trial that is in both, or twice in one, counts
+    once.
+    """
+    known: dict[object, Residual] = {}
+    for each in (*shipped, *own):
+        if each.method == method:
+            known.setdefault((each.trial, each.device_name, each.measured_bytes), each)
+    both = list(known.values())
+    allocators: dict[Allocator, None] = dict.fromkeys(
+        cell.settings.allocator for cell in question.cells
+    )
+    learned = (
+        factors_of(
+            [residual.factor for residual in both if residual.allocator == allocator],
+            allocator,
+            coverage,
+        )
+        for allocator in allocators
+    )
+    used = [residual for residual in both if residual.allocator in allocators]
+    return Calibration(
+        coverage=coverage,
+        factors=tuple(factors for factors in learned if factors is not None),
+        own_trials=sum(residual not in shipped for residual in used),
+        device_names=_distinct(residual.device_name for residual in used),
+        model_names=_distinct(residual.model_name for residual in used),
+        gpus=tuple(sorted({residual.gpus for residual in used})),
+        objectives=_distinct(residual.objective for residual in used),
+        unlike=_unlike(question, used, state_bytes_per_parameter),
+    )
+
+
+def factors_of(
+    residuals: Sequence[float], allocator: Allocator, coverage: float = COVERAGE
+) -> Factors | None:
+    """The ends that the residuals, measured over predicted, allow; None where there are none.
+
+    The upper end is the k-th smallest, k = ceil((n + 1) x coverage), the lower end the k-th
+    largest. Where k is above n, n residuals cannot say: the extremes are moved outward as far as
+    tails that fall off exponentially would need, and ``LEAST_WIDENING`` at least.
+    """
+    # below that the lower end would be above the upper one
+    assert 0.5 <= coverage < 1  # noqa: S101
+    if not residuals:
+        return None
+    ordered = sorted(residuals)
+    count, rank = len(ordered), math.ceil((len(ordered) + 1) * Fraction(str(coverage)))
+    is_widened = rank > count
+    rank = min(rank, count)
+    lower, upper = ordered[count - rank], ordered[rank - 1]
+    if is_widened:
+        middle = statistics.median(ordered)
+        beyond = math.log(1 / (1 - coverage)) / math.log(count + 1) - 1
+        lower -= max(beyond * (middle - lower), LEAST_WIDENING)
+        upper += max(beyond * (upper - middle), LEAST_WIDENING)
+    return Factors(
+        allocator=allocator,
+        coverage=coverage,
+        lower=min(1.0, max(0.0, lower)),
+        upper=max(1.0, upper),
+        residuals=count,
+        is_widened=is_widened,
+    )
+
+
+def least_residuals(coverage: float) -> int:
+    """That give an end this coverage by counting alone."""
+    share = Fraction(str(coverage))
+    return math.ceil(share / (1 - share))
+
+
+def interval(predicted_bytes: int, factors: Factors) -> Interval:
+    """Around a prediction; outward to whole bytes."""
+    return Interval(
+        low_bytes=math.floor(predicted_bytes * Fraction(factors.lower)),
+        high_bytes=math.ceil(predicted_bytes * Fraction(factors.upper)),
+        coverage=factors.coverage,
+        residuals=factors.residuals,
+        is_widened=factors.is_widened,
+    )
+
+
+def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
+    """The largest prediction whose upper end this room has."""
+    return math.floor(room_bytes / Fraction(factors.upper))
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _unlike(
+    question: Question, residuals: Sequence[Residual], state_bytes_per_parameter: int
+) -> tuple[str, ...]:
+    """In words: the GPU, the model, and of the cells what none of these trials had."""
+    known = {
+        (field, getattr(residual, field))
+        for residual in residuals
+        for field in Residual.__struct_fields__
+    }
+    known |= {("kind", kind_name(residual.device_name)) for residual in residuals}
+    kind = kind_name(question.device_name)
+    asked: list[tuple[str, str, object]] = [
+        (kind, "kind", kind),
+        (question.model.name, "model_name", question.model.name),
+    ]
+    for cell in question.cells:
+        traits = traits_of(cell.settings, cell.layout)
+        asked += [(each.words, each.field, each.value) for each in traits]
+    unlike = [
+        words for words, field, value in asked if value is not False and (field, value) not in known
+    ]
+    if state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
+        unlike.append(f"states of {state_bytes_per_parameter} bytes a parameter")
+    return _distinct(unlike)

@@ -1,0 +1,305 @@
+"""Residuals: what recorded trials used of a GPU, over what had been predicted of them: those that
+come along, and a study's own.
+"""
+
+import shlex
+from importlib.resources import files
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from highwater.errors import UsageError
+from highwater.memory.formula.breakdown import Term
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.outside_allocator import outside_terms
+from highwater.memory.trace.replay import replay
+from highwater.spec.codec import Record, from_json
+from highwater.spec.events import EventLog
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
+from highwater.spec.objective import Objective
+from highwater.spec.settings import Allocator, Recompute, Settings, Strategy
+from highwater.spec.study import Question, RecordedTrial, Study, counted_ranks
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.version import __version__
+
+Method = Literal["formula", "trace"]
+"""Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
+
+MOST_TRACED = 8
+"""Trials of one study that are traced: both sides of the edge in four cells. Each takes as long as
+the traces of a prediction."""
+
+
+class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One trial: what it used of its fullest GPU, what had been predicted, and what the two may
+    depend on.
+
+    What they depend on is a field here and a row of ``traits_of``. A field that comes later has a
+    default, that of all trials before it, and is written where it is another.
+    """
+
+    method: Method
+    trial: str
+    """Digest of its specification."""
+    measured_bytes: int
+    """Most that the driver reported of a GPU; of a trial that ran out though it was predicted to
+    fit, all that it was given."""
+    predicted_bytes: int
+    device_name: str
+    model_name: str
+    length_tokens: int
+    allocator: Allocator
+    gpus: int
+    ulysses: bool
+    offload: bool
+    strategy: Strategy
+    recompute: Recompute
+    objective: Objective
+
+    @property
+    def factor(self) -> float:
+        """Measured over predicted."""
+        return self.measured_bytes / self.predicted_bytes
+
+
+class Trait(NamedTuple):
+    """One thing that a residual may depend on, as one cell has it."""
+
+    field: str
+    """Of ``Residual``."""
+    value: object
+    words: str
+    """What a prediction says where no trial behind it had this value."""
+
+
+def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
+    """What residuals of one cell may depend on, besides allocator, GPU, model and length."""
+    return (
+        Trait("gpus", layout.gpus, counted_ranks(layout.gpus, "cuda")),
+        Trait("ulysses", layout.ulysses_degree > 1, "Ulysses"),
+        Trait("offload", settings.offload, "offload"),
+        Trait("objective", settings.objective, settings.objective),
+        Trait("strategy", settings.strategy, settings.strategy),
+        Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
+    )
+
+
+def bundled_residuals() -> tuple[Residual, ...]:
+    """Those that come along: ``residuals.json`` beside this file, which
+    docs/results/predict/residuals.py makes.
+    """
+    text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
+    return from_json(text, tuple[Residual, ...])
+
+
+def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
+    """By formula, of every trial of a study that tells; a trial and its repeats count once.
+    ``own``: of the GPUs it ran on, if any.
+
+    Raises UsageError for a study of other trials than predictions are about, ModelError for a
+    family that the formula does not know.
+    """
+    refuse_silent(study)
+    refuse_unknown_family(study.question.model)
+    shape = study.question.model.shape
+    told: dict[str, Residual] = {}
+    for trial in study.trials:
+        if trial.result is not None:
+            spec = trial.spec
+            footprint = likely_footprint(
+                shape, spec.settings, spec.layout, length_tokens=spec.length_tokens
+            )
+            footprint = footprint.with_libraries(
+                outside=_outside(shape, spec, trial.result, own),
+                workspaces_bytes=sum(_workspaces_bytes(trial.result, own)),
+            )
+            found = residual(
+                spec,
+                trial.result,
+                "formula",
+                footprint.needed_bytes,
+                cached_bytes=footprint.cached_bytes,
+            )
+            if found is not None:
+                told.setdefault(spec.key, found)
+    if not told:
+        raise tells_nothing(study)
+    return tuple(told.values())
+
+
+def worth_tracing(study: Study, question: Question) -> tuple[RecordedTrial, ...]:
+    """The trials that tell the most, at most ``MOST_TRACED``: of each cell of the question the
+    longest that fit, then the shortest that ran out, then the next of both. The same trial once.
+    """
+    columns: list[list[RecordedTrial]] = []
+    for cell in question.cells:
+        told = {
+            trial.spec.key: trial
+            for trial in reversed(study.trials_of(cell))
+            if trial.result is not None
+        }
+        by_length = sorted(told.values(), key=lambda trial: trial.spec.length_tokens)
+        fits = [
+            trial
+            for trial in reversed(by_length)
+            if trial.result is not None and trial.result.outcome.is_fit
+        ]
+        ran_out = [
+            trial
+            for trial in by_length
+            if trial.result is not None and trial.result.outcome is Outcome.OUT_OF_MEMORY
+        ]
+        columns.append(
+            [trial for pair in zip_longest(fits, ran_out) for trial in pair if trial is not None]
+        )
+    return tuple(trial for each in zip_longest(*columns) for trial in each if trial is not None)[
+        :MOST_TRACED
+    ]
+
+
+def traced_residual(
+    shape: ModelShape,
+    spec: TrialSpec,
+    result: TrialResult,
+    log: EventLog,
+    *,
+    rank: int,
+    own: MachineConstants | None = None,
+) -> Residual | None:
+    """Of one trial and the trace of this rank of it, in the memory that the rank was given; None
+    for one that does not tell.
+
+    Where the replay runs out nothing is predicted but that.
+    """
+    budget = next((each.budget for each in result.ranks if each.rank == rank), None)
+    capacity = None if budget is None else budget.allocator_cap_bytes
+    allocator, is_share = spec.settings.allocator, spec.memory_budget_bytes is not None
+    workspaces = _workspaces_bytes(result, own)
+    replayed = replay(
+        log,
+        allocator=allocator,
+        capacity_bytes=capacity,
+        is_share=is_share,
+        workspaces_bytes=workspaces,
+    )
+    if not replayed.fits:
+        return None
+    outside_bytes = sum(term.bytes for term in _outside(shape, spec, result, own))
+    return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
+
+
+def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
+    """The readings are of GPUs like the one that the trial ran on."""
+    return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
+
+
+def _outside(
+    shape: ModelShape, spec: TrialSpec, result: TrialResult, own: MachineConstants | None
+) -> tuple[Term, ...]:
+    return outside_terms(
+        shape, spec.settings, spec.layout, spec.device, own if _is_of(own, result) else None
+    )
+
+
+def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tuple[int, ...]:
+    return own.cublas_workspaces_bytes if _is_of(own, result) else CUBLAS_WORKSPACES_BYTES
+
+
+def residual(
+    spec: TrialSpec,
+    result: TrialResult,
+    method: Method,
+    needed_bytes: int,
+    *,
+    cached_bytes: int = 0,
+) -> Residual | None:
+    """Of one trial; None for one that does not tell how much memory it needs. One that fits keeps
+    ``cached_bytes`` besides, as far as it was given more than it needs.
+
+    One that ran out where more than it was given had been predicted needs anything above that: it
+    says nothing. One that ran out where less had been predicted needs more than it was given, which
+    is the least that the prediction was short by.
+    """
+    used = [
+        rank.memory.device_used_bytes
+        for rank in result.ranks
+        if rank.memory.device_used_bytes is not None
+    ]
+    given = max(
+        (given for rank in result.ranks if (given := _given_bytes(rank)) is not None), default=None
+    )
+    if result.outcome.is_fit and used:
+        room_bytes = needed_bytes + cached_bytes if given is None else given
+        measured_bytes, predicted_bytes = (
+            max(used),
+            max(needed_bytes, min(needed_bytes + cached_bytes, room_bytes)),
+        )
+    elif result.outcome is Outcome.OUT_OF_MEMORY and given is not None and given > needed_bytes:
+        measured_bytes, predicted_bytes = given, needed_bytes
+    else:
+        return None
+    traits: dict[str, Any] = {
+        each.field: each.value for each in traits_of(spec.settings, spec.layout)
+    }
+    return Residual(
+        method=method,
+        trial=spec.key,
+        measured_bytes=measured_bytes,
+        predicted_bytes=predicted_bytes,
+        device_name=result.ranks[0].device_name or "a GPU that told no name",
+        model_name=spec.model_name,
+        length_tokens=spec.length_tokens,
+        allocator=spec.settings.allocator,
+        **traits,
+    )
+
+
+def _given_bytes(rank: RankReport) -> int | None:
+    return rank.memory.device_total_bytes if rank.budget is None else rank.budget.budget_bytes
+
+
+def refuse_silent(study: Study) -> None:
+    """Raise UsageError for a study of other trials than predictions are about."""
+    question = study.question
+    results = [trial.result for trial in study.trials if trial.result is not None]
+    versions = {
+        rank.versions.get("highwater", "unknown")
+        for result in results
+        for rank in result.ranks
+        if rank.versions
+    }
+    others = sorted(versions - {__version__})
+    refusals = (
+        (
+            question.simulated or any(result.simulated for result in results),
+            "is of simulated trials: nothing was measured",
+        ),
+        (question.device != "cuda", "is of trials on the CPU: predictions are about GPUs"),
+        (
+            question.data is not None,
+            "is of trials on data of their own: predictions are about synthetic sequences",
+        ),
+        (
+            bool(others),
+            f"is of highwater {', '.join(others)}: this is {__version__}, another engine",
+        ),
+    )
+    for is_refused, what in refusals:
+        if is_refused:
+            raise UsageError(f"{study.path} {what}", hint=leave_out(study))
+
+
+def tells_nothing(study: Study) -> UsageError:
+    """What is said of a study without one residual."""
+    return UsageError(
+        f"{study.path} has no trial that says how much memory it used", hint=leave_out(study)
+    )
+
+
+def leave_out(study: Study) -> str:
+    """The hint where a study cannot teach."""
+    return (
+        f"leave `--calibrate {shlex.quote(study.path or '')}` out, or name a study that "
+        f"`highwater find` wrote on GPUs"
+    )

@@ -1,0 +1,173 @@
+"""The question of a prediction, every rung and layout on GPUs that need not be here, and the
+memory that it is about.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.capacity import (
+    NOT_MODELLED,
+    NOT_TRACED,
+    TRACED_ACCURACY,
+    MemoryLimit,
+    Prediction,
+)
+from highwater.memory.formula.constants import MachineConstants
+from highwater.memory.interval.residuals import Method
+from highwater.memory.trainers import MEMORY
+from highwater.spec.bounds import MOST_STATE_BYTES
+from highwater.spec.cells import ulysses_obstacle
+from highwater.spec.cluster import Cluster
+from highwater.spec.declared_settings import TOPICS
+from highwater.spec.model import load_model
+from highwater.spec.plan import plan
+from highwater.spec.request import Request, request_from
+from highwater.spec.search_lengths import refuse_past_window
+from highwater.spec.study import Question
+from highwater.spec.trainer import TRAINERS, Trainer
+from highwater.units import format_bytes, parse_memory
+
+
+def predicted_question(
+    model: str,
+    where: Cluster,
+    trainer: Trainer,
+    length_tokens: int | None,
+    settings: dict[str, Any],
+) -> tuple[Question, tuple[str, ...]]:
+    """Every rung, on a grid or at one length; and the notes of its plan."""
+    has_windows = TRAINERS[trainer].has_windows
+    if length_tokens is not None:
+        _refuse_no_length(length_tokens, settings)
+        settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
+        if not has_windows:
+            refuse_past_window(load_model(model), length_tokens, flag="--length")
+    plans = [
+        plan(request, where.machine(), in_windows=has_windows)
+        for request in _requests(model, where.gpus, trainer, settings)
+    ]
+    cells = tuple(cell for each in plans for cell in each.question.cells)
+    return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
+
+
+def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for one length beside a grid, and for one that trains nothing."""
+    for row in TOPICS["lengths"]:
+        if row.name in settings:
+            raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
+    if length_tokens < 2:
+        raise UsageError(
+            "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
+        )
+
+
+def _requests(
+    model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]
+) -> list[Request]:
+    """What is asked of each ladder: without offload and, unless the settings say, with it; every
+    Ulysses degree that works.
+    """
+    refused = TRAINERS[trainer].refused(settings)
+    if refused:
+        name = refused[0].replace("_", "-")
+        raise UsageError(
+            f"the trainer {trainer} is not known with another {name}",
+            hint=f"leave `--{name}` out",
+        )
+    common: dict[str, Any] = {
+        "model": model,
+        "gpus": [gpus],
+        "ulysses": _degrees(model, gpus),
+        "device": "cuda",
+        "dry_run": True,
+        **MEMORY[trainer].fixed_fields(settings),
+    }
+    ladders = [{**common, **settings}]
+    if "offload" not in settings and settings.get("allocator") != "native":
+        offloaded = {"allocator": "expandable", "strategy": "fsdp2", "offload": True}
+        ladders.append({**common, **offloaded, **settings})
+    return [request_from(fields, keywords=True) for fields in ladders]
+
+
+def _degrees(model: str, gpus: int) -> list[int]:
+    """Every Ulysses degree that works for a model on so many GPUs."""
+    shape = load_model(model).shape
+    return [
+        degree
+        for degree in range(1, gpus + 1)
+        if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None
+    ]
+
+
+def unanswered(
+    question: Question,
+    where: Cluster,
+    memory_limit: MemoryLimit,
+    trainer: Trainer,
+    method: Method,
+    length_tokens: int | None,
+) -> Prediction:
+    """What is predicted, of what and how, before any of it is."""
+    is_traced = method == "trace"
+    return Prediction(
+        model_name=question.model.name,
+        config_digest=question.model.config_digest,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=trainer,
+        gpus=where.gpus,
+        device_name=where.device_name,
+        device_bytes=where.device_bytes,
+        memory_limit=memory_limit,
+        margin_bytes=question.margin_bytes,
+        length_tokens=length_tokens,
+        cells=(),
+        method=method,
+        accuracy=TRACED_ACCURACY if is_traced else MEMORY[trainer].accuracy_alone,
+        not_modelled=NOT_TRACED if is_traced else NOT_MODELLED,
+    )
+
+
+def memory_limit_of(
+    where: Cluster,
+    *,
+    host_memory: str | int | None,
+    reserved: str | int,
+    state_bytes_per_param: int,
+    constants: MachineConstants | None = None,
+) -> MemoryLimit:
+    """What each GPU has for training; raises UsageError where nothing is left, or for sizes that
+    cannot be.
+    """
+    reserved_bytes = parse_memory(str(reserved))
+    if reserved_bytes >= where.device_bytes:
+        raise UsageError(
+            f"{format_bytes(reserved_bytes)} are reserved of a GPU of "
+            f"{format_bytes(where.device_bytes)}",
+            hint="use a smaller `--reserved`, or leave it out",
+        )
+    host_bytes = None if host_memory is None else parse_memory(str(host_memory))
+    if host_bytes == 0:
+        raise UsageError(
+            "a host without memory",
+            hint="give the machine's, for example `--host-memory 512GiB`, or leave it out",
+        )
+    _check_state_bytes(state_bytes_per_param)
+    return MemoryLimit(
+        device_bytes=where.device_bytes - reserved_bytes,
+        host_bytes=host_bytes,
+        state_bytes_per_parameter=state_bytes_per_param,
+        constants=constants,
+    )
+
+
+def _check_state_bytes(state_bytes_per_param: int) -> None:
+    """Raise UsageError for so many bytes of states that no optimizer has."""
+    hint = "for example `--state-bytes-per-param 8`"
+    if state_bytes_per_param < 1:
+        raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint=hint)
+    if state_bytes_per_param > MOST_STATE_BYTES:
+        problem = f"more than {MOST_STATE_BYTES} bytes of states a parameter"
+        raise UsageError(problem, hint=hint)

@@ -1,0 +1,173 @@
+"""A trainer's predictions beside a table of known capacities, in steps of its grid."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
+from highwater.memory.question import memory_limit_of
+from highwater.memory.trainers import MEMORY, predict_by_formula
+from highwater.spec.cluster import Cluster, refuse_small_gpu
+from highwater.spec.codec import Record
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.published import CapacityTable, rung_name
+from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import OURS, Trainer
+
+_Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
+
+
+class SettingsScore(Record, frozen=True, kw_only=True):
+    """How predictions of one rung of a known table compare with it."""
+
+    settings: str
+    """As the table calls the rung."""
+    cells: int
+    exact: int
+    within_one_step: int
+    """Of the grid, the exact ones included."""
+
+
+class Miss(Record, frozen=True, kw_only=True):
+    """A cell whose prediction is not what the table has."""
+
+    settings: str
+    device_name: str
+    model_name: str
+    cell: Cell
+    known_tokens: int
+    predicted_tokens: int
+    steps_off: int
+    """Of the grid; above 0: predicted too long."""
+
+
+class TableAccuracy(Record, frozen=True, kw_only=True):
+    """A trainer's predictions beside a table of known capacities."""
+
+    per_settings: tuple[SettingsScore, ...]
+    misses: tuple[Miss, ...]
+    trainer: Trainer = OURS
+    replayed_cells: int = 0
+    """Cells that were answered by replay of a trace."""
+    formula_cells: int = 0
+    """The others: by the closed form."""
+    closed_form: tuple[SettingsScore, ...] = ()
+    """Where cells were replayed: what the closed form alone has."""
+
+
+def table_accuracy(
+    table: CapacityTable, trainer: Trainer, memory_limits: Mapping[str, MemoryLimit]
+) -> TableAccuracy:
+    """Predict every cell of a table, without intervals, and compare; ``memory_limits`` has the
+    memory of each kind of GPU in it.
+    """
+    row = MEMORY[trainer]
+
+    def by_formula(question: Question, memory_limit: MemoryLimit) -> tuple[CellPrediction, ...]:
+        return predict_cells(question, memory_limit, row.formula)
+
+    alone = _accuracy(table, trainer, memory_limits, by_formula)
+    if row.replay is None:
+        return alone
+
+    def by_replay(question: Question, memory_limit: MemoryLimit) -> tuple[CellPrediction, ...]:
+        return predict_by_formula(question, memory_limit, trainer, None)
+
+    found = _accuracy(table, trainer, memory_limits, by_replay)
+    return msgspec.structs.replace(
+        found, closed_form=alone.per_settings if found.replayed_cells else ()
+    )
+
+
+def memory_limits_of(
+    table: CapacityTable,
+    *,
+    gpu_memory_bytes: int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
+) -> dict[str, MemoryLimit]:
+    """The memory of each kind of GPU in a table; one that is named is of the kind that no catalog
+    has, or of the only kind.
+
+    Raises UsageError for a kind whose memory nobody has read, and for one memory that stands for
+    several kinds.
+    """
+    memories = {question.device_name: question.device_total_bytes for question in table.questions}
+    if gpu_memory_bytes is not None:
+        refuse_small_gpu(gpu_memory_bytes)
+        meant = [name for name, memory in memories.items() if memory is None] or list(memories)
+        if len(meant) > 1:
+            raise UsageError(
+                f"one memory for {' and '.join(meant)}", hint="give a CSV for each kind of GPU"
+            )
+        memories[meant[0]] = gpu_memory_bytes
+    memory_limits: dict[str, MemoryLimit] = {}
+    for name, memory in memories.items():
+        if memory is None:
+            hint = (
+                "add `--gpu-memory 80GiB`, its own; `highwater predict --help` lists the kinds "
+                "that need none"
+            )
+            raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
+        where = Cluster(gpus=1, device_name=name, device_bytes=memory)
+        memory_limits[name] = memory_limit_of(
+            where,
+            host_memory=host_memory,
+            reserved=reserved,
+            state_bytes_per_param=state_bytes_per_param,
+        )
+    return memory_limits
+
+
+def _accuracy(
+    table: CapacityTable,
+    trainer: Trainer,
+    memory_limits: Mapping[str, MemoryLimit],
+    predict: _Predict,
+) -> TableAccuracy:
+    steps: dict[str, list[int]] = {}
+    misses: list[Miss] = []
+    replayed_cells = 0
+    for question in table.questions:
+        for predicted in predict(question, memory_limits[question.device_name]):
+            known_tokens = table.known_tokens(question, predicted.cell)
+            off = question.grid.index_at_most(
+                predicted.capacity_tokens
+            ) - question.grid.index_at_most(known_tokens)
+            name = rung_name(predicted.cell.settings)
+            steps.setdefault(name, []).append(off)
+            replayed_cells += predicted.replayed is not None
+            if off:
+                misses.append(_miss(name, question, predicted, known_tokens, off))
+    scores = (
+        SettingsScore(
+            settings=name,
+            cells=len(offs),
+            exact=offs.count(0),
+            within_one_step=sum(abs(off) <= 1 for off in offs),
+        )
+        for name, offs in steps.items()
+    )
+    return TableAccuracy(
+        per_settings=tuple(scores),
+        misses=tuple(misses),
+        trainer=trainer,
+        replayed_cells=replayed_cells,
+        formula_cells=sum(map(len, steps.values())) - replayed_cells,
+    )
+
+
+def _miss(
+    name: str, question: Question, predicted: CellPrediction, known_tokens: int, off: int
+) -> Miss:
+    return Miss(
+        settings=name,
+        device_name=question.device_name,
+        model_name=question.model.name,
+        cell=predicted.cell,
+        known_tokens=known_tokens,
+        predicted_tokens=predicted.capacity_tokens,
+        steps_off=off,
+    )

@@ -1,0 +1,282 @@
+"""Exact: the longest length whose traced steps fit the allocator, replayed; the formula only says
+where to begin.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import msgspec
+
+from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_at, predict_cell
+from highwater.memory.formula.constants import LIKELY_FILLED_SHARE
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.interval.calibration import (
+    Calibration,
+    Factors,
+    interval,
+    most_predicted_bytes,
+)
+from highwater.memory.trace.replay import Replayed, needed, replay
+from highwater.spec.events import EventLog
+from highwater.spec.packing import least_packed
+from highwater.spec.study import Cell, Question
+from highwater.spec.trial import TrialSpec
+
+Tracer = Callable[[TrialSpec], EventLog]
+"""What the fullest rank of a trial allocates and frees; called from two threads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """One length: with all of the room, and with what the upper end of an interval leaves of it."""
+
+    likely: Replayed
+    sure: Replayed
+
+
+def predict_exactly(
+    question: Question,
+    memory_limit: MemoryLimit,
+    tracer: Tracer,
+    calibration: Calibration | None = None,
+) -> tuple[CellPrediction, ...]:
+    """Every cell of the question, in its order; raises what the tracer raises.
+
+    The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the
+    formula begins at the edge, two more where it does not and the line through the first two aims
+    well; and with a calibration one more for each length that fits if the prediction is right, but
+    not at the upper end.
+    """
+    factors = [calibration and calibration.of(cell.settings.allocator) for cell in question.cells]
+    return tuple(
+        _cell(question, cell, memory_limit, tracer, each)
+        for cell, each in zip(question.cells, factors, strict=True)
+    )
+
+
+def _cell(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    tracer: Tracer,
+    factors: Factors | None,
+) -> CellPrediction:
+    guessed = predict_cell(question, cell, memory_limit, likely_footprint)
+    grid, size = question.grid, max(1, question.size_of(cell))
+    if guessed.binding == "host":
+        size = grid.index_at_most(guessed.capacity_tokens)
+    if not size:
+        return guessed  # not even the shortest: no trace would change that
+    shortest = least_packed(question, cell, size)
+    replays: dict[int, _Replays] = {}
+
+    with _Traces(question, cell, tracer, size) as traces:
+
+        def at(index: int) -> _Replays:
+            if index not in replays:
+                log = traces.of(index)
+                replays[index] = _replays(
+                    question, cell, memory_limit, log, grid.length(index), factors
+                )
+                if replays[index].likely.fits and not replays[index].sure.fits:
+                    traces.begin(
+                        max(shortest, index - 1)
+                    )  # the next to be asked for, whatever is found above
+                if index == 1 and not replays[index].likely.fits:
+                    whole = needed(
+                        log,
+                        allocator=cell.settings.allocator,
+                        workspaces_bytes=memory_limit.cublas_workspaces_bytes,
+                    )
+                    replays[index] = _Replays(whole, whole)
+            return replays[index]
+
+        start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
+        capacity_bytes = (
+            memory_limit.device_bytes
+            - question.margin_bytes
+            - _outside_bytes(question, cell, memory_limit, grid.length(start))
+        )
+        start = _aimed(
+            cell, traces, shortest, start, capacity_bytes, lambda index: at(index).likely.fits
+        )
+        likely = edge(start, size, lambda index: at(index).likely.fits, shortest=shortest)
+        sure = (
+            edge(likely, likely, lambda index: at(index).sure.fits, shortest=shortest)
+            if likely
+            else 0
+        )
+        found = _at(
+            question,
+            cell,
+            memory_limit,
+            grid.length(max(1, sure)),
+            at(sure).sure if sure else at(1).likely,
+            factors,
+        )
+    found = msgspec.structs.replace(found, likely_tokens=grid.length(likely) if likely else 0)
+    return ended(question, found, sure, size, guessed)
+
+
+def ended(
+    question: Question, found: CellPrediction, longest: int, size: int, guessed: CellPrediction
+) -> CellPrediction:
+    """With the index of the longest length that fits, of ``size`` that were asked about, and with
+    what ends there.
+    """
+    grid = question.grid
+    found = msgspec.structs.replace(found, capacity_tokens=grid.length(longest) if longest else 0)
+    if longest < size:
+        return msgspec.structs.replace(
+            found, binding="device", does_not_fit_tokens=grid.length(longest + 1)
+        )
+    if guessed.binding == "host":
+        return msgspec.structs.replace(
+            found, binding="host", does_not_fit_tokens=guessed.does_not_fit_tokens
+        )
+    return msgspec.structs.replace(found, binding="ceiling", does_not_fit_tokens=None)
+
+
+class _Traces:
+    """Of one cell: two lengths at once, each traced once. Leaving its context forgets what nobody
+    waits for any more.
+    """
+
+    def __init__(self, question: Question, cell: Cell, tracer: Tracer, size: int) -> None:
+        self._question = question
+        self._cell = cell
+        self._tracer = tracer
+        self.size = size
+        self._pool = ThreadPoolExecutor(max_workers=2)
+        self._begun: dict[int, Future[EventLog]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(
+            wait=False, cancel_futures=True
+        )  # who owns the tracer ends what is tracing
+
+    def begin(self, *indices: int) -> None:
+        """Trace these soon, as far as they are on the grid."""
+        for index in indices:
+            if 1 <= index <= self.size and index not in self._begun:
+                spec = self._question.trial(self._cell, self._question.grid.length(index))
+                self._begun[index] = self._pool.submit(self._tracer, spec)
+
+    def of(self, index: int) -> EventLog:
+        """The events of a length; raises what the tracer raises."""
+        self.begin(index)
+        return self._begun[index].result()
+
+
+def _aimed(
+    cell: Cell,
+    traces: _Traces,
+    shortest: int,
+    start: int,
+    capacity_bytes: int,
+    fits: Callable[[int], bool],
+) -> int:
+    """Where the edge is by the line through two traces, next to the formula's; both sides of it are
+    begun.
+
+    Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked
+    for step by step. The line is that of allocated bytes: what is reserved without end says little
+    of what would have to be.
+    """
+    traces.begin(start, start + 1)
+    if start == traces.size or (fits(start) and not fits(start + 1)):
+        return start
+    allocator = cell.settings.allocator
+    one, other = (
+        replay(traces.of(index), allocator=allocator).peak_allocated_bytes
+        for index in (start, start + 1)
+    )
+    if other <= one:
+        return start
+    aimed = start + (round(LIKELY_FILLED_SHARE[allocator] * capacity_bytes) - one) // (other - one)
+    aimed = (
+        min(traces.size, max(aimed, start + 2))
+        if fits(start)
+        else max(shortest, min(aimed, start - 1))
+    )
+    traces.begin(aimed, aimed + 1)
+    return aimed
+
+
+def edge(start: int, size: int, fits: Callable[[int], bool], *, shortest: int = 1) -> int:
+    """The last index that fits below one that does not, 0 for none: strides that double away from
+    the start, then halves.
+
+    Nothing below ``shortest`` is asked about: of a token budget, those lengths pack more.
+    """
+    low, high, index, stride = 0, size + 1, start, 1
+    while high - max(low, shortest - 1) > 1:
+        if fits(index):
+            low = index
+        else:
+            high = index
+        outward = min(low + stride, high - 1) if low else max(high - stride, shortest)
+        index = (low + high) // 2 if low and high <= size else outward
+        stride *= 2
+    return low
+
+
+def _replays(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    log: EventLog,
+    length_tokens: int,
+    factors: Factors | None,
+) -> _Replays:
+    """The upper end fits where a GPU so much smaller would do: near its end an allocator takes less
+    than it would like to.
+    """
+    outside = _outside_bytes(question, cell, memory_limit, length_tokens)
+    limit_bytes = memory_limit.device_bytes - question.margin_bytes
+    replayed = partial(
+        replay,
+        log,
+        allocator=cell.settings.allocator,
+        workspaces_bytes=memory_limit.cublas_workspaces_bytes,
+    )
+    likely = replayed(capacity_bytes=limit_bytes - outside)
+    if factors is None or not likely.fits:
+        return _Replays(likely, likely)
+    sure_bytes = most_predicted_bytes(limit_bytes, factors) - outside
+    if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
+        return _Replays(likely, likely)  # it never came to the end of the smaller one
+    return _Replays(likely, replayed(capacity_bytes=sure_bytes))
+
+
+def _outside_bytes(
+    question: Question, cell: Cell, memory_limit: MemoryLimit, length_tokens: int
+) -> int:
+    return predict_at(
+        question, cell, memory_limit, likely_footprint, length_tokens
+    ).footprint.outside_bytes
+
+
+def _at(
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    length_tokens: int,
+    replayed: Replayed,
+    factors: Factors | None,
+) -> CellPrediction:
+    """The formula's answer at a length, its memory of a GPU put right."""
+    predicted = msgspec.structs.replace(
+        predict_at(question, cell, memory_limit, likely_footprint, length_tokens), replayed=replayed
+    )
+    around = None if factors is None else interval(predicted.device_used_bytes, factors)
+    used_bytes = predicted.device_used_bytes if around is None else around.high_bytes
+    return msgspec.structs.replace(
+        predicted, interval=around, headroom_bytes=memory_limit.device_bytes - used_bytes
+    )

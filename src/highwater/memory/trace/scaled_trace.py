@@ -1,0 +1,189 @@
+"""Affine: one trace for every length. Where the events of two lengths differ in bytes alone, those
+are lines over the tokens.
+
+A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same
+order at any length. What a kernel takes for itself may end at some size: a line with a ceiling.
+Kept small: what repeats from layer to layer compresses to almost nothing.
+"""
+
+from fractions import Fraction
+
+from highwater.memory.trace.allocator import round_size
+from highwater.spec.codec import Record
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
+
+
+class Kind(Record, frozen=True, kw_only=True):
+    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens /
+    bytes_per_tokens[1]``, rounded down, and no more than ``most_bytes``.
+    """
+
+    fixed_bytes: int
+    bytes_per_tokens: tuple[int, int]
+    most_bytes: int | None
+    """None: there is no end to it."""
+    stream: int
+    operator: int
+    module: int
+
+
+class ScaledTrace(Record, frozen=True, kw_only=True):
+    """Events of one rank for any number of tokens of its micro-batch."""
+
+    schema_version: int = 1
+    versions: dict[str, str]
+    operators: tuple[str, ...]
+    modules: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    phases: tuple[str, ...]
+    events: tuple[int, ...]
+    """Allocate kind n: n. Free what was allocated d allocations ago: -2d; give it back before
+    another stream has done with it: 1 - 2d. Enter phase p: ``len(kinds) + p``; after the last
+    phase, release what is cached."""
+
+    def at(self, tokens: int) -> EventLog:
+        """The log of a micro-batch of so many tokens on the rank."""
+        first_phase, release = len(self.kinds), len(self.kinds) + len(self.phases)
+        sizes = self._sizes(tokens)
+        events: list[Event] = []
+        count = 0
+        for code in self.events:
+            if code < 0:
+                ended = count + 1 - (1 - code) // 2
+                events.append(GiveBack(ended) if code % 2 else Free(ended))
+            elif code < first_phase:
+                count += 1
+                kind = self.kinds[code]
+                events.append(Allocate(count, sizes[code], kind.stream, kind.operator, kind.module))
+            else:
+                events.append(
+                    ReleaseCached() if code == release else Enter(self.phases[code - first_phase])
+                )
+        return EventLog(
+            source="traced",
+            versions=self.versions,
+            operators=self.operators,
+            modules=self.modules,
+            events=tuple(events),
+        )
+
+    def least_bytes(self, tokens: int) -> int:
+        """The most that is alive at once, in whole blocks, less what was given back: with less, no
+        allocator has a place for it.
+        """
+        blocks = [round_size(size) if size else 0 for size in self._sizes(tokens)]
+        allocated: list[int] = []
+        alive = most = 0
+        for code in self.events:
+            if code < 0:
+                ago = (1 - code) // 2
+                alive -= allocated[-ago]
+                allocated[-ago] = 0
+            elif code < len(blocks):
+                allocated.append(blocks[code])
+                alive += blocks[code]
+                most = max(most, alive)
+        return most
+
+    def _sizes(self, tokens: int) -> list[int]:
+        """Of each kind."""
+        lines = (
+            kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
+            for kind in self.kinds
+        )
+        return [
+            line if kind.most_bytes is None else min(line, kind.most_bytes)
+            for line, kind in zip(lines, self.kinds, strict=True)
+        ]
+
+
+def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
+    """The lines through the two shortest of two logs or more, by tokens, with a ceiling where the
+    longest is below its line: with two logs no ceiling is seen. Raises ValueError where any of the
+    logs is not what is found here.
+    """
+    (few, low), (many, high), *others = sorted(logs.items())
+    most, longest = others[-1] if others else (many, high)
+    for tokens, log in logs.items():
+        if len(log.events) != len(low.events):
+            raise ValueError(
+                f"{len(low.events)} events at {few} tokens, {len(log.events)} at {tokens}"
+            )
+    kinds: dict[Kind, int] = {}
+    phases: dict[str, int] = {}
+    coded: list[int | str] = []
+    numbers: dict[int, int] = {}
+    for one, other, last in zip(low.events, high.events, longest.events, strict=True):
+        match one, other:
+            case Allocate(), Allocate() if isinstance(last, Allocate):
+                numbers[one.id] = len(numbers) + 1
+                kind = _kind({few: one, many: other, most: last})
+                coded.append(kinds.setdefault(kind, len(kinds)))
+            case Free(), Free():
+                coded.append(2 * (numbers[one.id] - len(numbers) - 1))
+            case GiveBack(), GiveBack():
+                coded.append(2 * (numbers[one.id] - len(numbers) - 1) + 1)
+            case Enter(), Enter() if one.phase == other.phase:
+                phases.setdefault(one.phase, len(phases))
+                coded.append(one.phase)
+            case ReleaseCached(), ReleaseCached():
+                coded.append("")
+            case _:
+                raise ValueError(f"{one} at {few} tokens, {other} at {many}")
+    after = {"": len(kinds) + len(phases)} | {
+        phase: len(kinds) + number for phase, number in phases.items()
+    }
+    found = ScaledTrace(
+        versions=low.versions,
+        operators=low.operators,
+        modules=low.modules,
+        kinds=tuple(kinds),
+        phases=tuple(phases),
+        events=tuple(after[code] if isinstance(code, str) else code for code in coded),
+    )
+    for tokens, log in ((few, low), (many, high), *others):
+        if _renumbered(found.at(tokens)) != _renumbered(log):
+            raise ValueError(
+                f"the log of {tokens} tokens is not on the line through those of {few} and {many}"
+            )
+    return found
+
+
+def _kind(seen: dict[int, Allocate]) -> Kind:
+    """Of one allocation at two lengths, or at three, the longest last."""
+    (few, one), (many, other), *_ = seen.items()
+    most, last = list(seen.items())[-1]
+    slope = Fraction(other.bytes - one.bytes, many - few)
+    fixed = one.bytes - slope * few
+    line = int(fixed) + slope.numerator * most // slope.denominator
+    if fixed.denominator > 1 or one.stream != other.stream:
+        raise ValueError(
+            f"{one.bytes} bytes at {few} tokens, {other.bytes} at {many}: no line through whole "
+            f"bytes"
+        )
+    return Kind(
+        fixed_bytes=int(fixed),
+        bytes_per_tokens=(slope.numerator, slope.denominator),
+        most_bytes=last.bytes if last.bytes < line else None,
+        stream=one.stream,
+        operator=one.operator,
+        module=one.module,
+    )
+
+
+def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
+    """Its events, allocations numbered in their order: which number they have means nothing."""
+    numbers: dict[int, int] = {}
+    found: list[tuple[object, ...]] = []
+    for event in log.events:
+        match event:
+            case Allocate():
+                numbers[event.id] = len(numbers)
+                found.append((event.bytes, event.stream))
+            case Free() | GiveBack():
+                found.append((type(event), numbers[event.id]))
+            case Enter():
+                found.append((event.phase,))
+            case _:
+                found.append(())
+    return found

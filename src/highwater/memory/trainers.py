@@ -1,0 +1,160 @@
+"""How the memory of each trainer is predicted: a row for each, by the names of spec/trainer.py.
+
+This is the only file that imports a folder of one trainer's own, as memory/trinity is: none other
+knows that there is one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction, predict_cells
+from highwater.memory.formula.formula import Formula, likely_footprint
+from highwater.memory.interval.calibration import Calibration, calibrate
+from highwater.memory.interval.residuals import Method, Residual, bundled_residuals
+from highwater.memory.trinity import bundled_traces, closed_form
+from highwater.memory.trinity.published_fields import published_fields
+from highwater.spec.model import ModelShape
+from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import Trainer
+
+_NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundledReplay:
+    """Traces that come with the package: their replay answers some cells instead of a formula."""
+
+    covers: Callable[[ModelShape, Cell, MemoryLimit], bool]
+    """Whether there is a trace of a model's cell."""
+    predict: Callable[[Question, Cell, MemoryLimit, CellPrediction], CellPrediction]
+    """The cell by replay, given what the formula says of it."""
+    accuracy: str
+    """What is known of its errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """How one trainer's memory is predicted."""
+
+    formula: Formula
+    """In closed form."""
+    accuracy: str
+    """What is known of the formula's errors, besides what intervals say."""
+    residuals: Callable[[], tuple[Residual, ...]] | None = None
+    """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
+    replay: BundledReplay | None = None
+    """None: every cell is answered by the formula."""
+    fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
+    """The fields of ``Request`` that all its trials have, where these others are named."""
+
+    @property
+    def accuracy_alone(self) -> str:
+        """``accuracy``, and that there is no interval, where there is none."""
+        return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
+
+
+MEMORY: Mapping[Trainer, TrainerMemory] = {
+    "highwater": TrainerMemory(
+        formula=likely_footprint,
+        accuracy="its constants were fitted to some of the trials that come with its interval, "
+        "which may be too narrow for others; of 84 trials that were held out (SFT and GRPO with "
+        "FSDP2, one to four H200s) 4 took more than the upper end; `--calibrate` learns from "
+        "trials of your own (docs/results/predict)",
+        residuals=bundled_residuals,
+    ),
+    "trinity": TrainerMemory(
+        formula=closed_form.footprint,
+        accuracy=closed_form.ACCURACY,
+        replay=BundledReplay(
+            covers=bundled_traces.covers,
+            predict=bundled_traces.replay_cell,
+            accuracy=bundled_traces.ACCURACY,
+        ),
+        fixed_fields=published_fields,
+    ),
+}
+"""By the name that ``--trainer`` takes."""
+
+
+def predict_by_formula(
+    question: Question, memory_limit: MemoryLimit, trainer: Trainer, known: Calibration | None
+) -> tuple[CellPrediction, ...]:
+    """Every cell of a question, in its order: in closed form, or by replay where a trace of it is
+    bundled.
+    """
+    row = MEMORY[trainer]
+    guessed = predict_cells(question, memory_limit, row.formula, known)
+    if row.replay is None:
+        return guessed
+    shape, replay = question.model.shape, row.replay
+    return tuple(
+        replay.predict(question, cell, memory_limit, by_formula)
+        if replay.covers(shape, cell, memory_limit)
+        else by_formula
+        for cell, by_formula in zip(question.cells, guessed, strict=True)
+    )
+
+
+def by_formula(prediction: Prediction, question: Question) -> Prediction:
+    """The prediction with every cell; and, where traces are bundled, how many are by replay."""
+    trainer, limit = prediction.trainer, prediction.memory_limit
+    cells = predict_by_formula(question, limit, trainer, prediction.calibration)
+    replayed = sum(cell.replayed is not None for cell in cells)
+    notes = prediction.notes
+    if MEMORY[trainer].replay is not None:
+        notes = (*notes, by_replay(replayed, len(cells)))
+    known = accuracy(trainer, replayed=replayed, cells=len(cells))
+    return msgspec.structs.replace(prediction, cells=cells, accuracy=known, notes=notes)
+
+
+def calibration_of(
+    question: Question,
+    memory_limit: MemoryLimit,
+    trainer: Trainer,
+    *,
+    method: Method = "formula",
+    own: Sequence[Residual] = (),
+) -> Calibration | None:
+    """What the intervals of a question are learned from; None for a trainer whose trials nobody
+    recorded.
+    """
+    residuals = MEMORY[trainer].residuals
+    if residuals is None:
+        return None
+    return calibrate(
+        question,
+        method,
+        shipped=residuals(),
+        own=own,
+        state_bytes_per_parameter=memory_limit.state_bytes_per_parameter,
+    )
+
+
+def replayed_cells(question: Question, memory_limit: MemoryLimit, trainer: Trainer) -> int:
+    """How many cells of a question are answered by replay."""
+    replay = MEMORY[trainer].replay
+    if replay is None:
+        return 0
+    return sum(replay.covers(question.model.shape, cell, memory_limit) for cell in question.cells)
+
+
+def accuracy(trainer: Trainer, *, replayed: int, cells: int) -> str:
+    """What is known of the errors where ``replayed`` of so many cells were answered by replay, and
+    the others by formula.
+    """
+    row = MEMORY[trainer]
+    if row.replay is None or not replayed:
+        return row.accuracy_alone
+    others = _NO_INTERVAL if replayed == cells else f"the others {row.accuracy_alone}"
+    return f"{row.replay.accuracy}; {others}"
+
+
+def by_replay(replayed: int, cells: int) -> str:
+    """How many of so many cells a replay answered, in words."""
+    if not replayed:
+        return f"no cell by replay of a trace that comes with the package: all {cells} by formula"
+    others = "" if replayed == cells else ", the others by formula"
+    return f"{replayed} of {cells} cells by replay of a trace that comes with the package{others}"

@@ -1,0 +1,24 @@
+"""What the published trials of the reference trainer have in common, as fields of a request."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from highwater.spec.published import PUBLISHED_SETTINGS
+
+_ALWAYS = ("strategy", "objective", "entropy", "loss")
+
+
+def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not asked about, where ``named`` are.
+
+    With offload it shards by FSDP2 and has expandable segments: no published rung offloads
+    otherwise, and its configuration offloads by FSDP2 alone.
+    """
+    is_offloaded = bool(named.get("offload"))
+    published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
+    names = (
+        *_ALWAYS,
+        *(("allocator",) if is_offloaded else ()),
+        *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
+    )
+    return {name: getattr(published, name) for name in names}

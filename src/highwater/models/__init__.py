@@ -1,0 +1,1 @@
+"""Data plane: models built from their config, their weights and their loss."""

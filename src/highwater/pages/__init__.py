@@ -1,0 +1,1 @@
+"""Control plane: everything that is drawn, and what is gathered for it."""

@@ -1,0 +1,1 @@
+"""Control plane: the guide of many models and GPUs."""

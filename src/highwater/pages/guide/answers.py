@@ -1,0 +1,281 @@
+"""Answers of a guide's page: for each combination of model, GPUs and length.
+
+They are computed by ``recommend`` and ``emit`` while the page is written (docs/decisions/018).
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from highwater.emit.emitted import PREDICTED_FOR
+from highwater.emit.targets import configured
+from highwater.errors import HighwaterError
+from highwater.memory.capacity import CellPrediction, predict_cells
+from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.question import memory_limit_of, predicted_question
+from highwater.memory.trainers import MEMORY
+from highwater.pages.guide.chooser import Answer, Place
+from highwater.pages.guide.guide import (
+    NOTHING_FITS,
+    UNKNOWN,
+    Guide,
+    GuideTable,
+    farthest,
+    trained,
+)
+from highwater.pages.guide.guide_parts import entry
+from highwater.pages.guide.recorded_answers import known_recommendation
+from highwater.recommendation.recommend import recommend
+from highwater.run.probe import gpus_meant
+from highwater.spec.capacities import Capacity
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.query import Query
+from highwater.spec.recommendation import Recommendation
+from highwater.spec.request import trial_flags
+from highwater.spec.trainer import TRAINERS
+
+_NAMED = ("objective", "critic", "entropy", "rope")
+"""Settings that a basis names by itself."""
+_APART = (5 / 4, 4 / 3, 2, 4)
+"""Factors by which the next length of the chooser is longer, at least.
+
+The least of them counts with which there are not too many lengths.
+"""
+_REPLAYED_APART = 2
+"""The least factor for a trainer whose traces are bundled.
+
+Each answer replays a trace for every cell: 1 s instead of 10 ms.
+"""
+_MOST_ANSWERS = 400
+"""Answers of a page at the most, of about 2 KB each."""
+_IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
+_Own = tuple[GuideTable, tuple[Capacity, ...]]
+"""A table of the guide, and what it has of one model."""
+
+
+def places(made: Guide) -> tuple[Place, ...]:
+    """Every model on every number of GPUs of the guide, with its answers.
+
+    What studies measured and what is predicted by formula is asked of ``recommend``, at every
+    length of the tables; what others published, what was simulated and what nobody can ask about
+    any more is answered by the table itself.
+    """
+    groups: dict[tuple[object, ...], list[_Own]] = {}
+    for table in made.tables:
+        for name in table.models:
+            own = tuple(each for each in table.capacities if each.model_name == name)
+            groups.setdefault(_group(made, table, own), []).append((table, own))
+    each = [(_query(made, group), group) for group in groups.values()]
+    sizes = (
+        (apart, sum(len(_lengths(group, apart=apart)) for query, group in each if query))
+        for apart in _APART
+    )
+    apart = next((apart for apart, size in sizes if size <= _MOST_ANSWERS), _APART[-1])
+    return tuple(
+        _place(
+            made,
+            group,
+            query,
+            apart=max(apart, _REPLAYED_APART) if _is_replayed(query) else apart,
+        )
+        for query, group in each
+    )
+
+
+def _is_replayed(query: Query | None) -> bool:
+    return query is not None and TRAINERS[query.trainer].traces == "bundled"
+
+
+def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
+    """Key of what is answered together.
+
+    That is the studies and predictions that one command asks about, or one table.
+    """
+    where = own[0].model_name, table.device_name, table.gpus
+    query = _query(made, [(table, own)])
+    if query is None:
+        return (*where, table.source, table.training)
+    return (*where, msgspec.structs.replace(query, model="", studies=()))
+
+
+def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
+    """The query with every study of the group, and the settings that all its sources have.
+
+    None where the table answers itself.
+    """
+    if any(table.source not in ("measured", "predicted") for table, _ in group):
+        return None
+    found = [
+        made.queries.get((c.found_in, c.model_name, c.device_name)) for _, own in group for c in own
+    ]
+    known = [query for query in found if query is not None]
+    if len(known) < len(found):
+        return None
+    return msgspec.structs.replace(
+        known[0],
+        studies=tuple(dict.fromkeys(path for query in known for path in query.studies)),
+        settings=tuple(
+            each for each in known[0].settings if all(each in query.settings for query in known)
+        ),
+    )
+
+
+def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: float) -> Place:
+    table, own = group[0]
+    first = own[0]
+    answers = () if query is None else tuple(_asked_answers(query, group, apart=apart))
+    sources = (
+        ("measured, else predicted" if query.studies else "predicted")
+        if query and answers
+        else table.source
+    )
+    named = (
+        []
+        if query is None
+        else [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
+    )
+    if not answers:
+        query = None
+        answers = tuple(_known_answers(made, group))
+    formula = query or made.queries.get((first.found_in, first.model_name, first.device_name))
+    sequences = first.cell.settings.sequences_per_micro_batch
+    longest, beyond = _ends(group)
+    fitting = [each.found.length_tokens for each in answers if each.found.length_tokens <= longest]
+    return Place(
+        model_name=first.model_name,
+        device_name=table.device_name,
+        gpus=table.gpus,
+        basis=f"{', '.join((trained(first), *named))}: {sources}",
+        sequences=sequences,
+        answers=answers,
+        longest_tokens=max(fitting, default=None),
+        opens_tokens=max(
+            (tokens for tokens in fitting if tokens <= table.native_length_tokens), default=None
+        ),
+        explained=()
+        if formula is None
+        else _explained(formula, table.gpus, longest or beyond, sequences),
+        explained_tokens=longest or beyond,
+    )
+
+
+def _ends(group: Sequence[_Own]) -> tuple[int, int]:
+    """The longest row that the model is known to fit, 0 for none, and the next."""
+    reached = [(farthest(table, own[0].model_name) or (0,))[0] for table, own in group]
+    longest = max(reached)
+    later = [tokens for table, _ in group for tokens, _ in table.rows if tokens > longest]
+    return longest, min(later, default=longest)
+
+
+def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
+    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least.
+
+    The last row that fits and the next are always among them.
+    """
+    longest, beyond = _ends(group)
+    rows = {tokens for table, _ in group for tokens, _ in table.rows}
+    first = min(rows)
+    powers = [
+        first << doubled for doubled in range(beyond.bit_length()) if first << doubled < beyond
+    ]
+    kept = {beyond, *((longest,) if longest else ())}
+    for tokens in (*powers, *sorted(tokens for tokens in rows if tokens < longest)):
+        if all(
+            max(tokens, other) >= apart * min(tokens, other) for other in kept - {longest, beyond}
+        ):
+            kept.add(tokens)
+    return sorted(kept)
+
+
+def _asked_answers(query: Query, group: Sequence[_Own], *, apart: float) -> Iterator[Answer]:
+    """Answers of ``recommend`` for every length that it can be asked about."""
+    gpus, model_name = group[0][0].gpus, group[0][1][0].model_name
+    for length_tokens in _lengths(group, apart=apart):
+        with suppress(HighwaterError):
+            # a length that no scaling of its positions reaches is refused
+            found = recommend(**query.arguments(gpus=gpus), length=length_tokens)
+            yield Answer(
+                found=found,
+                command=shlex.join(query.words(gpus=gpus, length_tokens=length_tokens)),
+                entries=_entries(group, length_tokens, model_name),
+                configurations=_configurations(found, query.model),
+            )
+
+
+def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
+    """Answers of the table itself."""
+    table, own = group[0]
+    others = [
+        each
+        for other in made.tables
+        if (other.source, other.training) == (table.source, table.training)
+        for each in other.capacities
+        if each.device_name == table.device_name and each.model_name == own[0].model_name
+    ]
+    _, beyond = _ends([(table, own)])
+    for length_tokens in (tokens for tokens, _ in table.rows if tokens <= beyond):
+        found = known_recommendation(own, length_tokens, others=others)
+        yield Answer(
+            found=found,
+            command="",
+            entries=_entries(group, length_tokens, own[0].model_name),
+            configurations=_configurations(found, own[0].model_name),
+        )
+
+
+def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
+    found = (
+        (table, choices)
+        for table, _ in group
+        for tokens, choices in table.rows
+        if tokens == length_tokens
+    )
+    return tuple(
+        f"{_IN_WORDS.get(choice.label, entry(choice))} ({table.source}; {table.training})"
+        for table, choices in found
+        for choice in choices
+        if choice.model_name == model_name
+    )
+
+
+def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
+    """Texts that ``emit`` prints for the trainer that is recommended for, by their names.
+
+    For this engine it is the command that trains so.
+    """
+    chosen = found.chosen
+    if chosen is None:
+        return {}
+    texts: dict[str, str] = {}
+    if TRAINERS[found.trainer].is_run:
+        trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
+        texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
+    for target, trainer in PREDICTED_FOR.items():
+        if trainer == found.trainer:
+            with suppress(HighwaterError):  # a trainer that has no words for it
+                texts[target] = (
+                    configured(target, found, chosen, model=model).text.rstrip("\n") + "\n"
+                )
+    return texts
+
+
+def _explained(
+    query: Query, gpus: int, length_tokens: int, sequences: int
+) -> tuple[CellPrediction, ...]:
+    """Every cell in closed form, whose terms ``highwater predict --length --explain`` shows."""
+    asked = query.arguments(gpus=gpus)
+    settings = {**dict(query.settings), "sequences_per_micro_batch": sequences}
+    with suppress(HighwaterError):  # a family that no formula knows
+        refuse_unknown_family(load_model(query.model))
+        where = gpus_meant(asked["gpus"], asked.get("gpu_memory"))
+        memory_limit = memory_limit_of(
+            where,
+            host_memory=None,
+            reserved=query.reserved_bytes,
+            state_bytes_per_param=STATE_BYTES_PER_PARAMETER,
+        )
+        question, _ = predicted_question(query.model, where, query.trainer, length_tokens, settings)
+        return predict_cells(question, memory_limit, MEMORY[query.trainer].formula)
+    return ()

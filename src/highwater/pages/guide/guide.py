@@ -1,0 +1,238 @@
+"""The guide as data: the simplest settings that fit, for each length and model.
+
+It has a table for each kind and number of GPUs.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
+from highwater.spec.published import published_grid
+from highwater.spec.query import Query
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+from highwater.spec.trainer import TRAINERS
+from highwater.units import counted, format_bytes
+
+NOTHING_FITS, UNKNOWN = "-", "?"
+
+_OWN: Mapping[str, Callable[[Settings], bool]] = {
+    "sharded checkpoints": lambda settings: settings.checkpoint != "none",
+    "YaRN at every length": lambda settings: settings.rope == "yarn",
+}
+"""What our own engine may do besides, on every rung of a study alike.
+
+Strategy and saved weights are a rung's, as in the published ladder: of rungs with one label the
+best counts.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a guide says of one model at one length."""
+
+    model_name: str
+    capacity: Capacity | None
+    """The simplest known to fit."""
+    may_be_simpler: bool
+    """Whether something simpler may fit, which nobody knows; without a capacity: anything."""
+
+    @property
+    def label(self) -> str:
+        """The settings' label.
+
+        ``-`` where all that was tried is known not to fit, ``?`` where nobody knows.
+        """
+        if self.capacity is None:
+            return UNKNOWN if self.may_be_simpler else NOTHING_FITS
+        return cell_label(self.capacity.cell) + (
+            " (memory-only)" if self.capacity.is_memory_only else ""
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuideTable:
+    """Lengths by models, on one number of GPUs of one kind.
+
+    All capacities are from one source and of one kind of training.
+    """
+
+    device_name: str
+    gpus: int
+    source: Source
+    training: str
+    native_length_tokens: int
+    """Native length of all its models: the grid of lengths follows from it."""
+    capacities: tuple[Capacity, ...]
+    models: tuple[str, ...]
+    rows: tuple[tuple[int, tuple[Choice, ...]], ...]
+    """Length in tokens, and a choice for each model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """A whole guide."""
+
+    tables: tuple[GuideTable, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader should know about what it was made from, one line each."""
+    queries: Mapping[tuple[str, str, str], Query] = field(
+        default_factory=dict[tuple[str, str, str], Query]
+    )
+    """Queries of ``recommend``, by source, model and kind of GPU, where it can be asked."""
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Every choice, of every table, length and model."""
+        return [choice for table in self.tables for _, choices in table.rows for choice in choices]
+
+
+def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
+    """Every table of the guide: in the order of the capacities, fewer GPUs first.
+
+    Capacities stand in one table if they are of one kind and number of GPUs, one source, one kind
+    of training, and of models of one native length, which have their lengths in common.
+    """
+    groups: dict[tuple[str, Source, str, int], dict[int, list[Capacity]]] = {}
+    for each in capacities:
+        key = each.device_name, each.source, training(each), each.native_length_tokens
+        groups.setdefault(key, {}).setdefault(each.cell.layout.gpus, []).append(each)
+    return tuple(_table(tuple(group[gpus])) for group in groups.values() for gpus in sorted(group))
+
+
+def guide_rows(guide: Guide) -> list[dict[str, str | int]]:
+    """Rows of the guide with the columns of the published one, then what each row rests on.
+
+    There is a row for each length and model.
+    """
+    return [
+        {
+            "gpu": table.device_name,
+            "gpus": table.gpus,
+            "max_model_len": length_tokens,
+            "model": choice.model_name,
+            "settings": choice.label,
+            "source": table.source,
+            "training": table.training,
+        }
+        for table in guide.tables
+        for length_tokens, choices in table.rows
+        for choice in choices
+    ]
+
+
+def cell_label(cell: Cell) -> str:
+    """The settings of a cell as a guide says them.
+
+    ``vanilla``, ``Env``, ``SP=2``, ``Env + SP=2``, ``Env + Offload + SP=2``, ``Env + chunked``.
+    """
+    parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
+    return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
+
+
+def training(capacity: Capacity) -> str:
+    """Whose step it is, what it trains and what it has to leave.
+
+    ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``.
+    """
+    settings = capacity.cell.settings
+    count = settings.sequences_per_micro_batch
+    packed = f"{counted(count, 'sequence')} per micro-batch"
+    if settings.token_budget_tokens is not None:
+        packed = f"a token budget of {settings.token_budget_tokens} per GPU"
+    whose, what, *others = _trained(capacity)
+    return ", ".join((whose, what, packed, *others))
+
+
+def trained(capacity: Capacity) -> str:
+    """What ``training`` says, whatever is packed into a micro-batch."""
+    return ", ".join(_trained(capacity))
+
+
+def _trained(capacity: Capacity) -> tuple[str, ...]:
+    settings = capacity.cell.settings
+    extras = [
+        name
+        for name, is_there in (
+            ("a critic", settings.critic),
+            ("entropy", settings.entropy != "none"),
+        )
+        if is_there
+    ]
+    objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
+    own = (
+        [name for name, is_there in _OWN.items() if is_there(settings)]
+        if TRAINERS[capacity.trainer].knows_every_setting
+        else []
+    )
+    left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
+    return (TRAINERS[capacity.trainer].title, objective, *own, *left)
+
+
+def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
+    """The longest length of a table that a model is known to fit, and by which settings.
+
+    None where nothing fits.
+    """
+    column = table.models.index(model_name)
+    fitting = [
+        (tokens, choices[column])
+        for tokens, choices in table.rows
+        if choices[column].capacity is not None
+    ]
+    return fitting[-1] if fitting else None
+
+
+def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, the numbers in them as numbers: Qwen3-0.6B, Qwen3-4B, Qwen3-14B."""
+    parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
+    return tuple(
+        sorted(
+            parts,
+            key=lambda name: [
+                (float(part), "") if at % 2 else (0.0, part) for at, part in enumerate(parts[name])
+            ],
+        )
+    )
+
+
+def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
+    first = capacities[0]
+    of_model: dict[str, list[Capacity]] = {
+        name: [] for name in in_natural_order(each.model_name for each in capacities)
+    }
+    for each in capacities:
+        of_model[each.model_name].append(each)
+    return GuideTable(
+        device_name=first.device_name,
+        gpus=first.cell.layout.gpus,
+        source=first.source,
+        training=training(first),
+        native_length_tokens=first.native_length_tokens,
+        capacities=capacities,
+        models=tuple(of_model),
+        rows=tuple(
+            (
+                length_tokens,
+                tuple(_choice(name, tuple(own), length_tokens) for name, own in of_model.items()),
+            )
+            for length_tokens in _lengths(capacities)
+        ),
+    )
+
+
+def _choice(model_name: str, capacities: tuple[Capacity, ...], length_tokens: int) -> Choice:
+    found = simplest(capacities, length_tokens)
+    return Choice(
+        model_name=model_name,
+        capacity=found,
+        may_be_simpler=may_be_simpler(capacities, length_tokens, found),
+    )
+
+
+def _lengths(capacities: tuple[Capacity, ...]) -> Iterator[int]:
+    """The published lengths, to one row after the last that fits."""
+    grid = published_grid(capacities[0].native_length_tokens)
+    last = max(grid.index_at_most(each.capacity_tokens) for each in capacities)
+    yield from (grid.length(index) for index in range(1, last + 2))

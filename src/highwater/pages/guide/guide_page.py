@@ -1,0 +1,116 @@
+"""The guide as one HTML page that needs nothing else.
+
+It needs no network, and is readable without script, on a phone, in the dark and on paper.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from highwater.pages.guide import guide_parts, guide_text
+from highwater.pages.guide.chooser import Place, chooser_json
+from highwater.pages.guide.guide import Guide
+from highwater.pages.guide.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
+from highwater.pages.guide.guide_parts import Section
+from highwater.pages.page import page_template
+from highwater.spec.study import counted_ranks
+
+
+class Bar(NamedTuple):
+    """How far one model gets on one number of GPUs."""
+
+    label: str
+    text: str
+    percent: float
+    """Length that was trained in full, in per cent of the longest bar of its section."""
+    memory_only_percent: float
+    """Length that memory alone holds beyond, in the same per cent."""
+
+
+def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
+    """Write the whole page, with a chooser among ``places``.
+
+    Everything is escaped but what is marked in our own text.
+    """
+    sections = guide_parts.sections(guide)
+    script = (files("highwater.pages") / "templates" / "chooser.js").read_text(encoding="utf-8")
+    return page_template(
+        "guide.html.j2"
+    ).render(
+        text=guide_text,
+        introduction=guide_parts.introduction(guide),
+        sources=guide_parts.source_words(guide),
+        words=list(guide_parts.words(guide)),
+        sections=sections,
+        bars=[_bars(section) for section in sections],
+        heat_maps=[list(_heat_maps(section)) for section in sections],
+        gpus_heading=guide_parts.gpus_heading,
+        only_with_offload=guide_parts.only_with_offload,
+        only_tried=guide_parts.only_tried,
+        default_budget=guide_parts.default_budget,
+        choice_table=guide_parts.choice_table,
+        summary=guide_parts.summary,
+        contexts=list(guide_parts.long_contexts(guide)),
+        budgets=guide_parts.budget_table(guide),
+        origins=guide_parts.origin_table(guide),
+        notes=guide.notes,
+        places=places,
+        # no character of it means anything in HTML
+        data=Markup(chooser_json(places)),  # noqa: S704
+        script=Markup(script),  # noqa: S704 -- a file of ours
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        maps=_maps(places[:MOST_PLACES]),
+        most_places=MOST_PLACES,
+    )
+
+
+def _bars(section: Section) -> list[Bar]:
+    found = [
+        (table, name, guide_parts.longest(table, name))
+        for table in section.tables
+        for name in table.models
+    ]
+    reached = [[0 if each is None else each.capacity_tokens for each in pair] for *_, pair in found]
+    unit = max(1, *(tokens for pair in reached for tokens in pair)) / 100
+    return [
+        Bar(
+            label=f"{guide_parts.gpus_heading(table)}, {name}",
+            text=guide_parts.reached_text(table, name),
+            percent=round(full / unit, 1),
+            memory_only_percent=round(max(0, memory_only - full) / unit, 1),
+        )
+        for (table, name, _), (full, memory_only) in zip(found, reached, strict=True)
+    ]
+
+
+def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, ...]]]]:
+    """Names and maps of places, by kind of GPU and of training."""
+    found: dict[str, list[tuple[str, tuple[HeatMap, ...]]]] = {}
+    for place in places:
+        maps = tuple(filter(None, (headroom_map(place), term_map(place))))
+        name = f"{place.model_name}, {counted_ranks(place.gpus, 'cuda')}"
+        found.setdefault(f"{place.device_name}: {place.basis}", []).append((name, maps))
+    return found
+
+
+def _heat_maps(section: Section) -> Iterator[HeatMap]:
+    rungs = list(guide_parts.rungs(section))
+    longest = (
+        max((tokens for rung in rungs for row in rung.tokens for tokens in row), default=0) or 1
+    )
+    for table, tokens_found in rungs:
+        rows = (
+            (
+                row[:2],
+                tuple(
+                    Figure(text, round(tokens / longest, 3))
+                    for text, tokens in zip(row[2:], tokens_row, strict=True)
+                ),
+            )
+            for row, tokens_row in zip(table.rows, tokens_found, strict=True)
+        )
+        yield HeatMap(table, tuple(rows))

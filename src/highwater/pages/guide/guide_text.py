@@ -1,0 +1,176 @@
+"""What a guide says besides its tables: words, long contexts, token budgets and practices.
+
+``code`` and **bold** are marked so.
+"""
+
+from collections.abc import Mapping
+
+from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.spec.rope import yarn_parameters
+
+WORDS: Mapping[str, str] = {
+    "vanilla": "nothing needs to be set.",
+    "Env": f"set `export {ENV_IN_WORDS}` before any process starts; with Ray, before Ray starts; "
+    f"{ENV_BEFORE_IN_WORDS}.",
+    "Offload": "FSDP2 with CPU offload: parameters, gradients and optimizer states live in host "
+    "memory, 16 to 20 bytes a "
+    "parameter; predictions take it to be there: `highwater predict MODEL --gpus GPUS --offload` "
+    "says how much it is.",
+    "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of "
+    "GPUs.",
+    "chunked": "`--loss chunked`: the loss never holds more than a chunk of the logits.",
+    "entropy-saving": "`--entropy chunked`: the entropy is computed in chunks and recomputed in "
+    "the backward pass.",
+    "no-recompute": "`--recompute none`: every activation is kept.",
+    "attention-kept": "`--recompute all-but-attention`: what the attention returns is kept, all "
+    "else is recomputed.",
+    "mlp-tiles": "`--mlp-tiles N`: the MLP is computed in N tiles over the tokens.",
+}
+"""Words that a label is made of, explained."""
+ALWAYS = frozenset(("vanilla", "Env", "Offload", "SP=N"))
+"""Words that every guide explains; the others only where they occur."""
+
+TITLE = "The longest context that trains, and the simplest settings for it"
+LONG_CONTEXTS = (
+    "Lengths past a model's native length need YaRN, whose factor is length / native length. In a "
+    "Trinity-RFT configuration, with "
+    "`MODEL_PATH`, `MAX_MODEL_LEN` and `FACTOR` in the environment:"
+)
+LONG_CONTEXTS_TRAINER = (
+    "**The trainer needs YaRN in the model itself.** In Trinity-RFT 0.6.0 `model.rope_scaling` "
+    "reaches the rollout alone: the "
+    "trainer reads the model's own `config.json`. Write the same values there, as "
+    "`rope_parameters` with the model's "
+    "`rope_theta`, and the length as `max_position_embeddings`; `highwater recommend` prints the "
+    "block."
+)
+GLANCE = (
+    "The longest length known to fit with any of the settings that were tried, in tokens. `*`: "
+    "past the native length, with YaRN. "
+    "`≥`: no longer one is known not to fit. `memory-only`: memory holds it; the longest that was "
+    "trained in full stands before "
+    "it. Empty: not tried."
+)
+CAPACITIES = (
+    "The longest length that each rung is known to fit, by number of GPUs and SP. `*`: past the "
+    "native length, with YaRN. "
+    "`-`: not even the shortest. `?`: unknown. `≥`: no longer one was tried. `<`: no shorter one "
+    "was tried. Empty: not tried."
+)
+COMBINED = "Entries with `+`, such as `Env + SP=2`: all of it at once."
+SAME_LABEL = (
+    "Where settings of one label were tried with both FSDP1 and FSDP2, or with and without saving "
+    "Hugging Face weights, the best "
+    "of them counts; the capacities below show each."
+)
+BUDGETED = (
+    "**with 79.15 GiB**, or another figure, after the name of a GPU: the trials there were to "
+    "take no more than that of its "
+    "memory, as if on a card with as much. The whole card holds more."
+)
+JOINED = "`51,200 – 81,920`: every length of the grid from the first to the second."
+NOTHING = "`-`: nothing that was tried fits."
+UNKNOWN = "`?`: nothing is known to fit, and not everything was tried."
+PERHAPS_SIMPLER = "`Env ?`: this fits; whether something simpler does, nobody knows."
+ONLY_TRIED = (
+    "**Tried here, and nothing simpler**: the entries of that table are the simplest of "
+    "these alone."
+)
+ONE_SEQUENCE = (
+    "These tables hold for one sequence a micro-batch, a token budget of `ceil(max_model_len / "
+    "SP)` per GPU. The default budget, "
+    "`ceil(2 * max_model_len / SP)`, takes more memory: `highwater recommend` answers for it."
+)
+MEMORY_ONLY = (
+    "`(memory-only)`: memory holds it; the whole step takes too long to be tried, and "
+    "nothing was trained."
+)
+
+TRAINERS_GPUS = (
+    "GPU counts are those of the trainer alone. GPUs that generate (rollout, inference engines) "
+    "come on top: a trainer on 4 GPUs "
+    "beside a rollout on 4 needs 8."
+)
+ONE_GPU = (
+    "**Warning: a trainer on one GPU.** It holds all parameters, gradients and optimizer states "
+    "itself, and shares no sequence: "
+    "there is no SP. Take two GPUs or more for long sequences, and for models whose states fill "
+    "most of the card."
+)
+
+_BATCHES = "trainer.trainer_config.actor_rollout_ref"
+BUDGET = (
+    "With dynamic batches (`trainer.use_dynamic_bsz: true`, the default of Trinity-RFT) two "
+    "numbers decide how many tokens a GPU "
+    "gets at once, and with the model they decide the peak of its memory:"
+)
+BUDGETS = (
+    f"`{_BATCHES}.actor.ppo_max_token_len_per_gpu` for the update,",
+    f"`{_BATCHES}.ref.log_prob_max_token_len_per_gpu` for the log-probabilities of the reference.",
+)
+BUDGET_OF_BOTH = (
+    "In the section of the trainer itself: `trainer.max_token_len_per_gpu`, which "
+    "`highwater emit --for trinity` writes."
+)
+BUDGET_RULE = (
+    "Left out, both are `ceil(2 * max_model_len / SP)`: a micro-batch holds two of the longest "
+    "sequences. Less saves memory, "
+    "down to `ceil(max_model_len / SP)`, which holds one; less than that holds no sequence of "
+    "full length, and is refused. "
+    "The longer the context, the more tokens on each GPU; a higher SP divides them."
+)
+PRACTICES = (
+    "Begin with the simplest configuration that the table names for your length, not with the one "
+    "that saves most.",
+    "Past the native length use YaRN, with a factor of length / native length.",
+    "When memory runs out, first `Env`, then a higher SP, and only then FSDP2 with CPU offload.",
+    "SP has to be a common divisor of the number of GPUs and of the model's attention heads.",
+    "Take more GPUs rather than fill the last one: a full GPU fails on the first step that is a "
+    "little larger.",
+)
+
+CHOICES = (
+    ("model", "Model"),
+    ("gpu", "Kind of GPU"),
+    ("gpus", "GPUs of the trainer"),
+    ("basis", "Training and figures"),
+    ("length", "Length in tokens"),
+)
+WITHOUT_SCRIPT = (
+    "Here is a chooser of model, GPUs and length, for browsers that run scripts. Without, the "
+    "tables below say which settings fit, "
+    "and `highwater recommend MODEL --gpus 4xA100-80GB --length 64k` answers for any length."
+)
+ASK_AGAIN = (
+    "This command gives the same answer, from the same version; with another length it "
+    "answers between those offered here."
+)
+AS_JSON = (
+    "As `highwater recommend --json` has it, but for the list of candidates; the tables "
+    "above show those."
+)
+MAPS = (
+    "Two tables for each model and number of GPUs. What each length leaves of a GPU, in GiB, at "
+    "least: the stronger the colour, "
+    "the fuller the GPU; hatched and below 0, it does not fit; `-`: it does not, and nobody knows "
+    "what it lacks; `?`: nobody "
+    "knows; `≥`: what a longer one left that was measured, so that this one leaves as much or "
+    "more, without a colour where that "
+    "is more than 5 % longer. And what "
+    "memory is taken by at the peak, term by term, predicted: the stronger the colour, the more."
+)
+NOT_ALL_MAPS = "The other models and GPUs have none here, so that the page stays small."
+
+
+def long_context(model_name: str, native_length_tokens: int) -> str:
+    """The model's part of a Trinity-RFT configuration past the native length."""
+    factor = f"${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}"
+    block = yarn_parameters(factor, native_length_tokens=native_length_tokens)
+    scaling = "".join(f"    {name}: {value}\n" for name, value in block.items())
+    return f"""\
+model:
+  model_path: ${{oc.env:MODEL_PATH,{model_name}}}
+  max_prompt_tokens: 2048
+  max_model_len: ${{oc.env:MAX_MODEL_LEN,4096}}
+  rope_scaling:
+{scaling}"""

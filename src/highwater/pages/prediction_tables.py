@@ -1,0 +1,314 @@
+"""Tables of predictions.
+
+They show capacities by rung, the rungs that fit a length, bytes by term, and how many cells of a
+known table a prediction hits.
+"""
+
+from collections.abc import Sequence
+
+from highwater.memory.capacity import Binding, CellPrediction, Prediction
+from highwater.memory.formula.breakdown import Phase, Term
+from highwater.memory.formula.constants import MachineConstants
+from highwater.memory.interval.calibration import Calibration, least_residuals
+from highwater.memory.interval.residuals import Method
+from highwater.memory.table_accuracy import Miss, TableAccuracy
+from highwater.memory.trace.replay import Replayed
+from highwater.memory.trainers import MEMORY, by_replay
+from highwater.pages.study.tables import TextTable
+from highwater.pages.text import plain
+from highwater.spec.study import counted_ranks
+from highwater.spec.trainer import OURS
+from highwater.units import GIB, format_bytes, format_tokens
+
+_BAR = 16
+"""Characters of the longest bar."""
+_METHODS: dict[Method, str] = {
+    "formula": "formula, nothing was run",
+    "trace": "traced steps, replayed; nothing was trained",
+}
+_BINDINGS: dict[Binding, str] = {
+    "device": "GPU memory",
+    "host": "host memory",
+    "ceiling": "the longest length in question",
+}
+
+
+def prediction_table(prediction: Prediction) -> TextTable:
+    """For each cell the capacity, what ends it, and the peak there, by the upper ends.
+
+    At one length, whether it fits.
+    """
+    at_length = prediction.length_tokens is not None
+    heading = "fits" if at_length else "capacity"
+    learned = prediction.calibration is not None
+    return TextTable(
+        title=f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
+        columns=(
+            *(
+                "rung",
+                "GPUs",
+                "SP",
+                heading,
+                *(("likely",) if learned else ()),
+                "ended by",
+                "predicted GPU memory",
+            ),
+            *("headroom, at least" if learned else "headroom", "host memory", "peak in"),
+        ),
+        rows=tuple(_row(prediction, cell) for cell in prediction.cells),
+        footnotes=tuple(_footnotes(prediction)),
+    )
+
+
+def term_table(predicted: CellPrediction) -> TextTable:
+    """Bytes by term of each phase, and a bar for each: the picture of one peak.
+
+    Of a trace it shows its tensors, the largest kinds.
+    """
+    if predicted.replayed is not None:
+        return _tensor_table(predicted, predicted.replayed)
+    footprint = predicted.footprint
+    phases: list[tuple[str, Sequence[Term]]] = [
+        (_phase_name(phase, footprint.peak), phase.terms) for phase in footprint.phases
+    ]
+    phases += [
+        ("reserved besides", footprint.besides),
+        ("outside the allocator", footprint.outside),
+        ("host", footprint.host),
+    ]
+    largest = max(term.bytes for _, terms in phases for term in terms)
+    rows = [
+        (
+            name if index == 0 else "",
+            term.name,
+            "#" * round(_BAR * term.bytes / largest),
+            f"{term.bytes / GIB:.2f}",
+        )
+        for name, terms in phases
+        for index, term in enumerate(sorted(terms, key=lambda term: -term.bytes))
+    ]
+    return TextTable(
+        title=f"{predicted.cell.label}, bytes by term: predicted",
+        columns=("phase", "term", "", "GiB"),
+        rows=tuple(rows),
+        footnotes=(
+            f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, "
+            f"and outside the allocator",
+        ),
+    )
+
+
+def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
+    largest = max((alive.bytes for alive in replayed.alive), default=0) or 1
+    named = sum(alive.bytes for alive in replayed.alive)
+    rows = [
+        (
+            alive.operator,
+            alive.module or "-",
+            alive.phase,
+            str(alive.count),
+            "#" * round(_BAR * alive.bytes / largest),
+            f"{alive.bytes / GIB:.2f}",
+        )
+        for alive in replayed.alive
+    ]
+    peaks = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in replayed.allocated_by_phase.items()
+    )
+    return TextTable(
+        title=f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
+        columns=("allocated by", "module", "in", "tensors", "", "GiB"),
+        rows=tuple(rows),
+        footnotes=(
+            f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} "
+            f"allocated; "
+            f"{format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} retries "
+            f"of the allocator",
+            f"peaks by phase: {peaks}",
+        ),
+    )
+
+
+def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
+    """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
+    closed = {
+        row.settings: (str(row.exact), str(row.within_one_step))
+        for row in table_accuracy.closed_form
+    }
+    cells = table_accuracy.replayed_cells + table_accuracy.formula_cells
+    notes = (
+        ()
+        if MEMORY[table_accuracy.trainer].replay is None
+        else (by_replay(table_accuracy.replayed_cells, cells),)
+    )
+    return TextTable(
+        title=f"predicted against {plain(name)}",
+        columns=(
+            "settings",
+            "cells",
+            "exact",
+            "within one step",
+            *(("closed form: exact", "within one step") if closed else ()),
+        ),
+        rows=tuple(
+            (
+                row.settings,
+                str(row.cells),
+                str(row.exact),
+                str(row.within_one_step),
+                *closed.get(row.settings, ()),
+            )
+            for row in table_accuracy.per_settings
+        ),
+        footnotes=(*notes, *map(_missed, table_accuracy.misses)),
+        left_columns=1,
+    )
+
+
+def _missed(miss: Miss) -> str:
+    where = (
+        f"{miss.settings}, {plain(miss.device_name)}, {plain(miss.model_name)}, "
+        f"{counted_ranks(miss.cell.layout.gpus, 'cuda')}"
+    )
+    lengths = (
+        f"known {format_tokens(miss.known_tokens)}, predicted "
+        f"{format_tokens(miss.predicted_tokens)}"
+    )
+    return f"{where}{miss.cell.layout.suffix}: {lengths}"
+
+
+def _title(prediction: Prediction) -> str:
+    where = (
+        f"{prediction.gpus} x {plain(prediction.device_name)}, "
+        f"{format_bytes(prediction.device_bytes)} each"
+    )
+    asked = prediction.length_tokens
+    length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
+    trainer = "" if prediction.trainer == OURS else f", trained by {prediction.trainer}"
+    return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
+
+
+def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
+    cell, footprint = predicted.cell, predicted.footprint
+    if prediction.length_tokens is not None:
+        answer, likely = (
+            "yes" if tokens else "no"
+            for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens)
+        )
+        ended = "-" if predicted.capacity_tokens else _BINDINGS[predicted.binding]
+    else:
+        native = prediction.native_length_tokens
+        answer, likely = (
+            _length(tokens, native)
+            for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens)
+        )
+        ended = _BINDINGS[predicted.binding]
+        if predicted.does_not_fit_tokens is not None:
+            ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
+    return (
+        *(cell.settings.label, str(cell.layout.gpus), cell.layout.sharing),
+        *((answer,) if prediction.calibration is None else (answer, likely)),
+        *(ended, _device_memory(predicted), format_bytes(predicted.headroom_bytes)),
+        *(format_bytes(footprint.host_bytes), predicted.peak_phase),
+    )
+
+
+def _length(tokens: int, native_length_tokens: int) -> str:
+    return (
+        f"{format_tokens(tokens)}{'*' if tokens > native_length_tokens else ''}"
+        if tokens
+        else "none"
+    )
+
+
+def _device_memory(predicted: CellPrediction) -> str:
+    """The interval of the GPU's memory; without one the prediction itself."""
+    if predicted.interval is None:
+        return format_bytes(predicted.device_used_bytes)
+    return (
+        f"{format_bytes(predicted.interval.low_bytes)} to "
+        f"{format_bytes(predicted.interval.high_bytes)}"
+    )
+
+
+def _footnotes(prediction: Prediction) -> list[str]:
+    notes: list[str] = []
+    lengths = [predicted.capacity_tokens for predicted in prediction.cells]
+    longest = max((predicted.likely_edge_tokens for predicted in prediction.cells), default=0)
+    if (prediction.length_tokens or longest) > prediction.native_length_tokens:
+        notes.append(
+            f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN"
+        )
+    if prediction.calibration is not None:
+        notes += learned(prediction.calibration)
+    if prediction.memory_limit.constants is not None:
+        notes.append(_constants(prediction.memory_limit.constants, prediction.gpus))
+    notes.append(prediction.accuracy)
+    notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
+    if prediction.length_tokens is None and any(lengths):
+        best = max(prediction.cells, key=lambda predicted: predicted.capacity_tokens)
+        notes.append(
+            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), "
+            f"predicted"
+        )
+    return notes
+
+
+def _constants(own: MachineConstants, gpus: int) -> str:
+    """Where what lies outside the allocator was measured, and what of it was not."""
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "cudnn": "cuDNN"}
+    versions = ", ".join(
+        f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions
+    )
+    text = (
+        f"context, cuBLAS and NCCL as measured on {own.device_name}: "
+        f"{versions or 'versions unknown'}"
+    )
+    most = max(own.context_bytes)
+    return plain(
+        text
+        if gpus <= most
+        else f"{text}; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s"
+    )
+
+
+def learned(calibration: Calibration) -> list[str]:
+    """What the intervals promise, what they were learned from, and for what they were not."""
+    notes = [
+        "a length fits where the upper end of what it needs does, likely is where the prediction "
+        "itself does; GPU memory counts "
+        "what the allocator only keeps, too, as far as there is room"
+    ]
+    each = [
+        f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to "
+        f"{factors.upper:.3f} of the prediction"
+        for factors in calibration.factors
+    ]
+    gpus = "1 GPU" if calibration.gpus == (1,) else f"{', '.join(map(str, calibration.gpus))} GPUs"
+    where = plain(
+        f"{', '.join(calibration.device_names)}; {gpus}; "
+        f"{', '.join((*calibration.objectives, *calibration.model_names))}"
+    )
+    own = f", {calibration.own_trials} of them yours" if calibration.own_trials else ""
+    coverage = f"{calibration.coverage:.0%}".replace("%", " %")
+    notes.append(
+        f"each end is to hold for {coverage} of trials like those it was learned from "
+        f"({'; '.join(each)}{own}): {where}"
+    )
+    few = [factors.allocator for factors in calibration.factors if factors.is_widened]
+    if few:
+        needed = least_residuals(calibration.coverage)
+        notes.append(
+            f"{', '.join(few)}: below {needed} trials no count gives {coverage}, so the ends are "
+            f"the extremes, widened"
+        )
+    if calibration.unlike:
+        notes.append(
+            f"not among those trials, so nobody knows its coverage there: "
+            f"{plain(', '.join(calibration.unlike))}"
+        )
+    return notes
+
+
+def _phase_name(phase: Phase, peak: Phase) -> str:
+    return f"{phase.name}{' (the peak)' if phase is peak else ''}, {format_bytes(phase.bytes)}"

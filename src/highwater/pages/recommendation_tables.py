@@ -1,0 +1,341 @@
+"""Tables of a recommendation.
+
+They show the rung to take, why simpler ones do not do, what the next would buy; or every rung that
+fits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from highwater.memory.trainers import MEMORY
+from highwater.pages.study.tables import TextTable
+from highwater.pages.text import plain
+from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.spec.cluster import MOST_GPUS
+from highwater.spec.recommendation import Candidate, Recommendation, StepTime
+from highwater.spec.rope import Yarn
+from highwater.spec.trainer import OURS
+from highwater.units import GIB, counted, format_bytes, format_seconds, format_tokens
+
+NEXT_SHOWN = 3
+"""Rungs shown that train longer than what was shown before them."""
+_LACKING = {"device": "of a GPU", "host": "of host memory"}
+_LEFT = ("rung", "SP", "by")
+_BUDGET = ("sequences", "token budget")
+
+
+def recommendation_tables(found: Recommendation) -> tuple[TextTable, ...]:
+    """The answer's tables, in the order in which they are read; footnotes come last."""
+    if found.chosen is None:
+        tables = (_why_table(found), *((_alternative_table(found),) if found.alternatives else ()))
+    else:
+        why = (_why_table(found),) if found.earlier else ()
+        longer = next_rungs(found)
+        bought = (_next_table(found.chosen, longer, found),) if longer else ()
+        tables = (_chosen_table(found, found.chosen), *why, *bought)
+    return (*tables[:-1], replace(tables[-1], footnotes=tuple(_footnotes(found))))
+
+
+def rung_list(found: Recommendation) -> TextTable:
+    """Every rung that fits, the simplest first, with what each costs."""
+    rows = (
+        (
+            *_names(candidate),
+            *("; ".join(costs(candidate, found)) or "nothing", *_budget(candidate)),
+            *(
+                format_bytes(candidate.headroom_bytes),
+                _capacity(candidate, found),
+                _step(candidate.step_time),
+            ),
+        )
+        for candidate in found.candidates
+        if candidate.fits
+    )
+    return TextTable(
+        title=f"{_title(found)}: every rung that fits",
+        columns=(*_LEFT, "costs", *_BUDGET, "headroom, at least", "trains up to", "step"),
+        rows=tuple(rows),
+        footnotes=tuple(_footnotes(found)),
+        left_columns=4,
+    )
+
+
+def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
+    """The next rungs that buy something.
+
+    Each trains longer than the chosen one and than those before it.
+    """
+    longest, bought = 0 if found.chosen is None else found.chosen.capacity_tokens, list[Candidate]()
+    for candidate in found.later:
+        if candidate.capacity_tokens > longest and len(bought) < NEXT_SHOWN:
+            longest = candidate.capacity_tokens
+            bought.append(candidate)
+    return tuple(bought)
+
+
+def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
+    """What a rung costs, against the first of the ladder."""
+    settings, layout = candidate.cell.settings, candidate.cell.layout
+    said: list[str] = []
+    if settings.allocator == "expandable":
+        said.append("one environment variable")
+    if settings.loss == "chunked":
+        said.append("logits in chunks")
+    if layout.context_degree > 1:
+        said.append(
+            f"an exchange in every layer, data parallel {layout.data_parallel_degree} instead of "
+            f"{layout.gpus}"
+        )
+    if candidate.is_lowered:
+        fewer = found.default_sequences / settings.sequences_per_micro_batch
+        said.append(f"{fewer:g} times the micro-batches")
+    if settings.offload:
+        host = (
+            "" if candidate.host_bytes is None else f"{format_bytes(candidate.host_bytes)} of it, "
+        )
+        said.append(f"states in host memory, {host}moved at every step")
+    return tuple(said)
+
+
+def reason(candidate: Candidate) -> str:
+    """Why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
+    if candidate.source not in ("measured", "predicted"):
+        return "does not fit"
+    if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
+        least = "at least " if candidate.source == "measured" else ""
+        return f"lacks {least}{format_bytes(candidate.lacks_bytes)} {_LACKING[candidate.lacks_of]}"
+    return "host memory runs out" if candidate.lacks_of == "host" else "out of memory"
+
+
+def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
+    rows = (
+        ("rung", f"{chosen.label}, {_by(chosen)}"),
+        ("headroom", _headroom(chosen)),
+        (
+            "token budget",
+            f"{format_tokens(chosen.token_budget_tokens)} a GPU: {_packed(chosen, found)}",
+        ),
+        ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
+        ("step", _step_in_words(chosen.step_time)),
+        ("costs", "; ".join(costs(chosen, found)) or "nothing"),
+        ("environment", _environment(chosen)),
+        ("positions", _positions(found.yarn, found)),
+    )
+    return TextTable(title=_title(found), columns=(), rows=rows, left_columns=2)
+
+
+def _why_table(found: Recommendation) -> TextTable:
+    return TextTable(
+        title="why nothing simpler" if found.chosen else f"{_title(found)}: nothing fits",
+        columns=(*_LEFT, "why not", *_BUDGET, "trains up to"),
+        rows=tuple(
+            (*_names(each), reason(each), *_budget(each), _capacity(each, found))
+            for each in found.earlier
+        ),
+        left_columns=4,
+    )
+
+
+def _next_table(
+    chosen: Candidate, longer: tuple[Candidate, ...], found: Recommendation
+) -> TextTable:
+    rows = (
+        (
+            *_names(each),
+            *("; ".join(costs(each, found)) or "nothing", *_budget(each), _capacity(each, found)),
+            _more(each, chosen),
+        )
+        for each in longer
+    )
+    return TextTable(
+        title="what the next would buy",
+        columns=(*_LEFT, "costs", *_BUDGET, "trains up to", "more"),
+        rows=tuple(rows),
+        left_columns=4,
+    )
+
+
+def _more(longer: Candidate, chosen: Candidate) -> str:
+    """Tokens that the longer one trains more.
+
+    ``-`` where the chosen one is at least what it is, or where a prediction and a measurement would
+    be mixed.
+    """
+    if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
+        return "-"
+    gained = format_tokens(longer.capacity_tokens - chosen.capacity_tokens)
+    return f"{'≥' if longer.is_at_least else ''}+{gained}"
+
+
+def _alternative_table(found: Recommendation) -> TextTable:
+    tried = {alternative.kind for alternative in found.alternatives}
+    rows = [
+        (each.kind, plain(each.what), each.label or "-", format_bytes(each.headroom_bytes))
+        for each in found.alternatives
+    ]
+    if "more GPUs" not in tried:
+        rows.append(
+            (
+                "more GPUs",
+                f"none of up to {MOST_GPUS} of this kind, nor twice or four times that",
+                "-",
+                "-",
+            )
+        )
+    if "a larger GPU" not in tried:
+        rows.append(("a larger GPU", "none of the catalog", "-", "-"))
+    return TextTable(
+        title="what would do: predicted",
+        columns=("", "what", "first rung that fits", "headroom, at least"),
+        rows=tuple(rows),
+    )
+
+
+def _title(found: Recommendation) -> str:
+    each = f", {format_bytes(found.device_bytes)} each" if found.device_bytes else ""
+    where = f"{found.gpus} x {plain(found.device_name)}{each}"
+    rollout = f", besides {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
+    trainer = "" if found.trainer == OURS else f", trained by {found.trainer}"
+    return (
+        f"{plain(found.model_name)}, {format_tokens(found.length_tokens)} tokens on "
+        f"{where}{rollout}{trainer}"
+    )
+
+
+def _names(candidate: Candidate) -> tuple[str, str, str]:
+    return candidate.cell.settings.label, candidate.cell.layout.sharing, _by(candidate)
+
+
+def _by(candidate: Candidate) -> str:
+    return f"{candidate.source}, memory-only" if candidate.is_memory_only else candidate.source
+
+
+def _budget(candidate: Candidate) -> tuple[str, str]:
+    return str(candidate.cell.settings.sequences_per_micro_batch), format_tokens(
+        candidate.token_budget_tokens
+    )
+
+
+def _capacity(candidate: Candidate, found: Recommendation) -> str:
+    tokens, least = candidate.capacity_tokens, "≥" if candidate.is_at_least else ""
+    return (
+        f"{least}{format_tokens(tokens)}{'*' if tokens > found.native_length_tokens else ''}"
+        if tokens
+        else "none"
+    )
+
+
+def _packed(candidate: Candidate, found: Recommendation) -> str:
+    """``2 sequences of 65,536 over 2 GPUs``."""
+    count, degree = (
+        candidate.cell.settings.sequences_per_micro_batch,
+        candidate.cell.layout.context_degree,
+    )
+    over = f" over {degree} GPUs" if degree > 1 else ""
+    lowered = (
+        ", below the default, so fewer tokens in each of more micro-batches"
+        if candidate.is_lowered
+        else ""
+    )
+    return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
+
+
+def _step(step: StepTime | None) -> str:
+    return "-" if step is None else f"{format_seconds(step.time_s)} {step.source}"
+
+
+def _step_in_words(step: StepTime | None) -> str:
+    if step is None:
+        return "unknown: no study here measured the speed of this rung"
+    figure = (
+        f"{format_seconds(step.time_s)} for {format_tokens(step.step_tokens)} tokens, {step.source}"
+    )
+    if step.source == "measured":
+        return f"{figure}: {step.tokens_per_s:,.0f} tokens/s"
+    at = format_tokens(step.measured_length_tokens)
+    return (
+        f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the "
+        f"same FLOP/s"
+    )
+
+
+def _headroom(chosen: Candidate) -> str:
+    if chosen.headroom_bytes is None:
+        return "unknown"
+    more = "; `--margin 2GiB` asks for more" if chosen.headroom_bytes < GIB else ""
+    at = chosen.headroom_length_tokens
+    measured = "" if at is None else f": measured at {format_tokens(at)} tokens"
+    return f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{measured}{more}"
+
+
+def _environment(candidate: Candidate) -> str:
+    if candidate.cell.settings.allocator != "expandable":
+        return "nothing to set"
+    return f"{ENV_IN_WORDS}, before any process starts; {ENV_BEFORE_IN_WORDS}"
+
+
+def _positions(yarn: Yarn | None, found: Recommendation) -> str:
+    if yarn is None:
+        return f"as the model has them, up to {format_tokens(found.native_length_tokens)}"
+    block = ", ".join(f"{name}: {value}" for name, value in yarn.rope_parameters.items())
+    return (
+        f"YaRN, rope_parameters {{{block}}}, max_position_embeddings {yarn.max_position_embeddings}"
+    )
+
+
+def _footnotes(found: Recommendation) -> Iterator[str]:
+    if any(
+        candidate.capacity_tokens > found.native_length_tokens for candidate in found.candidates
+    ):
+        yield f"* past the native length of {format_tokens(found.native_length_tokens)}: YaRN"
+    if found.rollout_gpus:
+        both = found.gpus + found.rollout_gpus
+        yield (
+            f"every count of GPUs is the trainer's, {found.gpus}: {found.rollout_gpus} of "
+            f"{both} roll out"
+        )
+    if found.yarn is not None:
+        yield (
+            "YaRN: numerical stability needs the angles of such positions in float32, for "
+            "bfloat16 counts without gaps to 256 only "
+            "(Hugging Face's models and this engine compute them so); one factor scales every "
+            "length, short texts too, and rollout "
+            "and trainer need the same block, or their log-probabilities differ"
+        )
+    offloads = [
+        each
+        for each in found.candidates
+        if each.cell.settings.offload and each.fits and each.host_bytes is not None
+    ]
+    if offloads and not found.host_memory_bytes:
+        yield (
+            "offload is taken to find the host memory that it needs; `--host-memory` says how "
+            "much there is"
+        )
+    shown = (*([found.chosen] if found.chosen else []), *found.candidates)
+    predicted = next((candidate for candidate in shown if candidate.source == "predicted"), None)
+    if predicted is not None:
+        yield from _about_predictions(found, predicted)
+    for source, path in dict.fromkeys(
+        (each.source, each.found_in) for each in found.candidates if each.source != "predicted"
+    ):
+        yield f"{source}: {plain(path)}"
+
+
+def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
+    is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
+    where = "predicted " if is_all else "where it says predicted: "
+    if MEMORY[found.trainer].residuals is not None:
+        yield (
+            f"{where}by formula, nothing was run: a rung fits where the upper end of its interval "
+            f"does, of which this says more: "
+            f"`{plain(first.found_in)}`"
+        )
+    else:
+        yield f"predicted, nothing was run: {found.accuracy}"
+    if found.unlike:
+        yield (
+            f"not among the recorded trials, so nobody knows how good the predictions are "
+            f"there: {plain(', '.join(found.unlike))}"
+        )
+    yield f"not in {'it' if is_all else 'what is predicted'}: {', '.join(found.not_modelled)}"

@@ -1,0 +1,1 @@
+"""Control plane: the report of a study."""

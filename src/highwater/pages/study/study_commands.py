@@ -1,0 +1,268 @@
+"""Commands that do again what a study did.
+
+They are the whole search, and one trial on each side of every edge.
+"""
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import HighwaterError
+from highwater.spec.codec import Record
+from highwater.spec.model import Model, load_model
+from highwater.spec.published import published_grid
+from highwater.spec.request import setting_flags
+from highwater.spec.settings import Settings
+from highwater.spec.study import CellAnswer, Question, RecordedTrial, Study
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB, MIB, format_tokens, parse_bytes
+
+_STUDY_FLAG = "--study"
+_TIMEOUT_FLAG = "--timeout"
+
+
+class Command(Record, frozen=True, kw_only=True):
+    """Something to type."""
+
+    what: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The command as one types it, your own home directory without its name."""
+        return " ".join(map(_typed, self.words))
+
+
+def commands(study: Study) -> tuple[Command, ...]:
+    """Commands of what was typed, of the same search in a study of its own, and of the edges."""
+    return (*_searches(study), *_edges(study))
+
+
+def _searches(study: Study) -> Iterator[Command]:
+    typed = study.command
+    if typed:
+        rest = "shows its answers again" if study.complete else "answers the rest"
+        words = resumed(study)
+        named = "" if words == typed else ", but for the study's own file"
+        yield Command(what=f"as it was typed{named}: the same study, which {rest}", words=words)
+    name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
+    yield Command(
+        what="every trial anew, in a study of its own",
+        words=(*_without(_anew(study), _STUDY_FLAG), _STUDY_FLAG, name),
+    )
+
+
+def _anew(study: Study) -> tuple[str, ...]:
+    """The search as it was typed.
+
+    Where another opening had more time, with that: some of the answers took it.
+    """
+    typed, limit_s = study.command, study.longest_timeout_s
+    if typed[:2] != ("highwater", "find"):
+        return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
+    return (
+        typed
+        if limit_s == study.question.timeout_s
+        else (*_without(typed, _TIMEOUT_FLAG), _TIMEOUT_FLAG, f"{limit_s:g}s")
+    )
+
+
+def resumed(study: Study) -> tuple[str, ...]:
+    """The command of a study, for the file that was read.
+
+    Another name, or none, could start another search from nothing.
+    """
+    typed = study.command
+    if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
+        return typed
+    named = flag_value(_STUDY_FLAG, typed)
+    if named is not None and Path(named).absolute() == Path(study.path).absolute():
+        return typed
+    return (*_without(typed, _STUDY_FLAG), _STUDY_FLAG, study.path)
+
+
+def flag_value(flag: str, words: Sequence[str]) -> str | None:
+    """The value of a flag as it was typed; the last one counts."""
+    found: str | None = None
+    for word, after in pairwise((*words, "")):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _edges(study: Study) -> Iterator[Command]:
+    for answer in study.answers:
+        for spec, what in _edge(study, answer):
+            where = answer.cell.label_on(study.question.device)
+            label = "memory-only, " if spec.is_memory_only else ""
+            simulated = ("--dry-run",) if study.question.simulated else ()
+            words = (*try_words(spec, study.question.model), *simulated)
+            yield Command(
+                what=f"{where}: {format_tokens(spec.length_tokens)} tokens, {label}{what}",
+                words=words,
+            )
+
+
+def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
+    trials = [
+        trial
+        for trial in study.trials_of(answer.cell)
+        if trial.result is not None and trial.result.outcome.tells
+    ]
+    proof = None if answer.memory_only is None else answer.memory_only.length_tokens
+    for tokens, what in (
+        (answer.capacity_tokens, "fit"),
+        (proof, "fit"),
+        (answer.does_not_fit_tokens, "did not"),
+    ):
+        found = _first(trials, tokens)
+        if found is not None:
+            yield found, what
+
+
+def _first(trials: Iterable[RecordedTrial], length_tokens: int | None) -> TrialSpec | None:
+    return next((trial.spec for trial in trials if trial.spec.length_tokens == length_tokens), None)
+
+
+def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
+    """``highwater try`` with the very trial of a specification."""
+    return (
+        *(
+            "highwater",
+            "try",
+            _model_word(model),
+            "--length",
+            str(spec.length_tokens),
+            "--device",
+            spec.device,
+        ),
+        *spec.layout.flags,
+        *_memory(spec.memory_budget_bytes),
+        *setting_flags(spec.settings),
+        *spec.hyperparameters.flags,
+        *_steps(spec.steps, spec.micro_batches, spec.data),
+        *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
+    )
+
+
+def find_words(question: Question) -> tuple[str, ...]:
+    """``highwater find`` with the very question, for a study that was asked from Python."""
+    grid, cells = question.grid, question.cells
+    published = published_grid(grid.native_length_tokens)
+    is_published = (grid.step_tokens, grid.beyond_step_tokens) == (
+        published.step_tokens,
+        published.beyond_step_tokens,
+    )
+    rungs = list(dict.fromkeys(cell.settings for cell in cells))
+    return (
+        *("highwater", "find", _model_word(question.model), "--device", question.device),
+        *("--gpus", *_distinct(cell.layout.gpus for cell in cells)),
+        *("--ulysses", *_distinct(cell.layout.ulysses_degree for cell in cells)),
+        *_memory(question.memory_budget_bytes),
+        *_rung_flags(rungs),
+        *question.hyperparameters.flags,
+        *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
+        *(() if is_published else ("--resolution", str(grid.step_tokens))),
+        *("--method", question.method),
+        *(("--confirm", str(question.confirm)) if question.confirm else ()),
+        *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),
+        *_steps(question.steps, question.micro_batches, question.data),
+        *(
+            ()
+            if question.timeout_s is None
+            else ("--proof", question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s")
+        ),
+        *(("--dry-run",) if question.simulated else ()),
+    )
+
+
+def _rung_flags(rungs: Sequence[Settings]) -> tuple[str, ...]:
+    """Flags that all rungs share.
+
+    Allocator and loss are among them only where they are the same on all: the ladder has the
+    others.
+    """
+    words = iter(setting_flags(rungs[0]))
+    kept: list[str] = []
+    for word in words:
+        if word in ("--allocator", "--loss"):
+            value, name = next(words), word.removeprefix("--")
+            kept += [word, value] if all(getattr(rung, name) == value for rung in rungs) else []
+        else:
+            kept.append(word)
+    return tuple(kept)
+
+
+def _model_word(model: Model) -> str:
+    """The catalog's name where it is that model, else its directory."""
+    try:
+        return (
+            model.name
+            if load_model(model.name).config_digest == model.config_digest
+            else model.directory
+        )
+    except HighwaterError:
+        return model.directory
+
+
+def _memory(budget_bytes: int | None) -> tuple[str, ...]:
+    """The flag of a memory, in units that give back the very same count."""
+    if budget_bytes is None:
+        return ()
+    spellings = (
+        f"{budget_bytes / GIB:g}GiB",
+        f"{budget_bytes / GIB:.2f}GiB",
+        f"{budget_bytes / MIB:g}MiB",
+    )
+    exact = (
+        text
+        for text in spellings
+        if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes
+    )
+    return "--memory", next(exact, str(budget_bytes))
+
+
+def _steps(steps: int, micro_batches: int, data: str | None) -> tuple[str, ...]:
+    return (
+        *(("--steps", str(steps)) if steps != 2 else ()),
+        *(("--micro-batches", str(micro_batches)) if micro_batches != 2 else ()),
+        *(("--data", data) if data is not None else ()),
+    )
+
+
+def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The words less a flag and its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == flag:
+            next(rest, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _typed(word: str) -> str:
+    """A word for a shell.
+
+    What lies in your own home directory begins with ``~``, which the shell fills in.
+    """
+    home = Path(os.environ.get("HOME", "~"))
+    if (
+        not home.is_absolute()
+        or home == Path("/")
+        or not Path(word).is_relative_to(home)
+        or Path(word) == home
+    ):
+        return shlex.quote(word)
+    return f"~/{shlex.quote(str(Path(word).relative_to(home)))}"
+
+
+def _distinct(counts: Iterable[int]) -> tuple[str, ...]:
+    return tuple(map(str, dict.fromkeys(counts)))

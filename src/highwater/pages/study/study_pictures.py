@@ -1,0 +1,268 @@
+"""Pictures of a study's report as numbers: where marks, bars and lines stand.
+
+The template draws them, and tables beside them say all. Lengths are in the units of the picture,
+which are pixels on a screen; y grows downwards.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from highwater.pages.study.study_parts import outcome
+from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
+from highwater.spec.trial import Outcome
+from highwater.units import GIB, counted, format_tokens
+
+_LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
+_WIDTH = 340
+"""Width that a phone shows without scrolling."""
+_STEP = 30
+"""Space between two trials, at least, in a picture that is wider than that."""
+_ROW, _BAR_WIDTH, _MOST_ROWS, _CHARACTER = 40, 330, 24, 6.6
+SHAPES: dict[Outcome | None, str] = {
+    Outcome.FIT: "fit",
+    Outcome.MEMORY_ONLY_FIT: "memory-only",
+    Outcome.OUT_OF_MEMORY: "ran-out",
+    Outcome.HOST_OUT_OF_MEMORY: "host-ran-out",
+    Outcome.TIMEOUT: "late",
+    Outcome.CRASHED: "crashed",
+    None: "unknown",
+}
+"""Shapes by which the template tells outcomes apart."""
+
+
+class Mark(NamedTuple):
+    """One trial in the picture of a bracket."""
+
+    x: float
+    y: float
+    shape: str
+    text: str
+
+
+class Span(NamedTuple):
+    """The bracket after one trial."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class Tick(NamedTuple):
+    """A place on an axis and its label."""
+
+    at: float
+    text: str
+
+
+class BracketPicture(NamedTuple):
+    """How the bracket of one cell closed: length against the order of its trials."""
+
+    label: str
+    width: float
+    height: float
+    left: float
+    bottom: float
+    marks: tuple[Mark, ...]
+    spans: tuple[Span, ...]
+    lengths: tuple[Tick, ...]
+    trials: tuple[Tick, ...]
+    text: str
+    """What the picture shows, in words."""
+
+
+class Row(NamedTuple):
+    """One trial in a picture of memory."""
+
+    y: float
+    text: str
+    allocated: float
+    reserved: float
+    used: float
+    low: float | None
+    high: float | None
+    predicted: float | None
+    measured: float | None
+    """Memory that a trial used which fit."""
+    ran_out: bool
+    limit: float | None
+
+
+class MemoryPicture(NamedTuple):
+    """A row for each trial."""
+
+    rows: tuple[Row, ...]
+    width: float
+    height: float
+    ticks: tuple[Tick, ...]
+    left_out: int
+    """Trials that are not drawn: only those of the edges are where there are many."""
+
+
+def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | None:
+    """Draw how a cell's bracket closed; None for a cell without a trial."""
+    trials = [report.trials[step.trial - 1] for step in cell.bracket]
+    if not trials:
+        return None
+    width = max(_WIDTH, _LEFT + _STEP * len(trials) + 8)
+    spacing = (width - _LEFT - 8) / len(trials)
+    top = max(trial.length_tokens for trial in trials) * 1.08
+    bottom = _TOP + _PLOT_HEIGHT
+
+    def y(tokens: float) -> float:
+        return round(bottom - _PLOT_HEIGHT * min(1.0, tokens / top), 1)
+
+    def x(index: int) -> float:
+        return round(_LEFT + spacing * (index + 0.5), 1)
+
+    marks = (
+        Mark(
+            x(i),
+            y(t.length_tokens),
+            _shape(t),
+            f"trial {t.number}, {format_tokens(t.length_tokens)} tokens: {outcome(t)}",
+        )
+        for i, t in enumerate(trials)
+    )
+    spans = (
+        Span(
+            round(x(i) - spacing / 2, 1),
+            upper := y(step.does_not_fit_tokens or top),
+            round(spacing, 1),
+            round(y(step.fits_tokens or 0) - upper, 1),
+        )
+        for i, step in enumerate(cell.bracket)
+    )
+    return BracketPicture(
+        label=cell.label,
+        width=width,
+        height=bottom + _BOTTOM,
+        left=_LEFT,
+        bottom=bottom,
+        marks=tuple(marks),
+        spans=tuple(spans),
+        lengths=tuple(Tick(y(tokens), format_tokens(tokens)) for tokens in _round_lengths(top)),
+        trials=tuple(Tick(x(i), str(trial.number)) for i, trial in enumerate(trials)),
+        text=_closing(cell, len(trials)),
+    )
+
+
+def _closing(cell: CellReport, trials: int) -> str:
+    last = cell.bracket[-1]
+    fits = (
+        "no length fit"
+        if last.fits_tokens is None
+        else f"{format_tokens(last.fits_tokens)} tokens fit"
+    )
+    beyond = last.does_not_fit_tokens
+    fails = "none above it failed" if beyond is None else f"{format_tokens(beyond)} did not"
+    return (
+        f"{cell.label}: the bracket after {counted(trials, 'trial')}: {fits}, {fails}. The "
+        f"table below has each."
+    )
+
+
+def _shape(trial: TrialReport) -> str:
+    is_short_of = trial.outcome is not None and trial.outcome.is_fit and not trial.counts_as_fit
+    return "ran-out" if is_short_of else SHAPES[trial.outcome]
+
+
+def _round_lengths(top: float) -> list[int]:
+    """At most five lengths, from zero, in steps of a power of two."""
+    step = 256
+    while top / step > 4.5:
+        step *= 2
+    return [step * index for index in range(int(top / step) + 1)]
+
+
+def memory_picture(report: StudyReport) -> MemoryPicture | None:
+    """Draw the memory of each trial, its limit, and its predicted interval.
+
+    Memory is allocated, reserved and device used. None where nothing was measured.
+    """
+    known = [trial for trial in report.trials if _largest(trial)]
+    shown = known
+    if len(known) > _MOST_ROWS:
+        edges = _edges(report)
+        shown = [trial for trial in known if trial.number in edges][:_MOST_ROWS]
+    if not shown:
+        return None
+    longest = (
+        max(max(_largest(trial), trial.limit_bytes or 0, _high(trial)) for trial in shown) * 1.02
+    )
+    x = _Scale(longest)
+    rows = tuple(_row(trial, index * _ROW, x) for index, trial in enumerate(shown))
+    step = max(1, round(longest / GIB / 4))
+    ticks = (
+        tuple(Tick(x(size * GIB), f"{size} GiB") for size in range(0, int(longest / GIB) + 1, step))
+        if longest > GIB
+        else ()
+    )
+    width = max(_WIDTH, round(_CHARACTER * max(len(row.text) for row in rows)))
+    return MemoryPicture(rows, width, len(rows) * _ROW + 24, ticks, len(known) - len(shown))
+
+
+class _Scale(NamedTuple):
+    """Bytes to the picture's units."""
+
+    longest: float
+
+    def __call__(self, count: int | None) -> float:
+        return round(_BAR_WIDTH * (count or 0) / self.longest, 1)
+
+
+def _row(trial: TrialReport, y: float, x: _Scale) -> Row:
+    around = None if trial.predicted is None else trial.predicted.interval
+    is_fit = trial.outcome is not None and trial.outcome.is_fit
+    used = trial.device_used_bytes or trial.peak_reserved_bytes
+    return Row(
+        y=y,
+        text=_row_text(trial),
+        allocated=x(trial.peak_allocated_bytes),
+        reserved=x(trial.peak_reserved_bytes),
+        used=x(used),
+        low=None if around is None else x(around.low_bytes),
+        high=None if around is None else x(around.high_bytes),
+        predicted=None if trial.predicted is None else x(trial.predicted.device_used_bytes),
+        measured=x(used) if is_fit and used else None,
+        ran_out=trial.outcome is Outcome.OUT_OF_MEMORY,
+        limit=None if trial.limit_bytes is None else x(trial.limit_bytes),
+    )
+
+
+def _row_text(trial: TrialReport) -> str:
+    name = f"{trial.number}: {trial.cell}, {format_tokens(trial.length_tokens)}"
+    return name if trial.counts_as_fit and not trial.is_memory_only else f"{name}, {outcome(trial)}"
+
+
+def _largest(trial: TrialReport) -> int:
+    return max(
+        trial.peak_allocated_bytes or 0,
+        trial.peak_reserved_bytes or 0,
+        trial.device_used_bytes or 0,
+    )
+
+
+def _high(trial: TrialReport) -> int:
+    return (
+        0
+        if trial.predicted is None or trial.predicted.interval is None
+        else trial.predicted.interval.high_bytes
+    )
+
+
+def _edges(report: StudyReport) -> set[int]:
+    """Trials of the longest length that fit and of the shortest that did not, of each cell."""
+    numbers: set[int] = set()
+    for cell in report.cells:
+        ends: Sequence[int | None] = (
+            (cell.bracket[-1].fits_tokens, cell.bracket[-1].does_not_fit_tokens)
+            if cell.bracket
+            else ()
+        )
+        numbers |= {
+            step.trial
+            for step in cell.bracket
+            if report.trials[step.trial - 1].length_tokens in ends
+        }
+    return numbers

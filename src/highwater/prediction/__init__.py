@@ -1,1 +1,0 @@
-"""Prediction: peak memory and capacity without a GPU."""

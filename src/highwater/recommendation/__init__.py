@@ -1,0 +1,1 @@
+"""Control plane: from capacities and predictions to settings."""

@@ -1,0 +1,137 @@
+"""Alternatives: what is predicted to train a length where nothing that was asked about does.
+
+That is more GPUs, a larger one, or another technique.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+
+from highwater.memory.trainers import predict_by_formula
+from highwater.recommendation.candidates import Goal, first_fit
+from highwater.spec.cluster import MOST_GPUS, Cluster
+from highwater.spec.declaration import flag_of
+from highwater.spec.hardware import gpu_catalog, kind_of, lacking
+from highwater.spec.recommendation import Alternative, Candidate
+from highwater.units import format_bytes
+
+MOST_GPUS_TRIED = 64
+"""GPUs tried at the most: every count of one machine, then twice as many, up to here."""
+_SMALLER_STATES_BYTES = 8
+"""Bytes a parameter: weights, gradients and both moments in bfloat16, for example."""
+_RESTRICTIONS = ("allocator", "loss", "ulysses", "recompute", "mlp_tiles", "strategy")
+"""Settings that keep rungs, layouts or what saves memory out of what is tried."""
+
+
+def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
+    """Find one alternative of each kind, where there is one."""
+    found = (
+        more_gpus(goal, rollout_gpus=rollout_gpus),
+        larger_gpu(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus),
+        technique(goal),
+    )
+    return tuple(alternative for alternative in found if alternative is not None)
+
+
+def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
+    """Find the fewest GPUs of the same kind that train the length.
+
+    Counts within one machine come first, then twice a machine's GPUs, and twice that.
+    """
+    doublings = (MOST_GPUS_TRIED // MOST_GPUS).bit_length()
+    larger = (MOST_GPUS << doubled for doubled in range(1, doublings))
+    for gpus in (*range(goal.where.gpus + 1, MOST_GPUS + 1), *larger):
+        where = msgspec.structs.replace(goal.where, gpus=gpus)
+        found = first_fit(replace(goal, where=where))
+        if found is not None:
+            what = f"{gpus} x {where.device_name}"
+            if gpus > MOST_GPUS:
+                what += ", on several machines, where nothing was ever measured"
+            return _alternative("more GPUs", what, found, _gpu_flags(where, gpus + rollout_gpus))
+    return None
+
+
+def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
+    """Find the smallest kind of GPU in the catalog of which as many train the length.
+
+    Of two kinds with the same memory the first in the catalog is taken.
+    """
+    kinds = [
+        kind
+        for kind in gpu_catalog()
+        if (kind.usable_bytes or 0) > goal.where.device_bytes and not lacking(kind)
+    ]
+    for kind in sorted(kinds, key=lambda kind: kind.usable_bytes or 0):
+        device_bytes = kind.usable_bytes or 0
+        where = Cluster(
+            gpus=goal.where.gpus,
+            device_name=kind.name,
+            device_bytes=device_bytes,
+            compute_capability=kind.compute_capability,
+        )
+        memory_limit = msgspec.structs.replace(
+            goal.memory_limit, device_bytes=device_bytes - reserved_bytes
+        )
+        found = first_fit(replace(goal, where=where, memory_limit=memory_limit))
+        if found is not None:
+            flags = _gpu_flags(where, where.gpus + rollout_gpus)
+            alternative = _alternative("a larger GPU", f"{where.gpus} x {kind.name}", found, flags)
+            return msgspec.structs.replace(alternative, without=("--gpu-memory",))
+    return None
+
+
+def technique(goal: Goal) -> Alternative:
+    """The first change of settings that is predicted to fit, or what takes most where none does."""
+    for what, flags, without, changed in _changes(goal):
+        found = first_fit(changed)
+        if found is not None:
+            alternative = _alternative("technique", what, found, flags)
+            return msgspec.structs.replace(alternative, without=without)
+    question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
+    cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
+    nearest = max(cells, key=lambda predicted: predicted.headroom_bytes)
+    if nearest.binding == "host":
+        least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
+        needs = f"{format_bytes(least)} at least"
+        return Alternative(
+            kind="technique", what=f"more host memory than `--host-memory` says: {needs}"
+        )
+    largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
+    what = (
+        f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of what "
+        f"{nearest.cell.label} takes; none here does"
+    )
+    return Alternative(kind="technique", what=what)
+
+
+def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+    """Changes to try: each in words, flags to add, flags to leave out, and the goal it makes."""
+    for name in _RESTRICTIONS:
+        if name in goal.settings:
+            flag = flag_of(name)
+            settings = {key: value for key, value in goal.settings.items() if key != name}
+            yield f"leaving `{flag}` out", (), (flag,), replace(goal, settings=settings)
+    if goal.memory_limit.state_bytes_per_parameter > _SMALLER_STATES_BYTES:
+        memory_limit = msgspec.structs.replace(
+            goal.memory_limit, state_bytes_per_parameter=_SMALLER_STATES_BYTES
+        )
+        flags = ("--state-bytes-per-param", str(_SMALLER_STATES_BYTES))
+        what = (
+            f"states of {_SMALLER_STATES_BYTES} bytes a parameter, where the trainer has such "
+            "an optimizer"
+        )
+        yield what, flags, (), replace(goal, memory_limit=memory_limit)
+
+
+def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...]) -> Alternative:
+    fields = {"kind": kind, "what": what, "flags": flags, "label": found.label}
+    return msgspec.convert({**fields, "headroom_bytes": found.headroom_bytes}, Alternative)
+
+
+def _gpu_flags(where: Cluster, gpus: int) -> tuple[str, ...]:
+    """Flags that name these GPUs; none for more GPUs than one may ask about."""
+    if gpus > MOST_GPUS:
+        return ()
+    is_known = kind_of(where.device_name) is not None
+    return ("--gpus", f"{gpus}x{where.device_name}" if is_known else str(gpus))

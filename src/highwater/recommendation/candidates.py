@@ -1,0 +1,166 @@
+"""Candidates: every cell at one length, predicted with two token budgets, the simplest first.
+
+The budgets are the default and a lowered one.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.interval.calibration import Calibration
+from highwater.memory.question import predicted_question
+from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.spec.cluster import Cluster
+from highwater.spec.hardware import kind_of
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.objective import TRAITS
+from highwater.spec.published import PUBLISHED_SETTINGS
+from highwater.spec.recommendation import Candidate
+from highwater.spec.request import setting_flags
+from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import TRAINERS, Trainer
+
+DEFAULT_SEQUENCES = PUBLISHED_SETTINGS["vanilla"].sequences_per_micro_batch
+"""Sequences that the default token budget holds, ``ceil(2 x length / SP)``.
+
+Source: Trinity-RFT's ``max_token_len_per_gpu``.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is recommended for: a model and a length on some GPUs."""
+
+    model: str
+    where: Cluster
+    trainer: Trainer
+    length_tokens: int
+    memory_limit: MemoryLimit
+    settings: Mapping[str, Any]
+    """Fields of ``Request``, as for a prediction."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the default token budget holds."""
+        return int(self.settings.get("sequences_per_micro_batch", DEFAULT_SEQUENCES))
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Sequences that each token budget holds, the default first.
+
+        The documents of a pair stay together, so that budgets of pairs hold two at least.
+        """
+        traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
+        least = 1 if traits is None else traits.documents_together
+        return tuple(dict.fromkeys((self.sequences, min(self.sequences, least))))
+
+    def question(
+        self, sequences: int, *, length_tokens: int | None
+    ) -> tuple[Question, tuple[str, ...]]:
+        """Every rung and degree with a token budget for ``sequences``, and its plan's notes."""
+        settings = {**self.settings, "sequences_per_micro_batch": sequences}
+        return predicted_question(self.model, self.where, self.trainer, length_tokens, settings)
+
+    def known(self, question: Question) -> Calibration | None:
+        """What the intervals of predictions are learned from."""
+        return calibration_of(question, self.memory_limit, self.trainer)
+
+
+def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
+    """Predict every cell with either budget.
+
+    A cell's longest length is looked for on the published grid.
+    """
+    found: list[Candidate] = []
+    for sequences in goal.budgets:
+        question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
+        known = goal.known(question)
+        on_a_grid, _ = goal.question(sequences, length_tokens=None)
+        here = predict_by_formula(question, goal.memory_limit, goal.trainer, known)
+        longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
+        found += (_candidate(goal, question, a, b) for a, b in zip(here, longest, strict=True))
+    return tuple(sorted(found, key=lambda candidate: candidate.order))
+
+
+def first_fit(goal: Goal) -> Candidate | None:
+    """The simplest candidate that fits; its longest length is not looked for."""
+    found: list[Candidate] = []
+    for sequences in goal.budgets:
+        question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
+        known = goal.known(question)
+        cells = predict_by_formula(question, goal.memory_limit, goal.trainer, known)
+        found += (_candidate(goal, question, cell) for cell in cells if cell.capacity_tokens)
+    return min(found, key=lambda candidate: candidate.order, default=None)
+
+
+def token_budget(cell: Cell, length_tokens: int) -> int:
+    """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
+    return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
+
+
+@lru_cache(maxsize=64)
+def _longest(
+    question: Question, memory_limit: MemoryLimit, trainer: Trainer, known: Calibration | None
+) -> tuple[CellPrediction, ...]:
+    """Predict the longest length of every cell.
+
+    It is the same whatever length is asked about: who asks about many, as a guide does, waits once.
+    """
+    return predict_by_formula(question, memory_limit, trainer, known)
+
+
+def _candidate(
+    goal: Goal, question: Question, predicted: CellPrediction, longest: CellPrediction | None = None
+) -> Candidate:
+    fits = predicted.capacity_tokens > 0
+    host_bytes = predicted.footprint.host_bytes
+    lacks_bytes = None
+    if not fits and predicted.binding == "host":
+        lacks_bytes = host_bytes - (goal.memory_limit.host_bytes or 0)
+    elif not fits:
+        lacks_bytes = question.margin_bytes - predicted.headroom_bytes
+    return Candidate(
+        cell=predicted.cell,
+        is_lowered=predicted.cell.settings.sequences_per_micro_batch < goal.sequences,
+        token_budget_tokens=token_budget(predicted.cell, goal.length_tokens),
+        fits=fits,
+        source="predicted",
+        found_in=_command(goal, question, predicted.cell),
+        headroom_bytes=predicted.headroom_bytes,
+        lacks_bytes=lacks_bytes,
+        lacks_of=None if fits else "host" if predicted.binding == "host" else "device",
+        host_bytes=host_bytes,
+        capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
+        capacity_source="predicted",
+        is_at_least=longest is None or longest.binding == "ceiling",
+    )
+
+
+def _command(goal: Goal, question: Question, cell: Cell) -> str:
+    """The command that predicts this cell again."""
+    where, memory_limit, settings = goal.where, goal.memory_limit, cell.settings
+    states = memory_limit.state_bytes_per_parameter
+    kind = kind_of(where.device_name)
+    gpus = f"{where.gpus}x{where.device_name}" if kind else str(where.gpus)
+    words = ["highwater", "predict", goal.model, "--gpus", gpus]
+    if kind is None or kind.usable_bytes != where.device_bytes:
+        words += ["--gpu-memory", str(where.device_bytes)]
+    if TRAINERS[goal.trainer].knows_every_setting:
+        words += setting_flags(settings)
+    else:
+        words += ["--trainer", goal.trainer, "--allocator", settings.allocator]
+        words += ["--offload"] if settings.offload else []
+        words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
+        words += [] if settings.rope == "auto" else ["--rope", settings.rope]
+    limits = (
+        ("--margin", question.margin_bytes),
+        ("--reserved", where.device_bytes - memory_limit.device_bytes),
+        ("--host-memory", memory_limit.host_bytes or 0),
+        ("--state-bytes-per-param", 0 if states == STATE_BYTES_PER_PARAMETER else states),
+    )
+    words += [word for flag, value in limits if value for word in (flag, str(value))]
+    words += ["--length", str(goal.length_tokens), "--ulysses", str(cell.layout.ulysses_degree)]
+    return shlex.join(words)

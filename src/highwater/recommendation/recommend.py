@@ -1,0 +1,183 @@
+"""Recommendation: the simplest settings that train a length on some GPUs.
+
+What a study measured is taken as measured; the rest is predicted by formula.
+
+```python
+import highwater
+
+found = highwater.recommend("Qwen3-8B", gpus="4xH20-96GB", length="64k")
+print(found.chosen.label if found.chosen else "nothing fits")
+```
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.capacity import NOT_MODELLED
+from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.from_trials import as_measured, obstacle, with_margin
+from highwater.memory.question import memory_limit_of
+from highwater.memory.trainers import accuracy, replayed_cells
+from highwater.recommendation.alternatives import alternatives
+from highwater.recommendation.candidates import Goal, predicted_candidates
+from highwater.run.probe import gpus_meant
+from highwater.spec.cluster import Cluster
+from highwater.spec.declared_settings import TOPICS
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.request import request_from
+from highwater.spec.rope import yarn
+from highwater.spec.study import Question, Study, counted_ranks
+from highwater.spec.trainer import OURS, TRAINERS, Trainer
+from highwater.store.journal import read_study
+from highwater.units import parse_memory, parse_tokens
+
+
+def recommend(
+    model: str,
+    *,
+    length: int | str,
+    gpus: str | int | None = None,
+    rollout_gpus: int = 0,
+    trainer: Trainer = OURS,
+    studies: Sequence[str | Path] = (),
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
+    **settings: Any,
+) -> Recommendation:
+    """The simplest settings that train ``length`` on ``gpus``.
+
+    It also says why simpler ones do not, and what the next would buy. ``rollout_gpus`` of the GPUs
+    are set aside: the others are the trainer's, and every count is of these. ``studies`` are files
+    that ``highwater find`` wrote: where one tells of a cell, of this model on as many GPUs of this
+    kind, that is taken and labelled measured. The other cells are predicted by formula, and fit
+    where the upper end of the interval does.
+
+    The other arguments, and ``settings``, are those of ``predict``. Nothing is run. Raises
+    HighwaterError for what cannot be asked.
+    """
+    refuse_unknown_family(load_model(model))
+    _check(trainer, studies, settings)
+    typed = request_from({"model": model, **settings}, keywords=True)
+    where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
+    states = state_bytes_per_param
+    goal = Goal(
+        model=model,
+        where=where,
+        trainer=trainer,
+        length_tokens=parse_tokens(str(length)),
+        memory_limit=memory_limit_of(
+            where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=states
+        ),
+        settings={name: getattr(typed, name) for name in settings},
+    )
+    recorded = [read_study(Path(path)) for path in studies]
+    return _recommended(
+        goal, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved))
+    )
+
+
+def _recommended(
+    goal: Goal, studies: Sequence[Study], *, rollout_gpus: int, reserved_bytes: int
+) -> Recommendation:
+    """Choose the simplest candidate that fits, and list the others."""
+    question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
+    known = goal.known(question)
+    candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
+    chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    others = ()
+    if chosen is None:
+        others = alternatives(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus)
+    rope = question.cells[0].settings.rope
+    return Recommendation(
+        model_name=question.model.name,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=goal.trainer,
+        length_tokens=goal.length_tokens,
+        gpus=goal.where.gpus,
+        rollout_gpus=rollout_gpus,
+        device_name=goal.where.device_name,
+        device_bytes=goal.where.device_bytes,
+        reserved_bytes=reserved_bytes,
+        host_memory_bytes=goal.memory_limit.host_bytes,
+        state_bytes_per_parameter=goal.memory_limit.state_bytes_per_parameter,
+        margin_bytes=question.margin_bytes,
+        default_sequences=goal.sequences,
+        chosen=chosen,
+        candidates=candidates,
+        yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
+        alternatives=others,
+        accuracy=_accuracy(goal, question),
+        unlike=() if known is None else known.unlike,
+        not_modelled=NOT_MODELLED,
+        notes=(*notes, *of_studies),
+    )
+
+
+def _accuracy(goal: Goal, question: Question) -> str:
+    """How far off predictions were known to be, by replay, closed form or both, as cells need."""
+    replayed = replayed_cells(question, goal.memory_limit, goal.trainer)
+    return accuracy(goal.trainer, replayed=replayed, cells=len(question.cells))
+
+
+def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
+    """The GPUs without those that roll out; raises UsageError where none is left."""
+    if rollout_gpus < 0:
+        raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
+    if rollout_gpus >= where.gpus:
+        fewer = f"use `--rollout-gpus {where.gpus - 1}` or fewer"
+        hint = fewer if where.gpus > 1 else "leave `--rollout-gpus` out"
+        have = counted_ranks(where.gpus, "cuda")
+        raise UsageError(
+            f"{have}, {rollout_gpus} for rollout: none is left for the trainer", hint=hint
+        )
+    return msgspec.structs.replace(where, gpus=where.gpus - rollout_gpus)
+
+
+def _check(trainer: Trainer, studies: Sequence[str | Path], settings: Mapping[str, Any]) -> None:
+    if studies and not TRAINERS[trainer].is_run:
+        raise UsageError(
+            f"trials of this engine say nothing about the trainer {trainer}",
+            hint="leave `--study` out",
+        )
+    if "token_budget" in settings:
+        raise UsageError(
+            "the token budget is part of the answer",
+            hint="name what it is to hold, for example `--sequences-per-micro-batch 2`",
+        )
+    for row in TOPICS["lengths"]:
+        if row.name in settings:
+            raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
+
+
+def _with_trials(
+    predicted: tuple[Candidate, ...], goal: Goal, question: Question, studies: Sequence[Study]
+) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+    """Take each candidate by the first study that tells of it; and note each study without use."""
+    candidates, notes = list(predicted), list[str]()
+    limit = goal.memory_limit
+    for recorded in studies:
+        notes += [f"{recorded.path}: {note}" for note in recorded.notes]
+        study = with_margin(recorded, question.margin_bytes)
+        device_name = goal.where.device_name
+        why = obstacle(study, model=question.model, device_name=device_name, memory_limit=limit)
+        found = [
+            None
+            if why or (limit.host_bytes is not None and (each.host_bytes or 0) > limit.host_bytes)
+            else as_measured(each, study, goal.length_tokens)
+            for each in candidates
+        ]
+        if not any(found):
+            ranks = counted_ranks(goal.where.gpus, "cuda")
+            silent = f"no rung that is asked about has an answer for this length on {ranks}"
+            notes.append(f"{study.path} is not used: {why or silent}")
+        for index, measured in enumerate(found):
+            if measured is not None and candidates[index].source == "predicted":
+                candidates[index] = measured
+    return tuple(candidates), tuple(notes)

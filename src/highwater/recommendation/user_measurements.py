@@ -1,0 +1,197 @@
+"""What a user's own machine says to a prediction: constants read on its GPUs, and trials.
+
+Residuals of trials are by formula, or by a trace of each.
+"""
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import ModelError, UsageError
+from highwater.memory.formula.constants import MachineConstants, machine_constants
+from highwater.memory.interval.residuals import (
+    Method,
+    Residual,
+    leave_out,
+    refuse_silent,
+    study_residuals,
+    tells_nothing,
+    traced_residual,
+    worth_tracing,
+)
+from highwater.run.tracing import CachedTracer, fullest_rank, trace_directory
+from highwater.spec.cluster import Cluster
+from highwater.spec.codec import from_json
+from highwater.spec.files import CONFIG_BYTES, read_file
+from highwater.spec.hardware import Kernel, kind_of
+from highwater.spec.machine_constants import (
+    CUBLAS_WORKSPACES,
+    MEASURED_SCHEMA_VERSION,
+    NCCL_ALL_TO_ALL,
+    NCCL_GROUP,
+    Constants,
+    MeasuredConstants,
+)
+from highwater.spec.model import Model, load_model
+from highwater.spec.study import RecordedTrial, Study
+from highwater.spec.trial import TrialSpec
+from highwater.store.journal import read_study
+
+OnCalibrate = Callable[[int, int], None]
+"""Told, before the first trace, how many trials are traced and how many traces are not kept yet."""
+
+
+def own_constants(path: Path, where: Cluster) -> MachineConstants:
+    """The readings in a file that ``highwater doctor --measure --json`` printed on such GPUs.
+
+    Raises UsageError for readings of other GPUs, and for a file that is no such document.
+    """
+    hint = (
+        "leave `--constants` out, or make the file where the GPUs are: `highwater doctor "
+        "--measure --json > constants.json`"
+    )
+    try:
+        found = from_json(read_file(path, most_bytes=CONFIG_BYTES), MeasuredConstants)
+    except OSError as error:
+        raise UsageError(
+            f"the constants {path} cannot be read: {error.strerror}", hint=hint
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is not what `highwater doctor --measure --json` prints: {error}", hint=hint
+        ) from error
+    obstacle = _obstacle(found, where)
+    if obstacle is not None:
+        raise UsageError(f"{path} {obstacle}", hint=hint)
+    return machine_constants(sorted(found.constants, key=lambda each: each.gpus))
+
+
+def _obstacle(found: MeasuredConstants, where: Cluster) -> str | None:
+    """Why these readings say nothing about the GPUs ``where``; None where they do."""
+    names = {each.device_name for each in found.constants}
+    asked = kind_of(where.device_name)
+    if found.schema_version != MEASURED_SCHEMA_VERSION:
+        return f"is of version {found.schema_version}, this reads {MEASURED_SCHEMA_VERSION}"
+    if not found.constants:
+        return "has no readings: it was printed without `--measure`"
+    if len(names) > 1:
+        return f"is of several kinds of GPUs: {', '.join(sorted(names))}"
+    if asked is not None and {kind_of(name) for name in names} != {asked}:
+        return f"was read on {', '.join(names)}, and {where.device_name} is asked"
+    if not all(map(_is_whole, found.constants)):
+        return "lacks readings of context, of cuBLAS, or of NCCL where there are several GPUs"
+    return None
+
+
+def _is_whole(read: Constants) -> bool:
+    """Whether readings have all that a prediction takes, and nothing below zero in sum."""
+    names = {reading.name for reading in read.readings}
+    nccl = (*NCCL_GROUP, NCCL_ALL_TO_ALL) if read.gpus > 1 else ()
+    needed = {"context", *CUBLAS_WORKSPACES, *nccl}
+    taken = (reading.outside_bytes for reading in read.readings if reading.name in needed)
+    sums = (read.context_bytes, *taken)
+    return read.gpus >= 1 and needed <= names and min(sums) >= 0 and read.context_bytes > 0
+
+
+def own_residuals(
+    studies: Sequence[str | Path],
+    method: Method,
+    constants: MachineConstants | None,
+    *,
+    on_calibrate: OnCalibrate | None,
+    on_trace: Callable[[TrialSpec], None] | None,
+) -> tuple[Residual, ...]:
+    """Residuals of the trials in these files; by trace, of those trials that tell the most.
+
+    Raises HighwaterError, before anything is traced, for studies that teach nothing about what is
+    predicted.
+    """
+    read = [read_study(Path(path)) for path in studies]
+    if method == "formula":
+        return tuple(residual for study in read for residual in study_residuals(study, constants))
+    if not read:
+        return ()
+    with ExitStack() as stack:
+        each = [_Traceable.of(study, on_trace, stack) for study in read]
+        if on_calibrate is not None:
+            unmade: set[Path] = set()
+            for one in each:
+                unmade.update(one.tracer.unmade(one.spec_of(trial) for trial in one.trials))
+            on_calibrate(sum(len(one.trials) for one in each), len(unmade))
+        return tuple(residual for one in each for residual in one.residuals(constants))
+
+
+@dataclass(frozen=True, slots=True)
+class _Traceable:
+    """A study, its trials that are traced, and the tracer for them."""
+
+    study: Study
+    model: Model
+    """The study's model as it is on this machine."""
+    trials: tuple[RecordedTrial, ...]
+    tracer: CachedTracer
+
+    @classmethod
+    def of(
+        cls, study: Study, on_trace: Callable[[TrialSpec], None] | None, stack: ExitStack
+    ) -> "_Traceable":
+        refuse_silent(study)
+        trials = worth_tracing(study, study.question)
+        results = [trial.result for trial in trials if trial.result is not None]
+        kernels = [rank.attention_kernel for result in results for rank in result.ranks]
+        kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
+        if kernel is None:
+            raise tells_nothing(study)
+        tracer = stack.enter_context(
+            CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace)
+        )
+        return cls(study, _model_here(study), trials, tracer)
+
+    def spec_of(self, trial: RecordedTrial) -> TrialSpec:
+        return msgspec.structs.replace(trial.spec, model_directory=self.model.directory)
+
+    def residuals(self, constants: MachineConstants | None) -> list[Residual]:
+        """Trace the trials, two at once."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            each = pool.map(partial(self._residual, constants), self.trials)
+            found = [residual for residual in each if residual is not None]
+        if not found:
+            raise tells_nothing(self.study)
+        return found
+
+    def _residual(
+        self, constants: MachineConstants | None, trial: RecordedTrial
+    ) -> Residual | None:
+        spec = self.spec_of(trial)
+        assert trial.result is not None, "worth_tracing chooses trials with a result"  # noqa: S101
+        log, shape = self.tracer(spec), self.study.question.model.shape
+        return traced_residual(
+            shape, trial.spec, trial.result, log, rank=fullest_rank(spec), own=constants
+        )
+
+
+def _model_here(study: Study) -> Model:
+    """The study's model on this machine: its directory, or the catalog's of the same config.
+
+    The study may have been written on another machine.
+    """
+    asked = study.question.model
+    for place in (asked.directory, asked.name):
+        try:
+            model = load_model(place)
+        except ModelError:
+            continue
+        if model.config_digest == asked.config_digest:
+            return model
+    where = shlex.quote(asked.directory)
+    raise UsageError(
+        f"{study.path} is of {asked.name}, whose config.json is not at {where} any more",
+        hint=leave_out(study),
+    )

@@ -1,1 +1,0 @@
-"""Control plane: answers as tables."""

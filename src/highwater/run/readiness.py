@@ -1,0 +1,68 @@
+"""Readiness: what would make every trial of a request fail, said before the first one starts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from highwater.errors import MachineError, UsageError
+from highwater.run.probe import (
+    INSTALL_HINT,
+    package_obstacles,
+    refuse_busy_gpus,
+    refuse_torch_without_gpu,
+    refuse_unreadable_gpus,
+)
+from highwater.spec.footprint import checkpoint_bytes
+from highwater.spec.hardware import Machine, refuse_unfit_gpu
+from highwater.spec.model import load_model
+from highwater.spec.request import Request
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+from highwater.spec.trial_hardware import used_gpus
+from highwater.store.directory import check_checkpoint_directory, check_log_directory
+from highwater.units import format_seconds
+
+_TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
+"""From launch to first step a trial takes seconds on the CPU, 12 to 21 s on a GPU: less would end
+every trial before it."""
+
+
+def check_request(request: Request, machine: Machine) -> None:
+    """Raise for what depends on the device alone, and has to be said before there is a plan."""
+    device: Device = request.device or (
+        "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
+    )
+    floor_s = _TIMEOUT_FLOOR_S[device]
+    if request.timeout_s < floor_s:
+        raise UsageError(
+            f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",
+            hint=f"use `--timeout {floor_s:.0f}s` or more; the default is `--timeout 40m`",
+        )
+    if device == "cuda" and not request.dry_run:
+        refuse_unreadable_gpus(machine, count=max(request.gpus or (1,)))
+
+
+def check_machine(
+    request: Request, machine: Machine, settings: Settings, device: Device, *, gpus: int
+) -> None:
+    """Raise for what a trial with these settings needs and does not find: a log directory, the
+    engine, fit and free GPUs with a torch that can use them, a directory that takes what it saves.
+
+    Nothing of a dry run is looked at.
+    """
+    if request.dry_run:
+        return
+    check_log_directory(Path(request.log_dir))
+    obstacles = package_obstacles(machine)
+    if obstacles:
+        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    for gpu in used_gpus(machine, device=device, count=gpus):
+        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    if device == "cuda":
+        refuse_unreadable_gpus(machine, count=gpus)
+        if not request.allow_busy:
+            refuse_busy_gpus(machine, count=gpus)
+        refuse_torch_without_gpu(machine)
+    # The same on every rung and layout, and one trial at a time.
+    needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
+    if any(needed):
+        check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)

@@ -1,0 +1,188 @@
+"""The reaper: a small process that starts a command, or ranks, and leaves no process behind.
+
+It is the reaper of all its descendants: when what it started ends, when it is told to end, or when
+its parent dies (even by kill -9), it kills every one of them, those in process sessions of their
+own too, and waits until they are gone. Of several ranks the first that fails ends the others.
+
+Run as ``python -P -m highwater.run.reaper PARENT_PID [OPTION...] COMMAND...``, which
+``under_reaper`` writes. Exits with the command's status, of several ranks with that of the first
+that failed (128 + n for signal n). Options:
+
+    --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
+    --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
+    --ranks N FOLDER      N processes of the command, which meet in the folder, where it is written
+                          how they ended (ranks.py)
+
+Linux only: it stands on two prctl options, source: prctl(2).
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from highwater.run.ranks import Ranks
+
+EXIT_ENDED = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+"""Signals that are waited for and never handled.
+
+None can come between two lines and leave somebody behind.
+"""
+_LAST_WORDS_S = 0.5
+"""Seconds that the other ranks have, after one has failed, to report a failure of their own.
+
+Then they are killed: a rank that waits for its peer in a collective waits for ever.
+"""
+
+Ends = list[tuple[int, int]]
+"""Processes that ended, in their order, each with its status: -n for signal n."""
+
+
+def module(name: str, *words: str) -> list[str]:
+    """The command that runs a module of ours, whatever lies in the working directory.
+
+    ``-P`` keeps that directory out of ``sys.path``.
+    """
+    return [sys.executable, "-P", "-m", name, *words]
+
+
+def under_reaper(
+    command: Sequence[str],
+    *,
+    remove: Sequence[str | Path] = (),
+    inherit: Sequence[str | Path] = (),
+    ranks: tuple[int, str | Path] | None = None,
+) -> list[str]:
+    """The command that runs ``command`` under a reaper that this process holds.
+
+    ``remove``, ``inherit`` and ``ranks``, which are how many, and where, become the reaper's
+    options.
+    """
+    options = [word for directory in remove for word in ("--remove", str(directory))]
+    options += [word for directory in inherit for word in ("--inherit", str(directory))]
+    if ranks is not None:
+        options += ["--ranks", *map(str, ranks)]
+    return module("highwater.run.reaper", str(os.getpid()), *options, *command)
+
+
+def main() -> NoReturn:
+    """Run what the command line says under the reaper and exit with its status."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    own: list[str] = []
+    inherited: list[str] = []
+    ranks: tuple[int, Path] | None = None
+    while command[0].startswith("--"):
+        option, value, *command = command
+        if option == "--ranks":
+            ranks = int(value), Path(command.pop(0))
+        else:
+            {"--remove": own, "--inherit": inherited}[option].append(value)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ends = _run(command, ranks) if os.getppid() == parent else None
+    _kill_descendants()
+    for directory in own if os.getppid() == parent else own + inherited:
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(EXIT_ENDED if ends is None else _status(ends))
+
+
+def _run(command: Sequence[str], ranks: tuple[int, Path] | None) -> Ends | None:
+    """Run the command, or its ranks, and tell how each ended by itself.
+
+    None when the reaper was told to end.
+    """
+    reaper = os.getpid()
+
+    def prepare() -> None:
+        """Have what the reaper starts killed with it, should it be killed itself."""
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != reaper:
+            os._exit(EXIT_ENDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+    if ranks is None:
+        # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
+        child = subprocess.Popen(command, preexec_fn=prepare)
+        return _wait_for({child.pid})
+    count, folder = ranks
+    started = Ranks(command, count=count, folder=folder, prepare=prepare)
+    ends = _wait_for(started.pids)
+    if ends is not None:
+        _kill_descendants()
+        started.leave_exits(ends)
+    return ends
+
+
+def _wait_for(pids: Collection[int]) -> Ends | None:
+    """Reap whatever ends until all of these have, or some time after one of them failed.
+
+    None when the reaper is told to end.
+    """
+    ends: Ends = []
+    deadline_s: float | None = None
+    while len(ends) < len(pids):
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        if left_s is None:
+            heard = signal.sigwaitinfo(_AWAITED)
+        else:
+            heard = signal.sigtimedwait(_AWAITED, left_s)
+        if heard is None:
+            break
+        if heard.si_signo != signal.SIGCHLD:
+            return None
+        ends += [(pid, status) for pid, status in _reap() if pid in pids]
+        if deadline_s is None and any(status for _, status in ends):
+            deadline_s = time.monotonic() + _LAST_WORDS_S
+    return ends
+
+
+def _reap() -> Ends:
+    """Reap every child that has ended by now: what somebody else orphaned, too."""
+    ended: Ends = []
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+    return ended
+
+
+def _status(ends: Ends) -> int:
+    """The status of the first that failed, as a shell gives it; 0 where none did."""
+    status = next((status for _, status in ends if status), 0)
+    return status if status >= 0 else 128 - status
+
+
+def _kill_descendants() -> None:
+    """Kill and reap until there is no descendant left.
+
+    One that is killed may have started another meanwhile.
+    """
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Outcomes of a cell: what its trials told the bracket, and the answer that they prove."""
+
+from functools import partial
+
+from highwater.search.bracket import Bracket
+from highwater.search.recorded_trials import MAX_ATTEMPTS, AskedTrial
+from highwater.spec.packing import packed_tokens
+from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
+from highwater.spec.trial import Outcome, TrialResult
+from highwater.units import format_bytes, format_tokens
+
+
+class CellOutcomes:
+    """The results of one cell's trials, as its bracket and its answer read them."""
+
+    def __init__(self, question: Question, cell: Cell, bracket: Bracket) -> None:
+        self._question = question
+        self._cell = cell
+        self._bracket = bracket
+        self.results: dict[tuple[int, int, bool], TrialResult] = {}
+        """The last attempt by index, repeat, and whether it is memory-only."""
+        self._trained: dict[int, TrialResult] = {}
+        """The first full trial that counts as a fit, by index."""
+        self.memory_only: set[int] = set()
+        """Indices whose results are of memory-only trials."""
+        self.after_edge = 0
+        """Full trials that were run after the edge was known."""
+        self.untold: str | None = None
+        """Why full trials after the edge ended before time did; None while they go on."""
+        self.launches = 0
+        self.crashed: int | None = None
+        """The index whose trials crashed, each of them."""
+
+    def take_in(self, asked: AskedTrial, result: TrialResult) -> None:
+        """Take in the last result of a trial, for the bracket and for the answer."""
+        index, fits = asked.index, self._question.counts_as_fit(result)
+        is_late = result.outcome is Outcome.TIMEOUT
+        if result.outcome is Outcome.FIT and fits:
+            self._trained.setdefault(index, result)
+        if asked.after_edge:
+            self._take_in_after_edge(index, result, fits=fits)
+            return
+        if is_late and not asked.memory_only and self._question.proof == "memory":
+            return  # a memory-only trial of the same length comes next
+        self.results[index, asked.repeat, asked.memory_only] = result
+        if asked.memory_only:
+            self.memory_only.add(index)
+        if result.outcome is Outcome.CRASHED:
+            self.crashed = index
+        elif is_late:
+            self._bracket.tell_undecided(index)
+        else:
+            self._bracket.tell(index, fits)
+
+    def _take_in_after_edge(self, index: int, result: TrialResult, *, fits: bool) -> None:
+        self.after_edge += 1
+        if fits:
+            return
+        self.untold = f"{self._tokens(index)} in full: {result.reason}"
+        # It speaks against the memory-only fit: a contradiction, which the answer says.
+        if result.outcome.tells:
+            self._bracket.tell(index, fits)
+
+    def answer(self) -> CellAnswer:
+        """The answer that the trials so far prove."""
+        bracket, grid = self._bracket, self._question.grid
+        limit, reason = self._limit()
+        has_failed = limit in ("memory", "host_memory")
+        contradictions = self._contradictions()
+        longest = max(self._trained, default=0)
+        fit = self._trained.get(longest)
+        capacity_tokens = 0 if bracket.is_proven and not bracket.fits else None
+        return CellAnswer(
+            cell=self._cell,
+            capacity_tokens=grid.length(longest) if fit else capacity_tokens,
+            does_not_fit_tokens=grid.length(bracket.fits + 1) if has_failed else None,
+            limit=limit,
+            reason=reason + self._unconfirmed() + (f"; {self.untold}" if self.untold else ""),
+            trials=self.launches,
+            monotone=not contradictions,
+            contradictions=contradictions,
+            peak_reserved_bytes=fit.peak_reserved_bytes if fit else None,
+            headroom_bytes=fit.headroom_bytes if fit else None,
+            tokens_per_s=fit.tokens_per_s if fit else None,
+            mfu=fit.mfu if fit else None,
+            memory_only=self._memory_only_fit() if bracket.fits > longest else None,
+        )
+
+    def _memory_only_fit(self) -> MemoryOnlyFit:
+        """The longest fit, which is of a memory-only trial."""
+        index = self._bracket.fits
+        fit = next(r for r in self._results_at(index) if self._question.counts_as_fit(r))
+        return MemoryOnlyFit(
+            length_tokens=self._question.grid.length(index),
+            peak_reserved_bytes=fit.peak_reserved_bytes,
+            headroom_bytes=fit.headroom_bytes,
+        )
+
+    def _limit(self) -> tuple[Limit, str]:
+        """What ended the search above the capacity, and why, in a line."""
+        fits, end = self._bracket.fits, self._bracket.end
+        if self.crashed is not None:
+            crash = next(r for r in self._results_at(self.crashed) if r.outcome is Outcome.CRASHED)
+            untold = f"none of {MAX_ATTEMPTS} attempts told whether it fits"
+            reason = f"{self._tokens(self.crashed)}: {untold}; the last: {crash.reason}"
+            return "inconclusive", reason
+        if self._bracket.is_proven:
+            at_end = self._results_at(end)
+            no = next(r for r in at_end if r.outcome.is_memory or self._lacks_headroom(r))
+            return self._why_not(no, self._named(end))
+        if end > self._question.size_of(self._cell):
+            on_grid = end <= self._question.grid.size
+            bound = "the token budget holds" if on_grid else "was to be tried"
+            return "ceiling", f"{self._named(fits)} fit, the longest length that {bound}"
+        timeout = next(r for r in self._results_at(end) if r.outcome is Outcome.TIMEOUT)
+        return "time", f"{self._named(end)} took too long to tell: {timeout.reason}"
+
+    def _unconfirmed(self) -> str:
+        """The repeats that ran out of time, in words; empty where none did."""
+        repeats = (result for (_, repeat, _), result in self.results.items() if repeat)
+        late = sum(result.outcome is Outcome.TIMEOUT for result in repeats)
+        return f"; repeats that took too long to confirm it: {late}" if late else ""
+
+    def _why_not(self, no: TrialResult, tokens: str) -> tuple[Limit, str]:
+        """The limit, and the reason, of a trial that did not count as a fit."""
+        if no.outcome is Outcome.HOST_OUT_OF_MEMORY:
+            return "host_memory", f"{tokens}: host memory ran out: {no.reason}"
+        if no.outcome is Outcome.OUT_OF_MEMORY:
+            return "memory", f"{tokens}: memory ran out: {no.reason}"
+        had = "a headroom that could not be measured"
+        if no.headroom_bytes is not None:
+            had = f"{format_bytes(no.headroom_bytes)} of headroom"
+        asked = format_bytes(self._question.margin_bytes)
+        return "memory", f"{tokens} fit with {had}; {asked} is asked for"
+
+    def _lacks_headroom(self, result: TrialResult) -> bool:
+        has_told = result.outcome.tells and not result.outcome.is_memory
+        return has_told and not self._question.counts_as_fit(result)
+
+    def _contradictions(self) -> tuple[str, ...]:
+        """Each observation that is not monotone, in words.
+
+        That a length packs fewer tokens of a budget explains that it fits.
+        """
+        said: list[str] = []
+        packed = partial(packed_tokens, self._question, self._cell)
+        for pair in self._bracket.contradictions(packed):
+            failed, fit = self._tokens(pair.failed_index), self._tokens(pair.fit_index)
+            if pair.failed_index == pair.fit_index:
+                said.append(f"{fit} fit in one trial and not in another")
+            else:
+                said.append(f"{failed} did not fit, {fit} did")
+        return tuple(said)
+
+    def _results_at(self, index: int) -> list[TrialResult]:
+        return [result for (tried, _, _), result in self.results.items() if tried == index]
+
+    def _named(self, index: int) -> str:
+        return f"{self._tokens(index)}{' (memory-only)' if index in self.memory_only else ''}"
+
+    def _tokens(self, index: int) -> str:
+        return f"{format_tokens(self._question.grid.length(index))} tokens"

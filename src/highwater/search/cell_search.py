@@ -1,0 +1,277 @@
+"""Searches of cells: answer a question cell by cell, by trials.
+
+A search asks the bracket, runs the trial, and tells the bracket. An event is yielded before and
+after every trial and after every cell, so that whoever listens can show and record them. The order
+of trials depends only on the question and on the results: the same results, the same search.
+
+With the proof ``memory`` a cell begins with a full trial of the first length, by whose time the
+others are judged. A length whose full trial would exceed the time limit, or did, gets a memory-only
+trial. When the edge is known, full trials go up to the longest length that they can be expected to
+reach in time.
+
+What a study has recorded of a cell is taken before anything new is run but that first full trial,
+also where it was found in another order: under another time limit, or after the answer of an
+earlier cell that has changed since (docs/decisions/025).
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+
+from highwater.search.bracket import Bracket
+from highwater.search.cell_outcomes import CellOutcomes
+from highwater.search.memory_line import LineOf, engine_line
+from highwater.search.proof import FullTrials
+from highwater.search.recorded_trials import (
+    MAX_ATTEMPTS,
+    AskedTrial,
+    allowed_timeouts,
+    recorded_trials,
+)
+from highwater.search.start_length import carried_start, first_index
+from highwater.spec.packing import least_packed
+from highwater.spec.protocols import Runner
+from highwater.spec.study import Cell, CellAnswer, Past, Question
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+
+_MOST_FULL_TRIALS = 4
+"""Full trials after the edge is known: each reaches further by the time of the one before."""
+_TRIALS_OF_A_CELL = 4
+"""Trials that a cell is taken to need while none is finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStarted:
+    """A trial is about to be launched."""
+
+    cell: Cell
+    spec: TrialSpec
+    attempt: int
+    repeat: int
+    trials_left: int
+    """About how many more trials the whole question takes after this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFinished:
+    """A trial has ended."""
+
+    cell: Cell
+    spec: TrialSpec
+    attempt: int
+    repeat: int
+    result: TrialResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellAnswered:
+    """A cell is finished."""
+
+    answer: CellAnswer
+
+
+Event = TrialStarted | TrialFinished | CellAnswered
+
+
+def search_cells(
+    question: Question,
+    runner: Runner,
+    *,
+    line_of: LineOf = engine_line,
+    expected: Callable[[Cell], int | None] = lambda _: None,
+    past: Callable[[Cell], Past] = lambda _: Past(),
+) -> Iterator[Event]:
+    """Answer every cell of ``question`` in its order; ends with the answer of the last one.
+
+    ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
+    longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
+    Both order the trials and decide nothing. ``past`` is what is recorded of a cell, whose trials
+    ``runner`` answers without running them.
+
+    MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
+    """
+    finished: list[CellAnswer] = []
+    for cell in question.cells:
+        known = past(cell)
+        if known.answer is not None:
+            yield from _recorded_ends(cell, known)
+            finished.append(known.answer)
+        else:
+            first = _first_index(question, cell, finished, line_of, expected(cell))
+            search = _CellSearch(question, cell, runner, finished, first, known)
+            yield from search.run()
+            finished.append(search.answer())
+        yield CellAnswered(answer=finished[-1])
+
+
+def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
+    """Events of the trials of a cell that is not searched again, for whoever listens."""
+    for trial in known.trials:
+        if trial.result is not None:
+            yield TrialFinished(
+                cell=cell,
+                spec=trial.spec,
+                attempt=trial.attempt,
+                repeat=trial.repeat,
+                result=trial.result,
+            )
+
+
+def _first_index(
+    question: Question,
+    cell: Cell,
+    finished: list[CellAnswer],
+    line_of: LineOf,
+    expected_tokens: int | None,
+) -> int | None:
+    """The index at which the search of a cell begins; None for the shortest length."""
+    if question.method == "linear":
+        return carried_start(question, cell, finished)
+    if expected_tokens is not None:
+        return question.grid.index_at_most(expected_tokens)
+    return first_index(question, cell, finished, line_of)
+
+
+class _CellSearch:
+    """The search of one cell: which trial comes next, and how often it is launched."""
+
+    def __init__(
+        self,
+        question: Question,
+        cell: Cell,
+        runner: Runner,
+        finished: list[CellAnswer],
+        first: int | None,
+        known: Past,
+    ) -> None:
+        self._question = question
+        self._cell = cell
+        self._runner = runner
+        self._finished = finished
+        size = question.size_of(cell)
+        packed = least_packed(question, cell, size)
+        self._bracket = Bracket(size, first, question.method, least_packed=packed)
+        self._outcomes = CellOutcomes(question, cell, self._bracket)
+        self._recorded = recorded_trials(question, known)
+        """Recorded trials that were not asked for yet, in their order."""
+        self._full_trials = FullTrials(question) if question.proof == "memory" else None
+        self._begins_in_full = self._full_trials is not None
+
+    def run(self) -> Iterator[Event]:
+        """Run trials until the cell has an answer, or a trial that only crashes."""
+        while self._outcomes.crashed is None and (asked := self._next()) is not None:
+            result = yield from self._try(asked)
+            if not asked.memory_only and self._full_trials is not None:
+                self._full_trials.tell(self._question.grid.length(asked.index), result)
+            self._outcomes.take_in(asked, result)
+        # A first full trial that only crashed undoes nothing that is recorded.
+        for asked in self._recorded:
+            self._outcomes.take_in(asked, (yield from self._try(asked)))
+
+    def answer(self) -> CellAnswer:
+        """The answer that the trials so far prove."""
+        return self._outcomes.answer()
+
+    def _next(self) -> AskedTrial | None:
+        """The next trial; None when the cell is answered.
+
+        Before a new one that is not the first in full, and before the end, all that is recorded is
+        taken in.
+        """
+        asked = self._wanted()
+        recorded = None if asked is None else self._as_recorded(asked)
+        if self._begins_in_full:
+            self._begins_in_full = False
+        elif recorded is None and self._recorded:
+            asked = recorded = self._recorded[0]
+        if recorded is None:
+            return asked
+        self._recorded.remove(recorded)
+        return replace(recorded, after_edge=asked is not None and asked.after_edge)
+
+    def _as_recorded(self, asked: AskedTrial) -> AskedTrial | None:
+        """The same trial as it was recorded; None where it was not.
+
+        A memory-only one counts too while the edge is still to be found.
+        """
+        in_full = self._begins_in_full or asked.after_edge
+        place = (asked.index, asked.repeat)
+        same = (each for each in self._recorded if (each.index, each.repeat) == place)
+        return next((each for each in same if not (in_full and each.memory_only)), None)
+
+    def _wanted(self) -> AskedTrial | None:
+        """The trial that the bracket asks for, else one that confirms its answer, else a full one.
+
+        Full trials after the edge only say how much of it is trained.
+        """
+        if self._begins_in_full and self._question.method == "bisect":
+            return AskedTrial(1)
+        index = self._bracket.ask()
+        if index is not None:
+            return AskedTrial(index, memory_only=self._is_too_long(index))
+        for index, repeat in self._confirmations_left():
+            memory_only = index in self._outcomes.memory_only or self._is_too_long(index)
+            return AskedTrial(index, repeat, memory_only=memory_only)
+        return self._next_in_full()
+
+    def _next_in_full(self) -> AskedTrial | None:
+        """A full trial of what memory-only trials proved, if it may be expected to end in time."""
+        outcomes = self._outcomes
+        if self._full_trials is None or outcomes.untold or outcomes.after_edge == _MOST_FULL_TRIALS:
+            return None
+        index = self._full_trials.next_index(self._bracket.fits, self._question.grid.length)
+        return None if index is None else AskedTrial(index, after_edge=True)
+
+    def _is_too_long(self, index: int) -> bool:
+        """Whether full trials so far say that one of this length would not end in time."""
+        full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
+        return full_trials is not None and full_trials.exceeds(length_tokens)
+
+    def _confirmations_left(self) -> list[tuple[int, int]]:
+        """Both sides of the edge again, then the lengths above it, as index and repeat.
+
+        An edge that moves is confirmed anew.
+        """
+        fits, times = self._bracket.fits, self._question.confirm
+        edge = [fits] if fits else []
+        above = range(0)
+        if self._bracket.is_proven:
+            edge.append(fits + 1)
+            above = range(fits + 2, min(fits + 1 + times, self._question.size_of(self._cell)) + 1)
+        wanted = [(index, repeat) for repeat in range(1, times + 1) for index in edge]
+        wanted += [(index, 0) for index in above]
+        tried = {(index, repeat) for index, repeat, _ in self._outcomes.results}
+        return [asked for asked in wanted if asked not in tried]
+
+    def _try(self, asked: AskedTrial) -> Generator[Event, None, TrialResult]:
+        """Launch a trial until an attempt tells whether the length fits, as often as is allowed.
+
+        Returns the last result.
+        """
+        cell, repeat = self._cell, asked.repeat
+        length_tokens = self._question.grid.length(asked.index)
+        spec = self._question.trial(cell, length_tokens, memory_only=asked.memory_only)
+        timeouts, attempt = 0, 1
+        while True:
+            yield TrialStarted(
+                cell=cell,
+                spec=spec,
+                attempt=attempt,
+                repeat=repeat,
+                trials_left=self._trials_left(),
+            )
+            self._outcomes.launches += 1
+            result = self._runner.run(spec, attempt=attempt, repeat=repeat)
+            yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
+            timeouts += result.outcome is Outcome.TIMEOUT
+            is_late = timeouts == allowed_timeouts(self._question, asked)
+            if result.outcome.tells or attempt == MAX_ATTEMPTS or is_late:
+                return result
+            attempt += 1
+
+    def _trials_left(self) -> int:
+        """About how many trials the question takes after the next one, by the cells so far."""
+        here = self._bracket.trials_left or len(self._confirmations_left())
+        done = [answer.trials for answer in self._finished]
+        each = sum(done) / len(done) if done else _TRIALS_OF_A_CELL + 3 * self._question.confirm
+        cells = len(self._question.cells) - len(done) - 1
+        return max(0, here - 1) + round(cells * each)

@@ -1,0 +1,89 @@
+"""Completed: a study that has every answer already, on a machine with no GPU to ask anew."""
+
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError, StudyError
+from highwater.run.probe import probe
+from highwater.spec.hardware import OLDEST_CAPABILITY, Gpu, Machine
+from highwater.spec.plan import plan
+from highwater.spec.request import Request
+from highwater.spec.study import Question, Study
+from highwater.store.journal import read_study
+from highwater.units import format_seconds
+
+
+def completed_study(request: Request) -> Study | None:
+    """The named study, if it asks what is asked and has every answer, in as much time; else None.
+
+    Only where no GPU is visible: elsewhere a search is resumed, which finds its trials recorded.
+    Nothing is run or written. Raises MachineError for a study that asks the same and is not
+    finished, or not in that time: it cannot be resumed here.
+    """
+    if request.study is None or request.dry_run or request.device == "cpu" or probe().gpus:
+        return None
+    study = _study_of_gpus(Path(request.study))
+    if study is None or not _asks_the_same(request, study.question):
+        return None
+    limit_s = None if study.question.timeout_s is None else request.timeout_s
+    answers = study.answers_within(limit_s)
+    open_cells = len(study.question.cells) - sum(not answer.is_undecided for answer in answers)
+    shown = f"highwater show {shlex.quote(request.study)}"
+    if open_cells:
+        is_late = len(answers) < len(study.answers)
+        within = f" in {format_seconds(request.timeout_s)} a trial" if is_late else ""
+        cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer{within}"
+        raise MachineError(
+            f"no GPU is visible, and the search in {request.study} is not finished: {cells}",
+            hint=f"`{shown}` shows what it has; the same command goes on with it on "
+            f"{study.question.device_name}",
+        )
+    none_needed = f"no GPU is visible, and none is needed: {request.study} has every answer"
+    return msgspec.structs.replace(study, notes=(f"{none_needed}; nothing is run", *study.notes))
+
+
+def _study_of_gpus(path: Path) -> Study | None:
+    """The study in a file, if its trials ran on GPUs; else None.
+
+    What is wrong with a file is told where it would be written. A path that is no file, a pipe for
+    example, is not waited for.
+    """
+    with suppress(StudyError, OSError):
+        study = read_study(path) if path.is_file() else None
+        if study is not None and study.question.device == "cuda" and not study.question.simulated:
+            return study
+    return None
+
+
+def _asks_the_same(request: Request, question: Question) -> bool:
+    """Whether the request, on a machine with the study's GPUs, makes the study's question."""
+    with suppress(HighwaterError):
+        return plan(request, _machine_of(question)).question.key == question.key
+    return False
+
+
+def _machine_of(question: Question) -> Machine:
+    """As much of the study's machine as a plan looks at.
+
+    Its host held what trials keep there, or they would not have been started.
+    """
+    gpu = Gpu(
+        index=0,
+        name=question.device_name,
+        memory_total_bytes=question.device_total_bytes or 0,
+        memory_used_bytes=0,
+        compute_capability=OLDEST_CAPABILITY,
+        processes=(),
+    )
+    return Machine(
+        gpus=(gpu,) * max(cell.layout.gpus for cell in question.cells),
+        driver_version=None,
+        cpu_cores=1,
+        host_memory_total_bytes=sys.maxsize,
+        host_memory_available_bytes=sys.maxsize,
+        versions={},
+    )

@@ -1,0 +1,66 @@
+"""Memory lines: what a token costs on a GPU before any trial has told.
+
+There is one for our engine, and one for a trainer that nobody knows. A line orders trials and
+decides nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from highwater.memory.capacity import MemoryLimit, predict_cell
+from highwater.memory.formula.formula import likely_footprint
+from highwater.spec.footprint import device_state_bytes, layer_input_bytes
+from highwater.spec.study import Cell, Question
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes of one GPU, besides the states, as a line over the tokens on it."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def at(self, tokens: float) -> float:
+        """Bytes at this many tokens."""
+        return self.fixed_bytes + self.bytes_per_token * tokens
+
+
+LineOf = Callable[[Question, Cell, int], Line]
+"""The line of a trainer in a cell before any trial: question, cell, usable bytes of a GPU."""
+
+
+def engine_line(question: Question, cell: Cell, usable_bytes: int) -> Line:
+    """The line of our engine, through two predictions.
+
+    They are at the predicted capacity and at twice that length.
+    """
+    memory_limit = MemoryLimit(device_bytes=usable_bytes + question.margin_bytes)
+    predicted = predict_cell(question, cell, memory_limit, likely_footprint)
+    length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
+    shape, settings, layout = question.model.shape, cell.settings, cell.layout
+    at, beyond = (
+        likely_footprint(
+            shape, settings, layout, length_tokens=length, device=question.device
+        ).needed_bytes
+        for length in (length_tokens, 2 * length_tokens)
+    )
+    tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
+    bytes_per_token = (beyond - at) / tokens
+    states = device_state_bytes(shape, settings, device=question.device) / layout.shard_degree
+    return Line(at - states - bytes_per_token * tokens, bytes_per_token)
+
+
+def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> Line:
+    """The line of another trainer: the geometric mean of the least and the most a token costs.
+
+    Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss, measured on an H200 in
+    bf16); besides the logits, 1 to 4 times the layer inputs that recomputation keeps. Fixed: a
+    tenth of the memory.
+    """
+    shape = question.model.shape
+    vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
+    least, most = (
+        inputs * layer_input_bytes(shape) + logits * vocabulary
+        for inputs, logits in ((1, 2.0), (4, 12.4))
+    )
+    return Line(0.1 * usable_bytes, (least * most) ** 0.5)

@@ -1,0 +1,124 @@
+"""What the formula says of a study: an interval for each trial, a capacity for each cell."""
+
+from highwater.errors import ModelError
+from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_at, predict_cells
+from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.interval.calibration import Calibration, Interval
+from highwater.memory.interval.residuals import bundled_residuals
+from highwater.memory.trainers import calibration_of
+from highwater.spec.codec import Record
+from highwater.spec.study import Cell, Question, Study
+from highwater.spec.trainer import OURS
+from highwater.spec.trial import TrialSpec
+from highwater.version import __version__
+
+
+class PredictedTrial(Record, frozen=True, kw_only=True):
+    """Memory of the fullest GPU in one trial, predicted by formula."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_used_bytes: int
+    """Bytes between the ends of the interval: as likely too much as too little."""
+    interval: Interval | None
+    """Interval of the memory that the driver reports.
+
+    None where nobody has recorded trials with this allocator.
+    """
+    fits: bool
+    """Whether it fits by the upper end."""
+    peak_phase: str
+
+
+class PredictedCell(Record, frozen=True, kw_only=True):
+    """How far one cell gets on the study's own grid of lengths, predicted by formula."""
+
+    capacity_tokens: int
+    """Longest length whose upper end fits."""
+    likely_tokens: int
+    """Longest length where the prediction itself fits."""
+
+
+class Predictions(Record, frozen=True, kw_only=True):
+    """Predictions of a whole study, by formula."""
+
+    trials: tuple[PredictedTrial | None, ...]
+    """Predictions in the order of the study's trials; None where nothing can be said."""
+    cells: tuple[PredictedCell | None, ...]
+    """Predictions in the order of the question's cells."""
+    calibration: Calibration | None = None
+    shared_trials: int = 0
+    """Trials of this study that the intervals were learned from, and say nothing new of."""
+    reason: str | None = None
+    """Why there are none; None where there are."""
+    highwater_version: str = __version__
+    """The version whose formula it is."""
+
+
+def predictions_of(study: Study) -> Predictions:
+    """What today's formula says of every trial and cell of a study; or why it says nothing."""
+    question = study.question
+    reason = obstacle(question)
+    if reason is not None:
+        return Predictions(
+            trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason
+        )
+    memory_limit = MemoryLimit(device_bytes=_device_bytes(question))
+    known = calibration_of(question, memory_limit, OURS)
+    keys = {
+        trial.spec.key
+        for trial in study.trials
+        if trial.result is not None and not trial.result.simulated
+    }
+    learned = {residual.trial for residual in bundled_residuals() if residual.method == "formula"}
+    return Predictions(
+        trials=tuple(
+            _of_trial(question, trial.spec, memory_limit, known) for trial in study.trials
+        ),
+        cells=tuple(map(_of_cell, predict_cells(question, memory_limit, likely_footprint, known))),
+        calibration=known,
+        shared_trials=len(keys & learned),
+    )
+
+
+def obstacle(question: Question) -> str | None:
+    """Why the formula says nothing of a question's trials, in words; None where it does."""
+    if question.device != "cuda":
+        return "trials ran on the CPU, and the formula is about GPUs"
+    if question.data is not None:
+        return "trials read data of their own, and the formula is about synthetic sequences"
+    if question.memory_budget_bytes is None and question.device_total_bytes is None:
+        return "nobody recorded how much memory a GPU has"
+    try:
+        refuse_unknown_family(question.model)
+    except ModelError as error:
+        return error.problem
+    return None
+
+
+def _device_bytes(question: Question) -> int:
+    found = question.memory_budget_bytes or question.device_total_bytes
+    assert found is not None, "it is no obstacle"  # noqa: S101
+    return found
+
+
+def _of_trial(
+    question: Question, spec: TrialSpec, memory_limit: MemoryLimit, known: Calibration | None
+) -> PredictedTrial:
+    cell = Cell(layout=spec.layout, settings=spec.settings)
+    factors = None if known is None else known.of(spec.settings.allocator)
+    found = predict_at(question, cell, memory_limit, likely_footprint, spec.length_tokens, factors)
+    return PredictedTrial(
+        allocated_bytes=found.footprint.allocated_bytes,
+        reserved_bytes=found.footprint.reserved_bytes,
+        device_used_bytes=found.device_used_bytes,
+        interval=found.interval,
+        fits=found.capacity_tokens > 0,
+        peak_phase=found.peak_phase,
+    )
+
+
+def _of_cell(found: CellPrediction) -> PredictedCell:
+    return PredictedCell(
+        capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
+    )

@@ -1,0 +1,59 @@
+"""Recorded trials: those of a cell that a search takes from its study, without another launch."""
+
+from dataclasses import dataclass
+
+from highwater.spec.study import Past, Question
+from highwater.spec.trial import Outcome
+
+MAX_ATTEMPTS = 3
+"""Launches of a trial that ends without telling anything about memory."""
+MAX_TIMEOUTS = 2
+"""Launches of these that may run out of time: each costs the whole limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTrial:
+    """A trial that a search asks for: where, for which time, and how."""
+
+    index: int
+    repeat: int = 0
+    memory_only: bool = False
+    after_edge: bool = False
+    """The edge is known: this full trial only says how much of it is trained."""
+
+
+def recorded_trials(question: Question, known: Past) -> list[AskedTrial]:
+    """Trials that told; and where time counts, those that ran out of no less than there is.
+
+    The latter had as many launches as are allowed. Each trial stands here once, however often it
+    was launched, and none of them needs another launch.
+    """
+    ends: dict[AskedTrial, dict[int, Outcome]] = {}
+    for trial in known.trials:
+        if trial.result is not None:
+            index = question.grid.index_at_most(trial.spec.length_tokens)
+            asked = AskedTrial(index, trial.repeat, memory_only=trial.spec.is_memory_only)
+            ends.setdefault(asked, {})[trial.attempt] = trial.result.outcome
+    return [
+        asked
+        for asked, found in ends.items()
+        if any(outcome.tells for outcome in found.values()) or _is_late(question, asked, found)
+    ]
+
+
+def _is_late(question: Question, asked: AskedTrial, outcomes: dict[int, Outcome]) -> bool:
+    """Whether a trial had its launches, as many as are allowed, and the last ran out of time."""
+    found = [outcomes.get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
+    launched = found.index(None) if None in found else MAX_ATTEMPTS
+    late = found[:launched].count(Outcome.TIMEOUT)
+    has_ended = launched == MAX_ATTEMPTS or late >= allowed_timeouts(question, asked)
+    is_last_late = found[launched - 1] is Outcome.TIMEOUT
+    return question.timeout_s is not None and has_ended and is_last_late
+
+
+def allowed_timeouts(question: Question, asked: AskedTrial) -> int:
+    """Launches of a trial that may run out of time.
+
+    It is one where a memory-only trial takes its place.
+    """
+    return 1 if question.proof == "memory" and not asked.memory_only else MAX_TIMEOUTS

@@ -1,0 +1,108 @@
+"""The declaration of a setting: all that its users share, and how its name is spelled on a command
+line.
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+Command = Literal["find", "try", "predict", "recommend", "emit"]
+"""Those that take settings of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind:
+    """What a value is, where it is none of a fixed list."""
+
+    expected: str
+    """In words, for who typed something else."""
+    metavar: str | None
+    """What stands for the value in a help; None for a switch."""
+    example: Any
+    """One that works; None: the default does."""
+    _: KW_ONLY
+    is_list: bool = False
+    """A list, which may be given as its only element."""
+
+
+COUNT = ValueKind("a whole number", "N", 1)
+COUNTS = ValueKind("a whole number, or a list of them", "N", [1], is_list=True)
+NUMBER = ValueKind("a number", "NUMBER", None)
+LENGTH = ValueKind("a length in tokens", "TOKENS", "4k")
+TOKENS = ValueKind("a number of tokens", "TOKENS", "16k")
+SIZE = ValueKind("a size", "SIZE", "80GiB")
+TIME = ValueKind("a time", "TIME", "40m")
+MODEL = ValueKind("a directory or a catalog name", "MODEL", "Qwen3-0.6B")
+FILE = ValueKind("a file", "FILE", "study.jsonl")
+DIRECTORY = ValueKind("a directory", "DIR", "./logs")
+FUNCTION = ValueKind("module:function", "MODULE:FUNCTION", "my_package.batches:packed")
+PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "formula")
+SWITCH = ValueKind("true or false", None, True)
+CHOICE = None
+"""One of a fixed list, which the type of the setting's field is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting that a user can name; its type and default stand at its field of ``Request``."""
+
+    name: str
+    """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the
+    flag."""
+    kind: ValueKind | None
+    commands: tuple[Command, ...]
+    """Those that take it."""
+    help: str
+    """One line, for ``--help`` and for the schema of configuration files."""
+    _: KW_ONLY
+    metavar: str | None = None
+    """Instead of the kind's."""
+    example: Any = None
+    """Instead of the kind's."""
+    in_base_units: str | None = None
+    """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``."""
+    defaults: Mapping[Command, str] = field(default_factory=dict[Command, str])
+    """In words, for commands whose default is not the field's."""
+    labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
+    """By value, its part of a rung's label."""
+    other_label: str = ""
+    """That part for every other value, which ``{}`` stands for."""
+
+    @property
+    def flag(self) -> str:
+        """``--mlp-tiles``."""
+        return flag_of(self.name)
+
+    @property
+    def words(self) -> str:
+        """``mlp tiles``."""
+        return self.name.replace("_", " ")
+
+    @property
+    def rung_field(self) -> str:
+        """The field of ``Settings`` that it sets, if any: that has the unit in its name."""
+        return self.in_base_units or self.name
+
+    @property
+    def is_list(self) -> bool:
+        """A list, which may be given as its only element."""
+        return self.kind is not None and self.kind.is_list
+
+    def label_of(self, value: Any) -> str:
+        """This value's part of a rung's label; empty where a label says nothing of it."""
+        return self.labels.get(value, self.other_label.format(value))
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets a field: ``--mlp-tiles``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def words_of(values: Mapping[str, object]) -> list[str]:
+    """The words that set these fields, as they are typed."""
+    words: list[str] = []
+    for name, value in values.items():
+        words.append(flag_of(name))
+        if value is not True:
+            words += map(str, value) if isinstance(value, list) else [str(value)]
+    return words

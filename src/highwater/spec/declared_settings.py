@@ -1,0 +1,332 @@
+"""Every setting that a user can name, declared once: what its value is, which commands take it, its
+help, its label.
+
+The grammar of the command line, the schema of ``--config``, the refusals and the labels of rungs
+read these rows. A new setting is a row, its fields (of ``Request``, and of ``Settings`` or
+``Hyperparameters`` where a rung or an optimizer has it), and whoever acts on it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from highwater.spec.declaration import (
+    CHOICE,
+    COUNT,
+    COUNTS,
+    DIRECTORY,
+    FILE,
+    FUNCTION,
+    LENGTH,
+    MODEL,
+    NUMBER,
+    PREDICTION,
+    SIZE,
+    SWITCH,
+    TIME,
+    TOKENS,
+    Command,
+    Setting,
+)
+
+Topic = Literal["model", "trial", "lengths", "search", "optimizer", "objective"]
+
+_FIND: tuple[Command, ...] = ("find",)
+_TRY: tuple[Command, ...] = ("try",)
+_RUN: tuple[Command, ...] = ("find", "try")
+"""Of trials that are run: no prediction depends on it."""
+_LENGTHS: tuple[Command, ...] = ("find", "predict")
+_PREDICT: tuple[Command, ...] = ("find", "try", "predict")
+_ALL: tuple[Command, ...] = ("find", "try", "predict", "recommend", "emit")
+
+
+def _number(name: str, metavar: str, help_: str) -> Setting:
+    """A hyperparameter."""
+    return Setting(name, NUMBER, _RUN, help_, metavar=metavar)
+
+
+TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
+    "model": (
+        Setting(
+            "model",
+            MODEL,
+            _ALL,
+            "directory of a Hugging Face model, or a catalog name such as Qwen3-0.6B",
+        ),
+    ),
+    "trial": (
+        Setting(
+            "gpus",
+            COUNTS,
+            _RUN,
+            "GPU counts to search; default: the powers of two up to those present",
+        ),
+        Setting(
+            "ulysses",
+            COUNTS,
+            _ALL,
+            "Ulysses degrees (SP): GPUs that share one sequence",
+            defaults=dict.fromkeys(
+                ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
+            ),
+        ),
+        Setting(
+            "memory",
+            SIZE,
+            _RUN,
+            "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
+            in_base_units="memory_bytes",
+        ),
+        Setting(
+            "loss",
+            CHOICE,
+            _ALL,
+            "keep only rungs with this loss; default: the whole ladder",
+            labels={"chunked": "chunked"},
+        ),
+        Setting(
+            "allocator",
+            CHOICE,
+            _ALL,
+            "keep only rungs with this allocator; default: the whole ladder",
+            labels={"expandable": "Env"},
+        ),
+        Setting(
+            "recompute",
+            CHOICE,
+            _ALL,
+            "activations recomputed in the backward pass",
+            labels={"layer": "", "none": "no-recompute", "all-but-attention": "attention-kept"},
+            other_label="recompute-{}",
+        ),
+        Setting(
+            "mlp_tiles",
+            COUNT,
+            _ALL,
+            "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
+            example=8,
+            labels={None: ""},
+            other_label="mlp-tiles-{}",
+        ),
+        Setting(
+            "strategy", CHOICE, _ALL, "how parameters, gradients and optimizer states are sharded"
+        ),
+        Setting(
+            "offload",
+            SWITCH,
+            _ALL,
+            "keep parameters, gradients and optimizer states in host memory",
+            labels={True: "Offload"},
+        ),
+        Setting(
+            "objective",
+            CHOICE,
+            _ALL,
+            "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
+            "token-mean)",
+        ),
+        Setting("critic", SWITCH, _ALL, "ppo: train a model of token values along"),
+        Setting(
+            "entropy",
+            CHOICE,
+            _ALL,
+            "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
+            labels={"chunked": "entropy-saving"},
+        ),
+        Setting(
+            "checkpoint", CHOICE, _RUN, "sharded: write model and optimizer after the last step"
+        ),
+        Setting("save_hf", CHOICE, _RUN, "when Hugging Face weights are written"),
+        Setting(
+            "rope",
+            CHOICE,
+            _ALL,
+            "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
+        ),
+        Setting(
+            "sequences_per_micro_batch",
+            COUNT,
+            _ALL,
+            "sequences packed into one micro-batch",
+            defaults={"recommend": "2", "emit": "2"},
+        ),
+        Setting(
+            "token_budget",
+            TOKENS,
+            _PREDICT,
+            "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
+            in_base_units="token_budget_tokens",
+        ),
+        Setting("timeout", TIME, _RUN, "longest time for one trial", in_base_units="timeout_s"),
+        Setting("steps", COUNT, _RUN, "optimizer steps of a trial, 2 or more", example=2),
+        Setting("micro_batches", COUNT, _RUN, "micro-batches of a step, 2 or more", example=2),
+        Setting(
+            "data",
+            FUNCTION,
+            _RUN,
+            "module:function that yields token batches: code of yours, which is run; default: "
+            "synthetic ones",
+        ),
+        Setting("device", CHOICE, _RUN, "what to train on; default: cuda where there is a GPU"),
+        Setting("log_dir", DIRECTORY, _RUN, "directory of logs and studies"),
+        Setting(
+            "checkpoint_dir",
+            DIRECTORY,
+            _RUN,
+            "directory below which trials save what they save; default: under the log directory",
+            example="./checkpoints",
+        ),
+        Setting("allow_busy", SWITCH, _RUN, "also start on GPUs that somebody else uses"),
+        Setting("dry_run", SWITCH, _RUN, "answer from a memory law; nothing is trained"),
+        Setting(
+            "attention_depth",
+            COUNT,
+            _TRY,
+            "memory-only trial: attention over whole documents in the last N layers alone, on "
+            "short pieces elsewhere",
+        ),
+    ),
+    "lengths": (
+        Setting(
+            "start_length",
+            LENGTH,
+            _LENGTHS,
+            "shortest length to try, in tokens",
+            in_base_units="start_tokens",
+        ),
+        Setting(
+            "resolution",
+            LENGTH,
+            _LENGTHS,
+            "step between lengths; default: 4096 up to the native length, then a quarter of it",
+            in_base_units="resolution_tokens",
+        ),
+        Setting(
+            "max_length",
+            LENGTH,
+            _LENGTHS,
+            "longest length to try; default: 1m tokens, on the CPU 8k",
+            in_base_units="max_tokens",
+            example="256k",
+        ),
+    ),
+    "search": (
+        Setting("method", CHOICE, _FIND, "bisect, or linear: the published upward scan"),
+        Setting(
+            "proof",
+            CHOICE,
+            _FIND,
+            "memory: a memory-only trial proves what fits where a full one would exceed the "
+            "timeout",
+        ),
+        Setting(
+            "prediction",
+            PREDICTION,
+            _FIND,
+            "which length is tried first: by formula, by trace, or by a file of `highwater predict "
+            "--json`",
+        ),
+        Setting(
+            "confirm",
+            COUNT,
+            _FIND,
+            "times that both trials of the edge are repeated",
+            metavar="K",
+            example=2,
+        ),
+        Setting(
+            "margin",
+            SIZE,
+            ("find", "predict", "recommend", "emit"),
+            "headroom that a length must leave to count, for example 2GiB",
+            in_base_units="margin_bytes",
+            example="2GiB",
+        ),
+        Setting(
+            "study",
+            FILE,
+            _FIND,
+            "file of the study; default: one for each question, under the log directory",
+        ),
+        Setting(
+            "retry_crashed",
+            SWITCH,
+            _FIND,
+            "launch again what only crashed when the study was last searched",
+        ),
+    ),
+    "optimizer": (
+        _number("learning_rate", "RATE", "AdamW's learning rate"),
+        _number("adam_beta1", "BETA", "AdamW's beta of the gradients' running mean"),
+        _number("adam_beta2", "BETA", "AdamW's beta of the squares' running mean"),
+        _number("adam_epsilon", "EPSILON", "AdamW's epsilon"),
+        _number("weight_decay", "RATE", "AdamW's weight decay; norms and biases have none"),
+        _number("max_grad_norm", "NORM", "norm that gradients are clipped to; 0: no clipping"),
+    ),
+    "objective": (
+        _number(
+            "clip_ratio_low",
+            "SHARE",
+            "grpo, ppo: how far below 1 a ratio of probabilities counts (TRL's epsilon)",
+        ),
+        _number(
+            "clip_ratio_high",
+            "SHARE",
+            "grpo, ppo: how far above 1 a ratio of probabilities counts (TRL's epsilon_high)",
+        ),
+        _number(
+            "dual_clip",
+            "RATIO",
+            "grpo, ppo: largest ratio of a token with a negative advantage (verl's clip_ratio_c, "
+            "TRL's delta); 0: none",
+        ),
+        Setting(
+            "kl_estimator",
+            CHOICE,
+            _RUN,
+            "grpo: estimator of the divergence from the reference (k3: verl's low_var_kl, and "
+            "TRL's)",
+        ),
+        _number(
+            "kl_coefficient",
+            "WEIGHT",
+            "grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)",
+        ),
+        _number(
+            "entropy_coefficient", "WEIGHT", "grpo, ppo: weight of the entropy, where there is one"
+        ),
+        _number(
+            "dpo_beta",
+            "WEIGHT",
+            "dpo: weight of a pair's margin over the reference's (TRL's beta)",
+        ),
+        _number(
+            "value_clip",
+            "CHANGE",
+            "ppo with a critic: how far a value may move (verl's cliprange_value)",
+        ),
+        _number("value_coefficient", "WEIGHT", "ppo with a critic: weight of its squared error"),
+        _number("discount", "SHARE", "ppo: discount of rewards (gamma)"),
+        _number("gae_lambda", "SHARE", "ppo: lambda of the generalized advantages"),
+    ),
+}
+"""By topic, in the order in which a help lists them."""
+
+DECLARED: Mapping[str, Setting] = {row.name: row for rows in TOPICS.values() for row in rows}
+"""By name."""
+
+_FIRST_IN_A_LABEL = ("allocator", "offload", "loss", "entropy")
+"""As the published guides have it: "Env + Offload"."""
+IN_A_LABEL: tuple[Setting, ...] = (
+    *(DECLARED[name] for name in _FIRST_IN_A_LABEL),
+    *(row for row in DECLARED.values() if row.labels and row.name not in _FIRST_IN_A_LABEL),
+)
+"""Settings that the label of a rung tells, in its order."""
+
+
+def taken_by(command: Command, *, but_not: Command | None = None) -> tuple[Setting, ...]:
+    """The settings that a command takes, without those that another takes too, in the order in
+    which its help lists them.
+    """
+    return tuple(
+        row for row in DECLARED.values() if command in row.commands and but_not not in row.commands
+    )

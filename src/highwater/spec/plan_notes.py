@@ -1,0 +1,66 @@
+"""Notes of a plan: what a user should know before trials start, where nothing is refused."""
+
+from pathlib import Path
+
+from highwater.spec.families import value_of
+from highwater.spec.model import Model, read_config
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device
+from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
+
+ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
+
+
+def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
+    """What offload does not do here, for who would expect it; nothing where it does all."""
+    if not settings.offload:
+        return ()
+    if device == "cpu":
+        return ("on the CPU offload changes nothing: states are in host memory in any case",)
+    if settings.strategy == "fsdp":
+        return (
+            "FSDP1 offloads parameters and optimizer states; a gradient, 4 bytes a parameter over "
+            "all GPUs, stays on them until "
+            "each backward pass ends; `--strategy fsdp2` offloads that too",
+        )
+    return ()
+
+
+def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
+    """What a trial does not start from weights that are here; nothing of a simulated one, but what
+    time would be of experts.
+    """
+    directory = Path(model.directory)
+    if not weight_files(directory):
+        return _of_random_weights(model, simulated=simulated)
+    notes: list[str] = []
+    tensors = saved_tensors(directory)
+    gives_numbers = settings.critic or settings.traits.gives_scalars
+    if tensors and SCORE not in tensors and gives_numbers and not simulated:
+        notes.append(
+            f"random weights in the head that gives one number a token: the files of {model.name} "
+            f"have no {SCORE}"
+        )
+    if not model.shape.tied_embeddings and value_of(
+        read_config(directory / "config.json"), "tie_word_embeddings"
+    ):
+        notes.append(
+            f"the head of {model.name} is trained apart from the embedding, though its "
+            f"config.json ties them: its files hold both, "
+            "with different values, and transformers does the same"
+        )
+    return tuple(notes)
+
+
+def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
+    random = f"random weights: {model.name} has none here"
+    if model.shape.experts > 1:
+        return (
+            f"{random}, and random ones send the tokens to its {model.shape.experts} experts "
+            f"nearly evenly: time may differ "
+            "with trained ones, memory does not (every token goes to as many experts, "
+            "whichever they are)",
+        )
+    if simulated:
+        return ()
+    return (f"{random}; memory and time are those of trained ones, the loss is not",)

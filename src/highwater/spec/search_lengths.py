@@ -1,0 +1,120 @@
+"""The lengths that a search of a model may try: its grid, and where a window, the native length or
+YaRN ends it.
+"""
+
+from highwater.errors import UsageError
+from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
+from highwater.spec.model import Model
+from highwater.spec.request import Request
+from highwater.spec.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
+from highwater.spec.settings import Rope
+from highwater.spec.trial import Device
+from highwater.units import format_tokens
+
+_CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
+"""Longest length to try unless the user names one. On the CPU, where attention's square is felt, a
+search has to end."""
+
+
+def grid_of(
+    request: Request, model: Model, device: Device, window: int | None
+) -> tuple[Grid, tuple[str, ...]]:
+    """The lengths to try, and why they end where nobody asked for an end; ``window`` is the sliding
+    window that documents have to be within, if any.
+    """
+    native = model.shape.native_length_tokens
+    longest, notes = _longest(request, model, device, window)
+    grid = Grid(
+        start_tokens=request.start_tokens,
+        step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
+        native_length_tokens=native,
+        beyond_step_tokens=request.resolution_tokens or max(1, native // 4),
+        max_tokens=longest,
+    )
+    return grid, notes
+
+
+def _longest(
+    request: Request, model: Model, device: Device, window: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """Where the lengths end: at the native length where nothing scales the positions past it, and
+    at a sliding window.
+    """
+    native = model.shape.native_length_tokens
+    longest, notes = request.max_tokens or _CEILING_TOKENS[device], ()
+    if request.max_tokens is None and device == "cpu":
+        longest = max(longest, request.start_tokens)
+        notes = (
+            f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
+        )
+    if longest > native and ends_at_native(model, request.rope):
+        refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
+        longest = native
+        why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
+        if unscalable(model) is not None:
+            why = f"{model.name} was made for them, and {unscalable(model)}"
+        notes = (f"lengths end at {format_tokens(native)}: {why}",)
+    if window is not None and longest > window:
+        refuse_past_window(model, request.start_tokens, flag="--start-length")
+        refuse_past_window(model, request.max_tokens or 0, flag="--max-length")
+        longest = window
+        notes = (
+            f"lengths end at {format_tokens(window)}: {model.name} attends in a sliding window of "
+            f"as many tokens, and only full "
+            "attention is supported",
+        )
+    return longest, notes
+
+
+def refuse_past_window(model: Model, length_tokens: int, *, flag: str) -> None:
+    """Raise UsageError for a document that the model's sliding window does not hold; ``flag`` is
+    where its length was named.
+    """
+    window = model.shape.window_tokens
+    if window is not None and length_tokens > window:
+        raise UsageError(
+            f"{format_tokens(length_tokens)} tokens are past the sliding window of "
+            f"{format_tokens(window)} in which {model.name} "
+            "attends; only full attention is supported",
+            hint=f"use `{flag} {window}` or fewer tokens",
+        )
+
+
+def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
+    """Raise UsageError for a length past the native one, where nothing scales positions past it;
+    ``flag`` is where it was named.
+    """
+    native = model.shape.native_length_tokens
+    if length_tokens <= native or not ends_at_native(model, rope):
+        return
+    length, longest = format_tokens(length_tokens), format_tokens(native)
+    if unscalable(model) is not None:
+        raise UsageError(
+            f"{length} tokens are past the {longest} that {model.name} was made for, and "
+            f"{unscalable(model)}",
+            hint=f"use `{flag} {native}`",
+        )
+    raise UsageError(
+        f"{model.name} scales its own RoPE up to {longest} tokens: {length} is past it",
+        hint=f"add `--rope yarn` to scale by YaRN instead, or stay at {native} or below",
+    )
+
+
+def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
+    """Raise UsageError where YaRN is asked for and cannot be, or where what is saved with it could
+    not be loaded.
+    """
+    obstacle = unscalable(model)
+    if request.rope == "yarn" and model.own_rope_scaling and obstacle is not None:
+        raise UsageError(
+            f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}",
+            hint="leave `--rope` out",
+        )
+    is_saved = request.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
+    if is_saved and yarn(model, length_tokens=longest_tokens, rope=request.rope) is not None:
+        raise UsageError(
+            f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
+            f"saved of {model.name} with "
+            "it could not be loaded",
+            hint="leave `--save-hf` out",
+        )

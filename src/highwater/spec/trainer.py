@@ -1,0 +1,79 @@
+"""Trainers: the systems that train, a row for each with what everybody may know of it.
+
+The code that a trainer brings is registered where it can be imported: its formula and its replay in
+memory/trainers.py, the step that is traced in tracer/trainers.py, its configuration in
+emit/targets.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from highwater.spec.codec import Record
+
+Trainer = Literal["highwater", "trinity"]
+Traces = Literal["made", "bundled"]
+
+OURS: Trainer = "highwater"
+"""This package's engine: the trainer that is meant where none is named."""
+
+
+class TrainerTraits(Record, frozen=True, kw_only=True):
+    """What is known of one trainer."""
+
+    title: str
+    """Its name, for readers."""
+    step: str
+    """Whose step is predicted, and what is particular about it, for readers of a configuration."""
+    runner: Literal["local"] | None
+    """What runs its trials, by a name of this package's runners. None: nothing here does, and no
+    trial of ours says anything about it."""
+    settings: frozenset[str] | None = None
+    """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
+    grid of lengths, and what takes no memory. None: every field."""
+    has_windows: bool = True
+    """Its attention goes past a model's sliding window, in windows. False: lengths end there."""
+    traces: Traces
+    """Traces of its step: made when somebody asks for them, or bundled with the package, for some
+    models and layouts."""
+    target: str | None = None
+    """What ``highwater emit --for`` calls its configuration. None: it is typed as flags."""
+
+    @property
+    def knows_every_setting(self) -> bool:
+        """Whether any field of ``Request`` may be named for it."""
+        return self.settings is None
+
+    @property
+    def is_run(self) -> bool:
+        """Its trials are run here, and tell about it."""
+        return self.runner is not None
+
+    def refused(self, named: Iterable[str]) -> list[str]:
+        """Those of some fields of ``Request`` that may not be named for it, in their order."""
+        known = self.settings
+        return [] if known is None else sorted(set(named) - known)
+
+
+TRAINERS: Mapping[Trainer, TrainerTraits] = {
+    "highwater": TrainerTraits(
+        title="highwater",
+        step="highwater's own engine, with its tiles, chunks and kernels",
+        runner="local",
+        has_windows=False,
+        traces="made",
+    ),
+    "trinity": TrainerTraits(
+        title="Trinity-RFT",
+        step="Trinity-RFT's trainer, which is verl's actor",
+        runner=None,
+        settings=frozenset(
+            (
+                *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
+                *("rope", "margin", "start_length", "resolution", "max_length"),
+            )
+        ),
+        traces="bundled",
+        target="trinity",
+    ),
+}
+"""By the name that ``--trainer`` takes."""

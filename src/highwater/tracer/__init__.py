@@ -1,0 +1,1 @@
+"""Data plane: one step on fake tensors, and every allocation it makes."""

@@ -1,0 +1,355 @@
+"""What a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard, an
+accelerator, streams.
+
+For the tracer's own process only: nothing here is undone. On a CPU build a guard and the
+accelerator's hooks are put into PyTorch's C++ registries from outside; on a CUDA build without a
+GPU they are there, and one of the hooks, which knows no device, is told to say that none was used.
+Both reach into a binary interface that nobody promises: tried with torch 2.13 (CPU build) and 2.11
+(CUDA 13.0) on Linux; where it does not hold, ``install`` raises or the process dies, and nothing
+else is traced instead.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+_CUDA = 1
+"""c10::DeviceType::CUDA."""
+_SPLIT_NODE = "SplitWithSizesBackward0"
+"""Name of autograd's node that takes FSDP1's vector apart into parameters."""
+_GUARDS = 64
+_SLOTS = 120
+"""More virtual functions than the hooks have."""
+heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
+"""Who is told of tensors, and of the stream that is said to use them."""
+heard_wait: list[Callable[["Stream"], object]] = []
+"""Who is told that the host waits until a stream is done."""
+heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
+"""Who is told of the gradient of a part of FSDP1's vectors, and of the stream where autograd goes
+on with it."""
+_kept: list[Any] = []
+"""What C++ points to must not be collected."""
+
+
+def install() -> None:
+    """Make fake CUDA tensors work here, streams included. Raises RuntimeError where this PyTorch
+    cannot be made to.
+    """
+    _put_guard()
+    _put_hooks(is_built=torch.backends.cuda.is_built())
+    _put_streams()
+    _move_with_data()
+    _follow_streams()
+    _put_kernels()
+    with FakeTensorMode():
+        probe = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (probe @ probe).sum().backward()
+        if probe.grad is None or probe.grad.device.type != "cuda":
+            raise RuntimeError(
+                f"torch {torch.__version__} does not differentiate fake CUDA tensors"
+            )
+
+
+class Stream:
+    """A stream that nothing runs on, told apart by its number; it knows how far others are done
+    before what is launched here.
+    """
+
+    current: ClassVar["Stream"]
+    _count = 0
+    _moment = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream_id = Stream._count
+        Stream._count += 1
+        self.device = torch.device("cuda", 0)
+        self.device_index = 0
+        self.before: dict[int, int] = {}
+        """By number of another stream: the moment until which its work is."""
+
+    @staticmethod
+    def moment() -> int:
+        """A later one each time."""
+        Stream._moment += 1
+        return Stream._moment
+
+    def wait_stream(self, other: "Stream") -> None:
+        """What is launched here waits for all that was launched there."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: "Event") -> None:
+        """It waits for what the event knows."""
+        for stream_id, moment in event.before.items():
+            self.before[stream_id] = max(moment, self.before.get(stream_id, 0))
+
+    def has_waited(self, stream_id: int, moment: int) -> bool:
+        """Once all is done here, so is what had been launched on a stream at a moment."""
+        return stream_id == self.stream_id or self.before.get(stream_id, 0) >= moment
+
+    def synchronize(self) -> None:
+        """The host goes on when all is done that it launched here."""
+        for hear in heard_wait:
+            hear(self)
+
+    def query(self) -> bool:
+        """Everything is done at once."""
+        return True
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """What has been launched here until now."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> None:
+        self._before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._before
+
+
+class Event:
+    """What had been launched on a stream. No host waits for one: it is taken to have happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.before: dict[int, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Of a stream until now."""
+        stream = stream or Stream.current
+        self.before = {**stream.before, stream.stream_id: Stream.moment()}
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """A stream waits."""
+        (stream or Stream.current).wait_event(self)
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+
+@contextmanager
+def _on(stream: Stream | None) -> Generator[None]:
+    if stream is None:
+        yield
+        return
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+def _put_streams() -> None:
+    """In the place of ``torch.cuda``'s questions to a driver, answers for a Hopper card with
+    nothing on it.
+    """
+    cuda: Any = torch.cuda
+    Stream.current = Stream()
+    default = Stream.current
+    answers: dict[str, Callable[..., Any]] = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: Stream.current,
+        "default_stream": lambda *_: default,
+        "stream": _on,
+        "set_stream": lambda *_: None,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "synchronize": lambda *_: None,
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "get_device_capability": lambda *_: (9, 0),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = _tell_of_use
+    tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
+    tensor.is_pinned = lambda *_: True
+    fake: Any = FakeTensorMode
+    fake.avoid_device_init = property(
+        lambda _: True
+    )  # there is no device to initialise, whatever is_available says
+    contexts: Any = fake_tensor
+    contexts.init_gpu_context = lambda _: None  # which a CUDA build without a GPU would fail at
+
+
+def _move_with_data() -> None:
+    """Let ``tensor.data = other`` take the other's device along, as real tensors do: fake ones keep
+    theirs beside the data.
+    """
+    data: Any = torch.Tensor.data
+    fake: Any = FakeTensor
+
+    def assign(tensor: Any, other: Any) -> None:
+        data.__set__(tensor, other)
+        if isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+    fake.data = property(data.__get__, assign)
+
+
+def _follow_streams() -> None:
+    """Let FSDP1's gradients be gathered on the stream where their parameters were taken apart, as
+    autograd has it of real tensors: a node runs on the stream of its forward pass, of which fakes
+    on a CPU build have none. So does the hook that then frees the unit, on the stream where it was
+    gathered.
+    """
+    handle: Any = FlatParamHandle
+    for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
+        setattr(handle, name, _backward_as_forward(getattr(handle, name)))
+    runtime: Any = _runtime_utils
+    runtime._post_backward_hook = _where_taken_apart(runtime._post_backward_hook)
+
+
+def _where_taken_apart(hook: Callable[..., None]) -> Callable[..., None]:
+    def hooked(state: Any, handle: Any, *rest: Any) -> None:
+        with _on(handle.taken_apart_on):
+            hook(state, handle, *rest)
+
+    return hooked
+
+
+def _backward_as_forward(
+    take_apart: Callable[..., Iterable[torch.Tensor]],
+) -> Callable[..., list[torch.Tensor]]:
+    """The function, whose views' gradients are heard of as they arrive, and put together on the
+    stream where it was called.
+    """
+    before: list[Stream] = []
+
+    def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        views, stream = list(take_apart(*args, **kwargs)), Stream.current
+        args[0].taken_apart_on = stream
+
+        def begin(*_: object) -> None:
+            before.append(Stream.current)
+            Stream.current = stream
+
+        def end(*_: object) -> None:
+            Stream.current = before.pop()
+
+        def arrive(gradients: Sequence[torch.Tensor | None]) -> None:
+            for gradient in gradients:
+                if gradient is not None:
+                    for hear in heard_gradient:
+                        hear(gradient, stream)
+
+        nodes: list[Any] = [view.grad_fn for view in views if view.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(arrive)
+        whole: Any = nodes[0] if nodes else None
+        while whole is not None and whole.name() != _SPLIT_NODE:
+            whole = whole.next_functions[0][0]
+        if whole is not None:
+            whole.register_prehook(begin)
+            whole.register_hook(end)
+        return views
+
+    return taken_apart
+
+
+def _put_kernels() -> None:
+    """Let PyTorch believe that an operator has a kernel of its own for CUDA, where a CPU build
+    would take it apart.
+
+    Of a product with SiLU, as an MLP that is not ours and experts have it, a GPU's backward pass
+    allocates one tensor; taken apart it is six. No other operator of our steps has a CUDA kernel
+    and a definition by others beside it.
+    """
+    name = "aten::silu_backward"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+        library.impl("silu_backward", _never_run)
+        _kept.append(library)
+
+
+def _never_run(*_: object) -> torch.Tensor:
+    raise AssertionError("a fake tensor's operators end before a kernel")
+
+
+def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
+    for hear in heard_record_stream:
+        hear(tensor, stream)
+
+
+def _put_guard() -> None:
+    """Put c10's own guard without effect into the registry. PyTorch does it by itself where there
+    is one for no device.
+    """
+    library = ctypes.CDLL(str(_library("libc10.so")))
+    registry = (ctypes.c_void_p * _GUARDS).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    ensure: Any = torch._C._ensureCUDADeviceGuardSet  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    if not registry[_CUDA]:
+        no_devices = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
+        address = ctypes.cast(no_devices, ctypes.c_void_p).value
+        functions = (ctypes.c_void_p * _SLOTS)(*[address] * _SLOTS)
+        placeholder = (ctypes.c_void_p * 8)(ctypes.addressof(functions) + 16)
+        _kept.extend([no_devices, functions, placeholder, library])
+        registry[_CUDA] = ctypes.addressof(placeholder)
+        ensure()
+        if registry[_CUDA] == ctypes.addressof(placeholder):
+            registry[_CUDA] = None
+            raise RuntimeError(
+                f"torch {torch.__version__} has no device guard without effect to trace with"
+            )
+    ensure()
+
+
+def _put_hooks(*, is_built: bool) -> None:
+    """Let PyTorch believe that CUDA is built in, and that no device has been used: autograd asks
+    before it runs.
+    """
+    library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
+    get_hooks = library._ZN2at6detail12getCUDAHooksEv
+    get_hooks.restype = ctypes.c_void_p
+    hooks = get_hooks()
+    functions = _virtual_functions("AcceleratorHooksInterface.h")
+    table = ctypes.c_void_p.from_address(hooks).value
+    assert table is not None
+    old = (ctypes.c_void_p * (_SLOTS + 2)).from_address(table - 16)
+    new = (ctypes.c_void_p * (_SLOTS + 2))(*old)
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: True)
+    no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda *_: False)
+    first = 2 + 2  # past the table's head, and two destructors
+    new[first + functions.index("hasPrimaryContext")] = ctypes.cast(no, ctypes.c_void_p).value
+    if not is_built:
+        new[first + functions.index("isBuilt")] = ctypes.cast(yes, ctypes.c_void_p).value
+    _kept.extend([new, yes, no, library])
+    ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(new) + 16
+
+
+def _virtual_functions(header: str) -> list[str]:
+    """Names of a class's virtual functions in their order, from the header that this PyTorch was
+    built with.
+    """
+    path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
+    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    return re.findall(
+        r"virtual [^;{(]*?([\w~]+)\(",
+        text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text,
+    )
+
+
+def _library(name: str) -> Path:
+    return Path(torch.__file__).parent / "lib" / name

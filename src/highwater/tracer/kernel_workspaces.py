@@ -1,0 +1,84 @@
+"""Hidden bytes: what a kernel takes of the allocator for itself, and gives back before it returns.
+No fake tensor shows it.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+aten: Any = torch.ops.aten
+
+
+def _in_flash_backward(args: Sequence[Any]) -> list[int]:
+    """A float32 number per token and query head, q's gradient in float32; where query heads share
+    keys, k's and v's for every one of them. Source: docs/results/layer; what H200s recorded in
+    docs/results/lab/trinity_trials.json.
+    """
+    query, key = args[1], args[2]
+    shared = query.shape[1] != key.shape[1]
+    every_head = [query.element_size() * query.numel()] * 2 if shared else []
+    return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
+
+
+def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
+    """One workspace for all of it. Source: docs/results/lab/histories.json.gz."""
+    return [sum(_in_flash_backward(args)) + 256]
+
+
+def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
+    """Past 3,072 tokens: float32 sums of ten sorted rows each. Source:
+    ATen/native/cuda/EmbeddingBackwardKernel.cu.
+    """
+    gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
+    width = -(-gradient.shape[-1] // 32) * 32
+    return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
+
+
+def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
+    """Of sums over all dimensions but the last, where several blocks of threads share a column: a
+    float32 number of every thread for every column it has a part of, and a semaphore a row of
+    blocks.
+
+    ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in
+    ATen/native/cuda/Reduce.cuh; equal to what H200s recorded of 128 to 5,120 columns and 16,384 to
+    655,360 rows (docs/results/lab/trinity_trials.json).
+    """
+    inputs = args[0]
+    if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
+        return []
+    if {dim % inputs.ndim for dim in args[1] or range(inputs.ndim)} != set(range(inputs.ndim - 1)):
+        return []
+    rows, columns = prod(inputs.shape[:-1]), inputs.shape[-1]
+    vector = next(size for size in (4, 2, 1) if columns % size == 0)
+    most = _THREADS_OF_A_SUM // vector
+    width = min(_power_of_two(columns // vector), _WARP)
+    height = min(_power_of_two(rows), most // width)
+    width = min(_power_of_two(columns // vector), most // height)
+    values, blocks = -(-rows // height), -(-columns // (vector * width))
+    if values < _MOST_VALUES:
+        return []
+    at_once = resident_threads // (width * height)
+    if blocks > at_once:
+        return []
+    wanted = -(-at_once // blocks)
+    sharing = max(min(wanted, -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return [4 * columns * sharing * width * vector, 4 * blocks] if sharing > 1 else []
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no more."""
+    return 1 << (number.bit_length() - 1)
+
+
+_THREADS_OF_A_SUM, _WARP = 512, 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""That a thread of a sum adds up before more blocks share a column."""
+
+HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
+    aten.embedding_dense_backward.default: _in_embedding_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
+}
+"""Bytes that an operator takes for itself and gives back before it returns, by operator."""

@@ -1,0 +1,184 @@
+"""The tracer: a trial's own steps on fake CUDA tensors, at full depth and any length; writes what a
+rank allocates and frees.
+
+``python -m highwater.tracer.tracer ORDER EVENTS`` in a process of its own, on any machine: no
+number is computed, no GPU asked. What runs is the engine's own code; what a CPU build cannot run is
+stood in for by what makes the same allocations: the fused attention and norm, the Triton kernels.
+What a kernel takes for itself and gives back is in ``kernel_workspaces.py``. No size depends on a
+number: experts are one product over all of them, of as many rows wherever a router sends the
+tokens.
+"""
+
+import gc
+import os
+import sys
+import traceback
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from highwater.attention.dense import prove
+from highwater.models.build import read_config
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.events import EventLog, ReleaseCached, TraceOrder
+from highwater.spec.hardware import Kernel
+from highwater.spec.model import load_model
+from highwater.spec.trial import TrialSpec
+from highwater.tracer import fake_cuda, kernel_stubs, trinity_step
+from highwater.tracer.allocation_recorder import AllocationRecorder
+from highwater.tracer.fake_dispatch import QuickFakeMode
+from highwater.tracer.inplace_accumulation import GradientSums
+from highwater.tracer.kernel_workspaces import HIDDEN, in_column_sums
+from highwater.train.assemble import assemble
+from highwater.train.data import shard
+from highwater.train.micro_batches import batches
+from highwater.train.rank_context import RankContext, compute_dtype
+from highwater.train.step import train_step
+from highwater.train.trial import rehearsal_batch, rehearse
+
+aten: Any = torch.ops.aten
+
+
+def main() -> None:
+    """Trace what the first file orders into the second."""
+    exit_code = 1
+    try:
+        order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
+        target = Path(sys.argv[2])
+        unfinished = target.with_suffix(".partial")
+        unfinished.write_bytes(msgspec.json.encode(trace(order)))
+        unfinished.replace(target)
+        exit_code = 0
+    except Exception:  # noqa: BLE001 -- the edge of the process, which has to end as the next line has it
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # the interpreter's end would let go of fakes that C++ still knows
+
+
+def trace(order: TraceOrder) -> EventLog:
+    """What a rank of the trial allocates and frees on its device, from the model's first shard to
+    the end of the last step.
+
+    What lies in host memory is not in it.
+    """
+    spec = order.spec
+    fake_cuda.install()
+    kernel_stubs.put(order.kernel)
+    context = _context(spec, order.rank, order.kernel)
+    source = batches(spec, vocab_size=_vocab_size(spec), data_rank=context.data_rank)
+    whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
+    rehearsal = rehearsal_batch(spec, context)
+    sums = GradientSums()
+    sums.learn(AllocationRecorder(sums))
+    recorder = AllocationRecorder(sums)
+    recorder.hidden = HIDDEN | {
+        aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
+    }
+    # its traces are to lie on lines over the tokens, which these bytes do not
+    if order.trainer == "trinity":
+        recorder.hidden.pop(aten.embedding_dense_backward.default)
+    elif context.mesh.size() > 1:
+        recorder.most_awaited = _LENT_BY_FSDP1
+    fake_cuda.heard_record_stream.append(recorder.lend)
+    fake_cuda.heard_gradient.append(recorder.pass_on)
+    # Alone a rank has only copies on its other streams, which are done by then: so H200s recorded.
+    fake_cuda.heard_wait.append(
+        recorder.wait_for if context.mesh.size() > 1 else lambda _: recorder.wait()
+    )
+    _mute_while_shapes_are_asked(recorder)
+    gc.disable()  # a collection would free at moments that another process does not
+    with QuickFakeMode(allow_non_fake_inputs=True), recorder:
+        if order.trainer == "trinity":
+            training = trinity_step.assemble(spec, context)
+            recorder.follow(training.policy)
+        else:
+            _prove_kernel(spec, context)
+            training = assemble(spec, context)
+            recorder.follow(training.policy)
+            recorder.enter("rehearsal")
+            rehearse(training, rehearsal)
+            recorder.events.append(ReleaseCached())
+        for step in whole:
+            with unset_fake_temporarily():
+                own = [
+                    shard(batch, degree=context.sequence_degree, rank=context.sequence_rank)
+                    for batch in step
+                ]
+            # Before it sends the weights to its explorer: once they are there, and after each step.
+            if order.trainer == "trinity":
+                recorder.release()
+            train_step(training, own, enter=recorder.enter)
+        recorder.is_closed = True
+    versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
+    return EventLog(
+        source="traced",
+        versions=versions,
+        operators=tuple(recorder.operators),
+        modules=tuple(recorder.modules),
+        events=tuple(recorder.events),
+    )
+
+
+_LENT_BY_FSDP1 = 4
+"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the
+shards that these came from. Compared with no trial yet."""
+
+
+def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:
+    propagator: Any = ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    ask = getattr(propagator, name)
+
+    def muted(*args: Any, **kwargs: Any) -> Any:
+        before, recorder.is_muted = recorder.is_muted, True
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            recorder.is_muted = before
+
+    setattr(propagator, name, muted)
+
+
+def _context(spec: TrialSpec, rank: int, kernel: Kernel) -> RankContext:
+    dist.init_process_group("fake", rank=rank, world_size=spec.layout.gpus, store=FakeStore())
+    device = torch.device("cuda", 0)
+    mesh = process_mesh.shard_mesh(spec.layout, device)
+    return RankContext(
+        device=device,
+        kernel=kernel,
+        mesh=mesh,
+        sequence=process_mesh.sequence_group(spec.layout, mesh),
+        nccl_bytes=0,
+    )
+
+
+def _prove_kernel(spec: TrialSpec, context: RankContext) -> None:
+    """What a rank does before it has a model: a native allocator cuts the first weights out of what
+    this leaves.
+    """
+    shape = load_model(spec.model_directory).shape
+    heads = {
+        "query_heads": shape.query_heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    prove(context.kernel, context.device, compute_dtype(context.device), **heads)
+
+
+def _vocab_size(spec: TrialSpec) -> int:
+    return read_config(
+        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+    ).vocab_size
+
+
+if __name__ == "__main__":
+    main()

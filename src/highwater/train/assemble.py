@@ -1,0 +1,70 @@
+"""Assemble: the models and optimizers that a trial's settings ask for, as one Trainer."""
+
+from typing import Any
+
+from highwater.attention.dense import register
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.spec.settings import Loss
+from highwater.spec.trial import TrialSpec
+from highwater.train.optimizers import optimizer_of
+from highwater.train.rank_context import RankContext, compute_dtype
+from highwater.train.step import Training
+
+CRITIC_SEED = 1
+"""Added to the trial's seed: a critic without weights of its own does not start as a copy of the
+policy."""
+
+
+def assemble(spec: TrialSpec, context: RankContext) -> Training:
+    """Everything that lives as long as the training, allocated."""
+    settings = spec.settings
+    loss: Loss = "full" if settings.holds_logits else "chunked"
+    policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
+    critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
+    return Training(
+        policy=policy,
+        optimizer=optimizer_of(policy, spec),
+        mesh=context.mesh,
+        sequence=context.sequence,
+        objective=settings.objective,
+        entropy=settings.entropy != "none",
+        critic=critic,
+        critic_optimizer=None if critic is None else optimizer_of(critic, spec),
+        reference=_reference(spec, context) if settings.traits.has_reference else None,
+        hyperparameters=spec.hyperparameters,
+    )
+
+
+def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
+    """A model to train, as the settings say."""
+    settings = spec.settings
+    trained = {
+        "recompute": settings.recompute,
+        "mlp_tiles": settings.mlp_tiles,
+        "strategy": settings.strategy,
+    }
+    return _built(
+        spec, context, loss=loss, seed=spec.seed + seed, offload=settings.offload, **trained
+    )
+
+
+def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
+    """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a
+    time comes to the device.
+    """
+    frozen = {"master_dtype": compute_dtype(context.device), "recompute": "none", "offload": True}
+    return _built(spec, context, loss="chunked", seed=spec.seed, **frozen).requires_grad_(False)
+
+
+def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
+    return build(
+        read_config(
+            spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+        ),
+        directory=spec.model_directory,
+        mesh=context.mesh,
+        attention=register(context.kernel, group=context.sequence, depth=spec.attention_depth),
+        compute_dtype=compute_dtype(context.device),
+        **how,
+    )

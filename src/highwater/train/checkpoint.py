@@ -1,0 +1,171 @@
+"""Checkpoints: model and optimizer as every rank's shards, and the model as a directory that
+``from_pretrained`` loads.
+
+Both read the shards through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
+shards in host memory. Neither ever makes a whole copy of anything: shards are written as they lie,
+and Hugging Face weights one parameter at a time.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from highwater.models.decoder import Decoder
+from highwater.models.pretrained import PretrainedDirectory, write_beside
+from highwater.models.weight_names import name_in_files
+
+
+def save_sharded(
+    model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
+) -> int:
+    """Write every rank's shards of model and optimizer to ``directory``; returns the bytes that
+    this rank wrote.
+
+    The format is torch.distributed.checkpoint's: keys ``model`` and ``optimizer``, a tied head
+    under its embedding's name alone. 12 bytes a parameter over all ranks: float32 weights and both
+    moments. Raises OSError when the disk does not take it.
+    """
+    options = _options(model)
+    weights = get_model_state_dict(model, options=options)
+    for name in [name for name in weights if name_in_files(name) in _tied_names(model)]:
+        del weights[name]
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    writer = _CountingWriter(directory)
+    try:
+        # A rank alone talks to nobody: NCCL would spend memory on it.
+        dcp.save(state, storage_writer=writer, no_dist=mesh.size() == 1, process_group=None)
+    except dcp.CheckpointException as error:
+        raise _first_of(error) from error
+    return writer.written_bytes
+
+
+def save_pretrained(
+    model: Decoder, directory: Path, *, mesh: DeviceMesh, dtype: torch.dtype, source: Path
+) -> int:
+    """Write the Hugging Face model to ``directory`` in ``dtype``; returns the bytes that this rank
+    wrote: rank 0 all, others 0.
+
+    Every rank gathers one parameter at a time, as it does in the forward pass; rank 0 alone copies
+    it to its host and writes it. What an earlier save left in the directory is overwritten, file by
+    file. ``source`` is the directory that the model came from. Raises OSError when the disk does
+    not take it.
+    """
+    shards = _named_shards(model)
+    parameters = {name_in_files(name) for name, _ in model.named_parameters()}
+    dtypes = {
+        name: dtype if name in parameters else tensor.dtype for name, tensor in shards.items()
+    }
+    written_bytes = 0
+    if dist.get_rank() > 0:
+        for name, shard in shards.items():
+            _whole(shard, dtypes[name], mesh)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        shapes = {
+            name: torch.empty(shard.shape, dtype=dtypes[name], device="meta")
+            for name, shard in shards.items()
+        }
+        with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
+            for name, shard in shards.items():
+                target.write(name, _whole(shard, dtypes[name], mesh).cpu())
+            written_bytes = target.written_bytes
+        written_bytes += write_beside(
+            directory, model.causal_lm, architecture=model.architecture, dtype=dtype, source=source
+        )
+    if mesh.size() > 1:
+        dist.barrier(
+            group=mesh.get_group()
+        )  # the others' next step would else be timed with rank 0's writing in it
+    return written_bytes
+
+
+def _options(model: nn.Module) -> StateDictOptions:
+    """FSDP2 hands out its shards; FSDP1 copies of them, which go to the host."""
+    return StateDictOptions(
+        cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    )
+
+
+def _named_shards(model: Decoder) -> dict[str, Tensor]:
+    """This rank's shards of the Hugging Face model by its own names, in its own order; a tied head
+    is its embedding.
+    """
+    shards: dict[str, Any] = get_model_state_dict(model, options=_options(model))
+    tied = _tied_names(model)
+    return {
+        name_in_files(name): shard
+        for name, shard in shards.items()
+        if name_in_files(name) not in tied
+    }
+
+
+def _tied_names(model: Decoder) -> set[str]:
+    """Names, as files have them, under which a parameter is known besides its first."""
+    first = {name for name, _ in model.named_parameters()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name_in_files(name) for name in every - first}
+
+
+def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+    """The whole tensor, narrowed before it is gathered: what travels and what it takes on the
+    device is the narrow one.
+    """
+    if not isinstance(shard, DTensor):
+        return shard.to(dtype)
+    if mesh.size() == 1:
+        return shard.to_local().to(
+            dtype
+        )  # nothing to gather: not even a communicator is made for it
+    # Shards in host memory travel over the mesh's device.
+    return cast(DTensor, shard.to(device=mesh.device_type, dtype=dtype)).full_tensor()
+
+
+class _CountingWriter(dcp.FileSystemWriter):
+    """Counts what it writes, and fails with the system's own error where torch.save would hide it
+    behind one of its format.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.written_bytes = 0
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[Any]]:
+        """Write this rank's items."""
+        try:
+            results = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _cause(error) from None  # it crosses ranks by pickle, which keeps no context
+        self.written_bytes += sum(result.size_in_bytes for result in results.wait())
+        return results
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The system's error behind another one; the error itself when there is none."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return behind or error
+
+
+def _first_of(error: dcp.CheckpointException) -> BaseException:
+    """The system's error on any rank, or else the first error: what torch raises shows no reason in
+    its first line.
+    """
+    failures = [failure for failure, _ in error.failures.values()]
+    return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])

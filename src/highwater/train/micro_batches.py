@@ -1,0 +1,121 @@
+"""Micro-batches: where a trial's documents come from, the seed or a function of the user's."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from highwater.errors import UsageError
+from highwater.spec.trial import PROMPT_TOKENS, TrialSpec
+from highwater.train.data import UNTRAINED, Batch, Document, pack
+from highwater.train.user_documents import EXAMPLE, read_documents, seen
+
+
+def batches(
+    spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+
+    ``window_tokens``: the longest document that every layer attends to whole, where there is one.
+    """
+    if spec.data is None:
+        return _synthetic(spec, vocab_size=vocab_size, data_rank=data_rank)
+    return _from_user(spec, vocab_size=vocab_size, data_rank=data_rank, window_tokens=window_tokens)
+
+
+def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
+    """Random tokens and rewards, every sequence exactly the trial's length, the response alone
+    trained on.
+
+    All sequences of a data rank answer one prompt, its own, as far as GRPO is concerned.
+    """
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + data_rank)
+    prompt = min(PROMPT_TOKENS, spec.length_tokens // 2)
+    while True:
+        documents: list[Document] = []
+        for _ in range(spec.sequences):
+            ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
+            labels = ids.clone()
+            labels[:prompt] = UNTRAINED
+            reward = float(torch.randn((), generator=generator))
+            documents.append(Document(ids, labels, reward=reward, group=data_rank))
+        yield pack(documents)
+
+
+def _from_user(
+    spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None
+) -> Iterator[Batch]:
+    """Micro-batches of ``module:function``, called with keyword arguments and again when it runs
+    out.
+
+    The function gets ``data_rank``, ``data_parallel_degree``, ``length_tokens`` and ``sequences``,
+    and yields micro-batches of ``length_tokens * sequences`` tokens: each a sequence of documents
+    of at most ``length_tokens`` tokens, each document token ids or a mapping with ``input_ids`` and
+    maybe ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole number that
+    sequences of one prompt share, in whatever micro-batch and on whatever data rank of the step
+    they are; those without one are one group. ``logprobs`` has a number for every token, which
+    counts where the token is trained on: its log-probability when it was sampled. Of a document
+    without them the policy before the step takes their place.
+    """
+    assert spec.data is not None
+    function = _resolve(spec.data)
+    arguments = {
+        "data_rank": data_rank,
+        "data_parallel_degree": spec.layout.data_parallel_degree,
+        "length_tokens": spec.length_tokens,
+        "sequences": spec.sequences,
+    }
+    while True:
+        empty = True
+        for micro_batch in _called(function, arguments, spec.data):
+            empty = False
+            yield pack(
+                read_documents(
+                    micro_batch, spec, vocab_size=vocab_size, window_tokens=window_tokens
+                )
+            )
+        if empty:
+            raise UsageError(
+                f"{spec.data} yielded no micro-batch",
+                hint="yield lists of documents, each a list of token ids",
+            )
+
+
+def _resolve(source: str) -> Any:
+    """The function that ``--data`` names: the user's code, run as it is. No other code comes from
+    the working directory.
+    """
+    module, _, name = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a random.py there is nobody's random
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
+        raise UsageError(f"data source {source!r}: {error}", hint=hint) from error
+
+
+def _called(function: Any, arguments: Mapping[str, Any], source: str) -> Iterable[Any]:
+    """What the function gives for these keywords; raises UsageError where it cannot be called so,
+    or gives no micro-batches.
+    """
+    try:
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{source} cannot be called with {', '.join(arguments)}: {error}",
+            hint="define it as `def batches(*, length_tokens, **_)`: names that it does not need "
+            "go into `**_`",
+        ) from error
+    given = function(**arguments)
+    if not isinstance(given, Iterable):
+        raise UsageError(
+            f"{source} returned {seen(given)}, and no micro-batches",
+            hint=f"`yield` lists of documents: {EXAMPLE}",
+        )
+    return cast(Iterable[Any], given)

@@ -1,0 +1,78 @@
+"""Optimizers: AdamW on the shards of a model, everything that it keeps allocated before the first
+step.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from highwater.models.weight_names import name_in_files
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.trial import TrialSpec
+
+_NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""In the names of norms and biases. Source: ``Trainer.get_decay_parameter_names``, transformers
+5.23."""
+
+
+def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
+    """The optimizer that a trial asks for, of one of its models: all that depends on its settings
+    is chosen here.
+    """
+    return make_optimizer(model, spec.hyperparameters)
+
+
+def make_optimizer(model: nn.Module, hyperparameters: Hyperparameters) -> torch.optim.Optimizer:
+    """Fused AdamW on the float32 shards, its two moments and every gradient already allocated, as
+    zeros.
+
+    It runs where the shards are: on the host when they are offloaded. A frozen parameter is none of
+    its own: without a gradient, without states, without decay.
+
+    What lives as long as the training is allocated before the first activation. Left to the first
+    step, gradients and moments would be cut out of the blocks that activations just left, and the
+    caching allocator could never join those again: the largest block, the logits, would be needed
+    twice. And what does not fit shows in the first micro-batch, not in the second step.
+    """
+    optimizer = torch.optim.AdamW(
+        _groups(model, weight_decay=hyperparameters.weight_decay),
+        lr=0.0,
+        betas=(hyperparameters.adam_beta1, hyperparameters.adam_beta2),
+        eps=hyperparameters.adam_epsilon,
+        fused=True,
+    )
+    for parameter in model.parameters():
+        # FSDP1 leaves an empty tensor of what other ranks hold
+        if parameter.requires_grad and parameter.numel():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
+    for group in optimizer.param_groups:
+        group["lr"] = hyperparameters.learning_rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters: those that decay, then norms and biases, as transformers' Trainer
+    tells them apart.
+    """
+    norms = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+        for parameter in module.parameters()
+    }
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            does_not = parameter in norms or _NEVER_DECAYS.search(name_in_files(name).lower())
+            (others if does_not else decaying).append(parameter)
+    groups = (
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]

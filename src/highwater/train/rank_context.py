@@ -1,0 +1,100 @@
+"""Where a rank stands: its device, its attention kernel, the groups it is in, and what joining them
+took of the device.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from highwater.attention.dense import Kernel, select_kernel
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.hardware import refuse_unfit_gpu
+from highwater.spec.model import load_model
+from highwater.spec.trial import TrialSpec
+from highwater.train.memory_log import outside_allocator_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank's place in a trial."""
+
+    device: torch.device
+    kernel: Kernel
+    mesh: DeviceMesh
+    """All ranks: parameters, gradients and optimizer states are sharded over them."""
+    sequence: dist.ProcessGroup | None
+    """The ranks that share this rank's sequences; None when it has them to itself."""
+    nccl_bytes: int
+    """Device memory outside the allocator that joining the groups took; 0 on the CPU."""
+
+    @property
+    def sequence_degree(self) -> int:
+        """Ranks that share one sequence."""
+        return 1 if self.sequence is None else dist.get_world_size(self.sequence)
+
+    @property
+    def sequence_rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank() % self.sequence_degree
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the data-parallel groups this rank is in."""
+        return self.mesh.get_local_rank() // self.sequence_degree
+
+
+def take_context(spec: TrialSpec) -> RankContext:
+    """Choose device and kernel and join the groups; MachineError for a GPU that cannot train."""
+    device = torch.device("cpu")
+    if spec.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        refuse_unfit_gpu(
+            torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        )
+    shape = load_model(spec.model_directory).shape
+    kernel = select_kernel(
+        device,
+        compute_dtype(device),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+    before_bytes = _settled_bytes(device)
+    process_mesh.join(device)
+    mesh = process_mesh.shard_mesh(spec.layout, device)
+    sequence = process_mesh.sequence_group(spec.layout, mesh)
+    process_mesh.warm_up(mesh, sequence)
+    synchronize(device)
+    after_bytes = outside_allocator_bytes(device) if device.type == "cuda" else 0
+    return RankContext(
+        device=device,
+        kernel=kernel,
+        mesh=mesh,
+        sequence=sequence,
+        nccl_bytes=max(0, after_bytes - before_bytes),
+    )
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on GPUs; float32 on the CPU, where bfloat16 products are slow."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was asked of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _settled_bytes(device: torch.device) -> int:
+    """Create the context and cuBLAS's handles; bytes then in use outside the allocator."""
+    if device.type != "cuda":
+        return 0
+    a = torch.ones(256, 256, device=device, dtype=compute_dtype(device), requires_grad=True)
+    (a @ a).sum().backward()
+    synchronize(device)
+    return outside_allocator_bytes(device)

@@ -1,0 +1,136 @@
+"""The worker: one rank's process, from its memory limit to its report. Started with the paths of
+spec and reports.
+
+The process edge: whatever stops a trial is recorded whole in the report, and the exit status says
+that it did. torch is imported only after the limits are set, so that they bound all of it.
+"""
+
+import mmap
+import os
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from highwater.errors import HighwaterError
+from highwater.spec.oom import exhausted_memory
+from highwater.spec.secrets import LOGGED, kept
+from highwater.spec.trial import Failure, FailureKind, RankReport, TrialSpec
+from highwater.units import MIB
+
+if TYPE_CHECKING:
+    from highwater.train.trial import Trial
+
+EXIT_FAILED = 1
+_SPENT_BYTES = 64 * MIB
+"""No thread's stack and no library's data is larger: who still gets as much did not fail for want
+of memory."""
+
+
+def main() -> None:
+    """Run one rank: ``python -m highwater.train.worker SPEC REPORTS``."""
+    spec_path, reports = Path(sys.argv[1]), Path(sys.argv[2])
+    spec = msgspec.json.decode(spec_path.read_bytes(), type=TrialSpec)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if spec.device == "cpu":
+        assert spec.memory_budget_bytes is not None
+        resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
+    trial = None
+    try:
+        from highwater.train.trial import Trial as LoadedTrial
+
+        trial = LoadedTrial(spec)
+        trial.run()
+        _write(reports, trial.snapshot())
+    except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
+        try:
+            kind = _kind(error, spec)
+            resource.setrlimit(
+                resource.RLIMIT_DATA, before
+            )  # what is left of the limit may be too little for a report
+            _report_failure(reports, _failed(trial, error, kind))
+        finally:
+            # No clean-up: the peers may hang in a collective, and the reaper ends them once this
+            # process is gone.
+            os._exit(EXIT_FAILED)
+    from highwater.parallel.mesh import leave
+
+    leave()
+
+
+def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
+    if isinstance(error, HighwaterError):
+        return "refused"
+    return exhausted_memory(error, device=spec.device, is_spent=_is_spent) or "error"
+
+
+def _is_spent() -> bool:
+    """Whether this process gets no more memory of its own."""
+    try:
+        mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return True
+    return False
+
+
+def _report_failure(reports: Path, report: RankReport) -> None:
+    """Write the report, then the log: the log's disk may be the one that is full, and then it is
+    still told why.
+    """
+    try:
+        _write(reports, report)
+    finally:
+        sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> RankReport:
+    """The report of a rank that did not finish."""
+    hint = error.hint if isinstance(error, HighwaterError) else None
+    phase = trial.phase if trial else "setup"
+    failure = Failure(kind=kind, phase=phase, text=_text(error), at_unix_s=time.time(), hint=hint)
+    return msgspec.structs.replace(_last_report(trial), failure=failure)
+
+
+def _text(error: BaseException) -> str:
+    """The exception, type first. A file's name may be in it whose bytes are no text: they are
+    escaped, and the rest is kept.
+    """
+    try:
+        said = str(error)
+    except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
+        said = f"its text cannot be had: {type(broken).__name__}"
+    return kept(_printable(f"{type(error).__name__}: {said}"))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _last_report(trial: "Trial | None") -> RankReport:
+    """What is known of a rank that failed; without its peaks where the device answers nothing any
+    more.
+    """
+    if trial is None:
+        return RankReport(rank=int(os.environ["RANK"]))
+    try:
+        return trial.snapshot()
+    except RuntimeError:  # a CUDA error that sticks: every further call raises it again
+        return trial.report
+
+
+def _write(reports: Path, report: RankReport) -> None:
+    """Write the report whole or not at all."""
+    target = reports / f"rank-{report.rank:03d}.json"
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(report))
+    partial.replace(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Imports: no module needs itself, and all of them run down the stack of rooms, wherever in a file
+they stand: in a function, or for a type checker alone.
+"""
+
+import ast
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "highwater"
+STACKS = [
+    [layer.split(" | ") for layer in contract["layers"]]
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    if contract["type"] == "layers"
+]
+"""Rooms from the top down, of each plane: what `lint-imports` holds, too."""
+ABOVE_ALL = {"highwater", "highwater.__main__"}
+"""The package, whose names are loaded when somebody asks for them, and the command."""
+BELOW_ALL = {"highwater.version"}
+
+Graph = dict[str, set[str]]
+
+
+def import_graph(package: Path) -> Graph:
+    """What each module imports of its own package: every `import` in its file is read."""
+    files = {module_name(path, package): path for path in package.rglob("*.py")}
+    return {
+        name: {
+            found
+            for node in ast.walk(ast.parse(path.read_text()))
+            for found in imported(node, files.keys())
+        }
+        for name, path in files.items()
+    }
+
+
+def module_name(path: Path, package: Path) -> str:
+    names = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def imported(node: ast.AST, modules: set[str]) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names} & modules
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    assert node.level == 0, "imports are absolute"
+    below = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name if name in modules else str(node.module) for name in below.values()} & modules
+
+
+def cycle(graph: Graph) -> list[str]:
+    """A chain of imports that ends where it began; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def goes_down(importer: str, found: str) -> bool:
+    """Whether an import stays in its room, or goes to one further down in the same stack."""
+    if importer in ABOVE_ALL or found in BELOW_ALL:
+        return True
+    one, other = (".".join(name.split(".")[:2]) for name in (importer, found))
+    if one == other:
+        return True
+    depths = [
+        {room: depth for depth, rooms in enumerate(stack) for room in rooms} for stack in STACKS
+    ]
+    return any(one in depth and other in depth and depth[one] < depth[other] for depth in depths)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = import_graph(PACKAGE)
+    assert len(graph) > 200
+    assert cycle(graph) == []
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "def start():\n    from own.one import first\n    return first\n",
+        "def start():\n    if start:\n        import own.one\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from own import one\n",
+    ],
+)
+def test_a_cycle_is_found_whichever_way_it_is_closed(late: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "__init__.py").touch()
+    (own / "one.py").write_text("import json\nfrom own.two import start\nfirst = json\n")
+    (own / "two.py").write_text("from own import three\n")
+    (own / "three.py").touch()
+    assert cycle(import_graph(own)) == []
+    (own / "three.py").write_text(late)
+    assert set(cycle(import_graph(own))) == {"own.one", "own.two", "own.three"}
+
+
+def test_every_import_goes_down_the_rooms() -> None:
+    graph = import_graph(PACKAGE)
+    up = {(name, each) for name, found in graph.items() for each in found if name != each}
+    assert not {pair for pair in up if not goes_down(*pair)}
+
+
+def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told() -> None:
+    assert goes_down("highwater.pages.page", "highwater.units")
+    assert goes_down("highwater.bench.step", "highwater.parallel.mesh")
+    for one, other in (
+        ("highwater.spec.plan", "highwater.run.probe"),
+        ("highwater.search.proof", "highwater.recommendation.queries"),
+        ("highwater.run.tracing", "highwater.tracer.tracer"),
+        ("highwater.train.step", "highwater.memory.capacity"),
+        ("highwater.api", "highwater"),
+    ):
+        assert not goes_down(one, other)
+
+
+def test_nothing_but_the_package_loads_its_modules_by_a_name_in_a_string() -> None:
+    loading = {
+        str(path.relative_to(PACKAGE)): ast.unparse(node)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+    }
+    assert loading.pop("__init__.py") == "importlib.import_module(_PUBLIC[name])"
+    assert loading, "other libraries, and a user's own module"
+    assert not [call for call in loading.values() if "highwater" in call]

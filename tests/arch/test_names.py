@@ -1,0 +1,123 @@
+"""Names: every room of the tree is there, and no name that was given up comes back."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "highwater"
+ROOMS = {
+    *("cli", "pages", "recommendation", "search", "run", "store", "emit", "memory", "spec"),
+    *("bench", "tracer", "train", "models", "activations", "kernels", "attention", "parallel"),
+}
+GIVEN_UP_FILES = {
+    *("affine", "answered", "askable", "asked", "asking", "cached", "campaign", "choosing"),
+    *("evidence", "foresight", "gradient_sums", "guess", "guiding", "hidden_bytes", "judge"),
+    *("known", "leash", "ledger", "ordering", "place", "remedies", "reporting", "score"),
+    *("shipped", "stand_ins", "terms"),
+}
+GIVEN_UP_WORDS = {
+    *("Asking", "EventLedger", "Guess", "Noun", "Place", "Remedy", "Room", "Score", "asking"),
+    *("campaign", "engine_guess", "foresight", "gradient_sums", "guess", "hidden_bytes", "leash"),
+    *("ledger", "remedies", "remedy", "slope", "slopes", "stand_ins", "take_place"),
+}
+ELSEWHERE = {
+    "slope": {"memory/trace/scaled_trace.py"},  # of a line
+    "Place": {  # where a chooser stands
+        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide_maps", "guide_page")
+    },
+}
+"""Words that mean what the field means by them there."""
+SHARED = {
+    "build": "puts together what its room is about",
+    "allocator": "PyTorch's: the flag, and its replay",
+    "environment": "what a process is started in: a trial's, a benchmark's",
+    "guide": "the command and its page",
+    "predict": "the command",
+    "recommend": "the command and what it answers",
+    "report": "the command",
+    "loss": "the fused loss and its benchmark",
+    "rope": "rotary positions: the config and the model",
+    "step": "a training step and its benchmark",
+    "trial": "what a trial is, and how it is trained",
+    "trinity": "that trainer's configuration",
+}
+"""Names of files in more than one room, and the one thing that they mean in all."""
+SAME_BY_CHANCE = {
+    "_TAIL_BYTES": "of a log that is read, and of what a rank says that is kept",
+    "_WARPS": "of two kernels, each tuned by itself",
+}
+"""Constants of one name and one value in two files, and why neither is the other."""
+UNITS = {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def test_the_rooms_are_these() -> None:
+    found = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert found == ROOMS
+    for room in found:
+        assert ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text()))
+
+
+def test_no_file_has_a_name_that_was_given_up() -> None:
+    assert not [path for path in files() if path.stem in GIVEN_UP_FILES]
+    assert not {path.parent.name for path in files()} & {"engine", "prediction", "report", "launch"}
+
+
+def test_nothing_in_a_file_has_a_name_that_was_given_up() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {getattr(node, name, None) for name in ("id", "attr", "arg", "name", "asname")}
+            for name in names & GIVEN_UP_WORDS:
+                found[str(name)].add(str(path.relative_to(SOURCE)))
+    for name, where in found.items():
+        assert where <= ELSEWHERE.get(name, set()), name
+
+
+def test_no_two_files_of_one_name_mean_different_things() -> None:
+    stems: dict[str, list[str]] = defaultdict(list)
+    for path in files():
+        stems[path.stem].append(str(path.relative_to(SOURCE)))
+    twice = {stem for stem, paths in stems.items() if len(paths) > 1}
+    assert twice - {"__init__"} <= set(SHARED)
+
+
+def test_a_number_of_one_name_and_one_value_stands_once() -> None:
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in files():
+        for name, value in numbers(ast.parse(path.read_text())):
+            places[name.strip("_"), value].append(f"{path.relative_to(SOURCE)}: {name}")
+    assert len(places) > 100
+    twice = {found[0].partition(": ")[2]: found for found in places.values() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in SAME_BY_CHANCE} == {}
+
+
+def numbers(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Constants of a file whose values are made of numbers alone, a mapping of them too, by name;
+    what a unit's name stands for is worked out.
+    """
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and target.id.isupper() and isinstance(value, ast.expr):
+            with suppress(NameError, TypeError):
+                code = compile(ast.Expression(value), "", "eval")
+                found = eval(code, {"__builtins__": {}}, UNITS)  # noqa: S307 -- our own source
+                told = list(found.values()) if isinstance(found, dict) else [found]
+                if all(isinstance(number, int | float) for number in told):
+                    yield target.id, repr(found)
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for path in files():
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
+            classes[name].append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}

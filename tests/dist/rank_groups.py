@@ -1,0 +1,71 @@
+"""Groups of processes that meet by gloo, forked from one that has imported torch."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+TIMEOUT_S = 500
+"""Of one group, on a machine that is busy."""
+_PRINTED = 4000
+"""Characters, of what is shown of what it printed."""
+
+
+class RankGroups:
+    """Runs scripts in groups of processes; what forks them is started by the first that is wanted,
+    and serves all tests of this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """``folder``: where the ranks meet, and what they print."""
+        self._folder = folder
+        self._groups = 0
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(
+        self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Run a script of this folder to its end; fails with the end of what was printed."""
+        if self._server is None:
+            self._server = _started()
+        self._groups += 1
+        log = self._folder / f"{self._groups}.log"
+        group = {
+            "script": str(Path(__file__).with_name(script)),
+            "processes": processes,
+            "words": [str(word) for word in words],
+            "store": str(self._folder / f"{self._groups}.store"),
+            "log": str(log),
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(f"{json.dumps(group)}\n")
+        self._server.stdin.flush()
+        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
+            self.end()
+            raise TimeoutError(f"not done after {timeout_s:.0f} s: {log.read_text()[-_PRINTED:]}")
+        statuses = json.loads(self._server.stdout.readline())
+        assert set(statuses.values()) == {0}, f"{statuses}: {log.read_text()[-_PRINTED:]}"
+
+    def end(self) -> None:
+        """End what forks them, and every rank that still runs."""
+        if self._server is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.communicate()
+            self._server = None
+
+
+def _started() -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("rank_server.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )

@@ -1,0 +1,110 @@
+"""The reaper: the command's status comes through, and no descendant of the command outlives it, its
+reaper or its owner.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import marked, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+ENDS_S = 60
+"""Bound on every wait, on a machine that is busy."""
+
+LEASH = (sys.executable, "-m", "highwater.run.reaper")
+DEAF = "trap '' TERM; touch started-0; sleep 600"
+"""Does not hear SIGTERM, once its file ``started-`` is there."""
+DAEMONS = (
+    f'for n in 1 2 3; do setsid sh -c "{DEAF.replace("0;", "$n;")}" & done; '
+    "until [ -e started-1 -a -e started-2 -a -e started-3 ]; do sleep 0.01; done"
+)
+"""Starts three processes in sessions of their own that do not hear SIGTERM, and waits for them."""
+
+OnLeash = Callable[[str], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def under_reaper(mark: str) -> OnLeash:
+    """Runs a shell script under the reaper."""
+    return lambda script: subprocess.Popen([*LEASH, str(os.getpid()), "sh", "-c", script])
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -6 $$", 134)]
+)
+def test_the_status_of_the_command_comes_through_as_a_shell_gives_it(
+    under_reaper: OnLeash, script: str, status: int
+) -> None:
+    assert under_reaper(f"ulimit -c 0; {script}").wait(ENDS_S) == status
+
+
+def test_what_the_command_left_behind_is_gone_when_the_reaper_is(
+    under_reaper: OnLeash, mark: str, tmp_path: Path
+) -> None:
+    assert under_reaper(f"{DAEMONS}; exit 3").wait(ENDS_S) == 3
+    assert (tmp_path / "started-3").exists()
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize("times", [1, 50])
+def test_a_reaper_that_is_told_to_end_takes_everything_with_it(
+    under_reaper: OnLeash, mark: str, tmp_path: Path, times: int
+) -> None:
+    reaper = under_reaper(f"{DAEMONS}; {DEAF}")
+    assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
+    assert len(marked(mark)) >= 6
+    for _ in range(times):
+        reaper.send_signal(signal.SIGTERM)
+    assert reaper.wait(ENDS_S) == 128 + signal.SIGTERM
+    assert marked(mark) == []
+
+
+def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(
+    mark: str, tmp_path: Path
+) -> None:
+    code = (
+        "import os, subprocess, sys; subprocess.Popen([*sys.argv[1:4], str(os.getpid()), "
+        "*sys.argv[4:]]).wait()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, *LEASH, "sh", "-c", f"{DAEMONS}; {DEAF}"])
+    assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
+    assert len(marked(mark)) >= 7
+    owner.kill()
+    owner.wait()
+    assert wait_until(lambda: marked(mark) == [], within_s=ENDS_S)
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 0", "kill -9 $$", f"{DAEMONS}; {DEAF}"], ids=["done", "killed", "told to end"]
+)
+def test_a_directory_that_was_made_for_the_command_goes_with_it(
+    mark: str, tmp_path: Path, script: str
+) -> None:
+    own = tmp_path / "mine" / "own"
+    own.mkdir(parents=True)
+    (tmp_path / "mine" / "kept").touch()
+    (own / "big").touch()
+    (own / "link").symlink_to(tmp_path / "mine")
+    reaper = subprocess.Popen([*LEASH, str(os.getpid()), "--remove", str(own), "sh", "-c", script])
+    if "setsid" in script:
+        assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
+        assert own.exists()
+        reaper.send_signal(signal.SIGTERM)
+    reaper.wait(ENDS_S)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["kept"]
+
+
+def test_an_owner_that_died_before_the_reaper_was_ready_is_noticed(
+    mark: str, tmp_path: Path
+) -> None:
+    long_gone = subprocess.Popen(["true"])
+    long_gone.wait()
+    reaper = subprocess.Popen([*LEASH, str(long_gone.pid), "touch", "ran"])
+    assert reaper.wait(ENDS_S) == 128 + signal.SIGTERM
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,69 @@
+"""What kernels take for themselves, beside what H200s recorded."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.tracer.kernel_workspaces import HIDDEN, aten, in_column_sums
+
+H200, A100 = 132 * 2048, 108 * 2048
+"""Threads at once."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "partial_bytes", "semaphore_bytes"),
+    [
+        (40_960, 1024, 138_412_032, 32),
+        (655_360, 128, 138_412_032, 4),
+        (32_768, 2048, 138_412_032, 64),
+        (8192, 2560, 138_936_320, 80),
+        (65_536, 128, 67_108_864, 4),
+        (2048, 5120, 83_886_080, 160),
+        (16_384, 128, 16_777_216, 4),
+        (81_920, 128, 83_886_080, 4),
+        (8192, 5120, 138_936_320, 160),
+    ],
+)
+def test_blocks_that_share_a_column_take_what_was_recorded(
+    rows: int, columns: int, partial_bytes: int, semaphore_bytes: int
+) -> None:
+    """Norms' weight gradients of Qwen3-0.6B, 1.7B, 4B and 14B;
+    docs/results/lab/trinity_trials.py, torch 2.11.
+    """
+    values = torch.empty(2, rows // 2, columns, dtype=torch.bfloat16, device="meta")
+    assert in_column_sums((values, [0, 1], True), resident_threads=H200) == [
+        partial_bytes,
+        semaphore_bytes,
+    ]
+    assert in_column_sums((values, [0, -2]), resident_threads=H200) == [
+        partial_bytes,
+        semaphore_bytes,
+    ]
+    assert in_column_sums((values, [0, 1]), resident_threads=A100)[0] <= partial_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "over"),
+    [
+        *(((512, 4096), [0]), ((40_960, 1024), [1]), ((40_960, 1024), None), ((8, 4096, 64), [0])),
+        *(((0, 64), [0]), ((), []), ((4096,), [0])),
+    ],
+)
+def test_short_sums_and_those_of_a_row_take_nothing_that_counts(
+    shape: tuple[int, ...], over: list[int] | None
+) -> None:
+    assert in_column_sums((torch.empty(shape, device="meta"), over), resident_threads=H200) == []
+
+
+def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one() -> None:
+    query, key = (
+        torch.empty(1, heads, 40_960, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 8)
+    )
+    flash, cudnn = (
+        HIDDEN[getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default](
+            (None, query, key)
+        )
+        for kernel in ("flash", "cudnn")
+    )
+    assert flash == [2_621_440, 335_544_320, 167_772_160, 167_772_160]
+    assert cudnn == [sum(flash) + 256]

@@ -1,0 +1,120 @@
+"""Alternatives: what is named where nothing that was asked about trains the length."""
+
+import re
+
+import pytest
+
+from highwater.errors import UsageError
+from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.study.tables import plain_table
+from highwater.recommendation.recommend import recommend
+from highwater.spec.cluster import MOST_GPUS
+from highwater.spec.hardware import gpu_catalog
+
+
+def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_are_named():
+    found = recommend("Qwen3-8B", gpus="1xA100-80GB", length="256k")
+    assert found.chosen is None
+    assert found.earlier == found.candidates
+    more, larger, technique = found.alternatives
+    assert (more.kind, larger.kind, technique.kind) == ("more GPUs", "a larger GPU", "technique")
+    counts = range(2, MOST_GPUS + 1)
+    fewest = next(
+        n for n in counts if recommend("Qwen3-8B", gpus=f"{n}xA100-80GB", length="256k").chosen
+    )
+    assert more.flags == ("--gpus", f"{fewest}xA100-80GB")
+    kinds = [kind for kind in gpu_catalog() if (kind.usable_bytes or 0) > found.device_bytes]
+    does = [k for k in kinds if recommend("Qwen3-8B", gpus=f"1x{k.name}", length="256k").chosen]
+    assert larger.flags == ("--gpus", f"1x{min(does, key=lambda k: k.usable_bytes).name}")
+    assert technique.label is None
+    assert "one that shrinks `" in technique.what
+    for alternative in (more, larger):
+        chosen = recommend("Qwen3-8B", gpus=alternative.flags[1], length="256k").chosen
+        assert (chosen.label, chosen.headroom_bytes) == (
+            alternative.label,
+            alternative.headroom_bytes,
+        )
+
+
+def test_a_setting_that_stands_in_the_way_is_the_technique():
+    asked = {"gpus": "1xA100-80GB", "length": "64k"}
+    alone = recommend("Qwen3-4B", allocator="native", loss="full", **asked)
+    assert alone.chosen is None
+    technique = alone.alternatives[-1]
+    assert technique.without in (("--allocator",), ("--loss",))
+    kept = {"loss": "full"} if "--allocator" in technique.without else {"allocator": "native"}
+    assert recommend("Qwen3-4B", **kept, **asked).chosen
+
+
+def test_smaller_states_are_a_technique_where_they_are_what_is_in_the_way():
+    asked = {
+        "model": "Qwen3-4B",
+        "gpus": "1xA100-80GB",
+        "length": "12k",
+        "trainer": "trinity",
+        "offload": False,
+    }
+    assert recommend(**asked).alternatives[-1].flags == ("--state-bytes-per-param", "8")
+    assert recommend(state_bytes_per_param=8, **asked).chosen
+
+
+def test_the_fewest_more_gpus_need_not_be_twice_as_many():
+    found = recommend("Qwen3-8B", gpus="3xA100-40GB", length="256k")
+    assert found.chosen is None
+    assert found.alternatives[0].flags == ("--gpus", "4xA100-40GB")
+
+
+def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_type():
+    found = recommend("Qwen3-32B", gpus="16xA100-40GB", length="512k", offload=False)
+    more, *_ = found.alternatives
+    assert (more.kind, more.flags) == ("more GPUs", ())
+    assert "several machines" in more.what
+    hopeless = recommend("Qwen3-32B", gpus="16xRTX-3090", length="1m", offload=False)
+    assert "more GPUs" not in {alternative.kind for alternative in hopeless.alternatives}
+    assert f"none of up to {MOST_GPUS} of this kind" in "\n".join(
+        map(plain_table, recommendation_tables(hopeless))
+    )
+
+
+def test_a_host_that_is_too_small_is_what_is_blamed():
+    found = recommend("Qwen3-8B", gpus="1xA100-80GB", length="8k", offload=True, host_memory="1GiB")
+    assert found.chosen is None
+    assert "host memory" in found.alternatives[-1].what
+
+
+def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
+    asked = {"gpus": "2xH200-141GB", "length": "128k"}
+    what = recommend("Qwen3-30B-A3B", **asked, host_memory="200GiB").alternatives[-1].what
+    needed = re.search(r"([\d.]+ GiB) at least", what)
+    assert needed is not None, what
+    size = needed[1].replace(" ", "")
+    assert float(size.removesuffix("GiB")) > 400
+    assert (
+        recommend(
+            "Qwen3-30B-A3B", **asked, host_memory=f"{float(size.removesuffix('GiB')) + 0.01}GiB"
+        ).chosen
+        is not None
+    )
+
+
+def test_an_optimizer_with_smaller_states_is_named_where_the_host_has_room_for_those():
+    found = recommend("Qwen3-30B-A3B", gpus="2xH200-141GB", length="128k", host_memory="400GiB")
+    assert "states of 8 bytes" in found.alternatives[-1].what
+
+
+@pytest.mark.parametrize("value", ["abc", "3.5", "0"])
+def test_a_number_of_sequences_that_is_none_is_refused(value: str):
+    with pytest.raises(UsageError):
+        recommend("Qwen3-8B", gpus="4xH20-96GB", length="64k", sequences_per_micro_batch=value)
+
+
+def test_alternatives_leave_the_gpus_for_rollout_alone():
+    found = recommend("Qwen3-8B", gpus="2xA100-80GB", length="256k", rollout_gpus=1)
+    for alternative in found.alternatives:
+        if alternative.flags:
+            assert (
+                recommend(
+                    "Qwen3-8B", gpus=alternative.flags[1], length="256k", rollout_gpus=1
+                ).chosen.label
+                == alternative.label
+            )

@@ -1,0 +1,550 @@
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import examples
+
+from highwater.errors import MachineError
+from highwater.memory.formula.constants import CONTEXT_BYTES
+from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
+from highwater.search.bracket import HINT_COST
+from highwater.search.cell_search import (
+    CellAnswered,
+    Event,
+    TrialFinished,
+    TrialStarted,
+    search_cells,
+)
+from highwater.search.memory_line import Line
+from highwater.spec.grid import Grid
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer, Question
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.units import GIB, MIB
+
+STEP = 1000
+GRID_SIZE = 64
+NAMED_BY_A_LAW = [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT]
+"""A law says FIT of whatever memory holds; which fit it is depends on the trial."""
+MODEL = load_model("Qwen3-0.6B")
+
+
+def ask(**changes) -> Question:
+    """One cell on a grid of 64 lengths, index i of which is i thousand tokens."""
+    fields = {
+        "model": MODEL,
+        "device": "cuda",
+        "device_name": "simulated GPU",
+        "device_total_bytes": None,
+        "memory_budget_bytes": None,
+        "cells": (Cell(layout=Layout(), settings=Settings()),),
+        "grid": Grid(
+            start_tokens=STEP,
+            step_tokens=STEP,
+            native_length_tokens=STEP,
+            beyond_step_tokens=STEP,
+            max_tokens=GRID_SIZE * STEP,
+        ),
+    }
+    return Question(**(fields | changes))
+
+
+def fits_up_to(index: int) -> Law:
+    return lambda spec: Outcome.FIT if spec.length_tokens <= index * STEP else Outcome.OUT_OF_MEMORY
+
+
+def packs_up_to(held_tokens: int) -> Law:
+    return lambda spec: (
+        Outcome.FIT if spec.length_tokens * spec.sequences <= held_tokens else Outcome.OUT_OF_MEMORY
+    )
+
+
+def events_of(question: Question, law: Law) -> list[Event]:
+    return list(search_cells(question, SimulatedRunner(law)))
+
+
+def answers_of(question: Question, law: Law) -> list[CellAnswer]:
+    return [event.answer for event in events_of(question, law) if isinstance(event, CellAnswered)]
+
+
+def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
+    """A law that answers some lengths (thousands of tokens) from a list, launch by launch, before
+    it is lawful.
+    """
+    left = {index * STEP: list(told) for index, told in outcomes.items()}
+
+    def law(spec: TrialSpec) -> int | Outcome:
+        told = left.get(spec.length_tokens)
+        return told.pop(0) if told else otherwise(spec)
+
+    return law
+
+
+class Repeats:
+    """A runner whose repeats follow another law than its first trials."""
+
+    def __init__(self, first: Law, repeats: Law) -> None:
+        self.launches: Counter[tuple[int, int]] = Counter()
+        self._runners = (SimulatedRunner(first), SimulatedRunner(repeats))
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        self.launches[spec.length_tokens // STEP, repeat] += 1
+        return self._runners[repeat > 0].run(spec, attempt=attempt, repeat=repeat)
+
+
+def answer_by(question: Question, runner: Repeats) -> CellAnswer:
+    return next(
+        event.answer for event in search_cells(question, runner) if isinstance(event, CellAnswered)
+    )
+
+
+@given(st.integers(0, GRID_SIZE - 1), st.sampled_from(["bisect", "linear"]))
+def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not(capacity, method):
+    events = events_of(ask(method=method), fits_up_to(capacity))
+    answer = events[-1].answer
+    outcomes = {
+        e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)
+    }
+    assert answer.capacity_tokens == capacity * STEP
+    assert answer.does_not_fit_tokens == (capacity + 1) * STEP
+    assert outcomes[answer.does_not_fit_tokens] is Outcome.OUT_OF_MEMORY
+    assert capacity == 0 or outcomes[answer.capacity_tokens] is Outcome.FIT
+    assert (answer.limit, answer.monotone, answer.trials) == ("memory", True, len(outcomes))
+
+
+def bound(index: int) -> float:
+    """Trials that a capacity at this index of the grid may take without a hint."""
+    return 2 * math.log2(index) + 2 if index else 1
+
+
+@given(st.integers(0, GRID_SIZE))
+def test_without_a_known_memory_any_monotone_law_takes_no_more_trials_than_the_bound(capacity):
+    [answer] = answers_of(ask(device_total_bytes=None), fits_up_to(capacity))
+    assert answer.capacity_tokens == capacity * STEP
+    assert answer.trials <= bound(capacity)
+
+
+CELLS = tuple(
+    Cell(layout=Layout(gpus=gpus), settings=Settings(allocator=allocator, loss=loss))
+    for gpus in (1, 2, 4)
+    for allocator, loss in (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+)
+
+
+@given(
+    st.lists(st.integers(0, GRID_SIZE), min_size=len(CELLS), max_size=len(CELLS)),
+    st.floats(1e6, 1e15),
+    st.floats(1e-3, 1e15),
+    st.integers(1, 400),
+)
+def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_price_of_a_hint(
+    capacities, fixed_bytes, bytes_per_token, memory_gib
+):
+    """Every cell has a capacity of its own, which has nothing to do with the guess or with the
+    other cells.
+    """
+    known = dict(zip(CELLS, capacities, strict=True))
+
+    def law(spec: TrialSpec) -> Outcome:
+        return fits_up_to(known[Cell(layout=spec.layout, settings=spec.settings)])(spec)
+
+    question = ask(cells=CELLS, device_total_bytes=memory_gib * GIB)
+    events = search_cells(
+        question, SimulatedRunner(law), line_of=lambda *_: Line(fixed_bytes, bytes_per_token)
+    )
+    answers = [event.answer for event in events if isinstance(event, CellAnswered)]
+    assert [answer.capacity_tokens for answer in answers] == [
+        capacity * STEP for capacity in capacities
+    ]
+    assert all(
+        answer.trials <= bound(capacity) + HINT_COST
+        for answer, capacity in zip(answers, capacities, strict=True)
+    )
+
+
+@settings(max_examples=examples(25))
+@given(
+    st.integers(2, 140),
+    st.sampled_from(["Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"]),
+    st.integers(1, 8),
+)
+def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_gib, model, gpus):
+    rungs = [
+        Settings(),
+        Settings(allocator="expandable"),
+        Settings(allocator="expandable", loss="chunked"),
+    ]
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
+    grid = Grid(
+        start_tokens=4096,
+        step_tokens=4096,
+        native_length_tokens=40960,
+        beyond_step_tokens=10240,
+        max_tokens=1024**2,
+    )
+    question = ask(
+        model=load_model(model), memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid
+    )
+    together = answers_of(question, FormulaLaw())
+    alone = [
+        answers_of(
+            ask(model=question.model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
+            FormulaLaw(),
+        )
+        for c in cells
+    ]
+    assert [answer.capacity_tokens for answer in together] == [
+        answers[0].capacity_tokens for answers in alone
+    ]
+
+
+def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
+    events = events_of(ask(), fits_up_to(3))
+    assert isinstance(events[-1], CellAnswered)
+    for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
+        assert isinstance(started, TrialStarted)
+        assert isinstance(finished, TrialFinished)
+        assert (started.spec, started.attempt, started.repeat) == (
+            finished.spec,
+            finished.attempt,
+            finished.repeat,
+        )
+
+
+def test_the_estimate_of_trials_left_ends_at_zero():
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2, 4))
+    started = [
+        e for e in events_of(ask(cells=cells), fits_up_to(20)) if isinstance(e, TrialStarted)
+    ]
+    assert started[0].trials_left > 0
+    assert started[-1].trials_left == 0
+
+
+@given(
+    budget=st.integers(6 * STEP, 3 * GRID_SIZE * STEP),
+    held=st.integers(1, 2 * GRID_SIZE * STEP),
+    sharded=st.sampled_from([1, 2]),
+    method=st.sampled_from(["bisect", "linear"]),
+    proof=st.sampled_from([{"proof": "full"}, {"proof": "memory", "timeout_s": 300.0}]),
+    expected=st.none() | st.integers(0, GRID_SIZE * STEP),
+)
+def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
+    budget, held, sharded, method, proof, expected
+):
+    """Shorter lengths fill it: they take more memory than one that leaves almost half of it
+    empty.
+    """
+    layout = Layout(gpus=sharded, ulysses_degree=sharded)
+    cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
+    question = ask(cells=(cell,), method=method, **proof)
+    events = search_cells(question, SimulatedRunner(packs_up_to(held)), expected=lambda _: expected)
+    [answer] = [event.answer for event in events if isinstance(event, CellAnswered)]
+    trials = [question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)]
+    assert answer.capacity_tokens == max(
+        (t.length_tokens for t in trials if t.length_tokens * t.sequences <= held), default=0
+    )
+    assert answer.monotone
+
+
+@given(
+    budget=st.integers(6, 2 * GRID_SIZE),
+    held=st.integers(1, 2 * GRID_SIZE),
+    max_index=st.integers(GRID_SIZE, 8 * GRID_SIZE),
+)
+def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_costs_few_trials(
+    budget, held, max_index
+):
+    """What fits depends on the tokens of a GPU alone: a start that fills the budget there says
+    nothing of longer ones.
+    """
+    cells = tuple(
+        Cell(
+            layout=Layout(gpus=4, ulysses_degree=sp),
+            settings=Settings(token_budget_tokens=budget * STEP),
+        )
+        for sp in (1, 2, 4)
+    )
+    grid = Grid(
+        start_tokens=STEP,
+        step_tokens=STEP,
+        native_length_tokens=STEP,
+        beyond_step_tokens=STEP,
+        max_tokens=max_index * STEP,
+    )
+    question = ask(cells=cells, grid=grid, method="linear")
+
+    def law(spec: TrialSpec) -> Outcome:
+        return packs_up_to(held * STEP * spec.layout.context_degree)(spec)
+
+    events = events_of(question, law)
+    for cell in cells:
+        answer = next(
+            event.answer
+            for event in events
+            if isinstance(event, CellAnswered) and event.answer.cell == cell
+        )
+        first, *_ = (
+            event for event in events if isinstance(event, TrialFinished) and event.cell == cell
+        )
+        trials = [
+            question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)
+        ]
+        if first.result.outcome is Outcome.FIT:
+            continue  # an upward scan, to the first length that does not
+        longest = max(
+            (trial.length_tokens for trial in trials if law(trial) is Outcome.FIT), default=0
+        )
+        assert answer.capacity_tokens == longest
+        assert answer.monotone
+        assert answer.trials <= bound(longest // STEP) + HINT_COST + 1
+
+
+@pytest.mark.parametrize(("method", "expected"), [("linear", None), ("bisect", 0)])
+def test_a_token_budget_of_which_memory_holds_no_length_takes_two_trials(method, expected):
+    """The shortest, which fills it, and the one that leaves the most of it empty."""
+    question = ask(
+        cells=(Cell(layout=Layout(), settings=Settings(token_budget_tokens=60 * STEP)),),
+        method=method,
+    )
+    events = search_cells(
+        question, SimulatedRunner(packs_up_to(30 * STEP)), expected=lambda _: expected
+    )
+    tried = [event.spec.length_tokens for event in events if isinstance(event, TrialFinished)]
+    assert tried == [STEP, 31 * STEP]
+
+
+def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_did_not_is_reported():
+    settings = Settings(token_budget_tokens=59 * STEP)
+    law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE))
+    [answer] = answers_of(
+        ask(cells=(Cell(layout=Layout(), settings=settings),), method="linear"), law
+    )
+    (contradiction,) = answer.contradictions
+    assert re.findall(r"[\d,]+\d", contradiction) == ["1,000", "59,000"]
+
+
+@pytest.mark.parametrize(("budget", "capacity"), [(20, 20), (30, 30), (59, 30), (60, 0)])
+def test_a_larger_token_budget_may_end_in_a_shorter_length_or_in_none(budget, capacity):
+    """Memory holds 30 thousand tokens; of a budget of twice that, every length is packed twice at
+    least, or is too long itself.
+    """
+    settings = Settings(token_budget_tokens=budget * STEP)
+    [answer] = answers_of(
+        ask(cells=(Cell(layout=Layout(), settings=settings),)), packs_up_to(30 * STEP)
+    )
+    assert answer.capacity_tokens == capacity * STEP
+
+
+def test_a_ceiling_that_fits_ends_the_search_without_a_failure():
+    [answer] = answers_of(ask(), fits_up_to(GRID_SIZE))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        64_000,
+        None,
+        "ceiling",
+    )
+    assert answer.reason.startswith("64,000 tokens fit, ")
+
+
+def test_host_memory_that_runs_out_is_named_as_the_limit():
+    [answer] = answers_of(
+        ask(),
+        lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.HOST_OUT_OF_MEMORY,
+    )
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        5000,
+        6000,
+        "host_memory",
+    )
+
+
+@pytest.mark.parametrize("trouble", [Outcome.CRASHED, Outcome.TIMEOUT])
+def test_trouble_that_passes_is_retried_and_leaves_no_trace_in_the_answer(trouble):
+    events = events_of(ask(), in_turn({4: [trouble]}, fits_up_to(4)))
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (4000, "memory", True)
+    attempts = [
+        e.attempt for e in events if isinstance(e, TrialStarted) and e.spec.length_tokens == 4000
+    ]
+    assert attempts == [1, 2]
+    assert answer.trials == sum(isinstance(e, TrialStarted) for e in events)
+
+
+def test_a_trial_that_only_crashes_leaves_the_cell_inconclusive_with_the_longest_fit():
+    events = events_of(
+        ask(), lambda spec: Outcome.CRASHED if spec.length_tokens == 4000 else Outcome.FIT
+    )
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        2000,
+        None,
+        "inconclusive",
+    )
+    assert answer.reason.startswith("4,000 tokens: none of 3 ")
+    assert answer.reason.endswith(": CRASHED")
+    assert [e.attempt for e in events if isinstance(e, TrialStarted)][-3:] == [1, 2, 3]
+
+
+def test_a_cell_where_no_trial_told_anything_has_no_capacity():
+    [answer] = answers_of(ask(), lambda spec: Outcome.CRASHED)
+    assert (answer.capacity_tokens, answer.limit, answer.trials) == (None, "inconclusive", 3)
+
+
+def test_a_crash_in_one_cell_does_not_end_the_others():
+    cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2))
+    one, two = answers_of(
+        ask(cells=cells),
+        lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7)(spec),
+    )
+    assert (one.limit, two.limit, two.capacity_tokens) == ("inconclusive", "memory", 7000)
+
+
+def test_a_length_that_times_out_twice_ends_the_search_above_and_it_goes_on_below():
+    events = events_of(
+        ask(), lambda spec: Outcome.FIT if spec.length_tokens <= 5000 else Outcome.TIMEOUT
+    )
+    answer = events[-1].answer
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        5000,
+        None,
+        "time",
+    )
+    assert answer.reason.startswith("6,000 tokens ")
+    assert answer.reason.endswith(": TIMEOUT")
+    assert max(e.attempt for e in events if isinstance(e, TrialStarted)) == 2
+
+
+def test_memory_that_runs_out_below_a_timeout_is_the_limit():
+    law = in_turn({8: [Outcome.TIMEOUT] * 2}, fits_up_to(5))
+    [answer] = answers_of(ask(), law)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.limit) == (
+        5000,
+        6000,
+        "memory",
+    )
+
+
+@given(st.integers(0, 40 * STEP))
+def test_the_margin_asks_for_the_longest_length_with_that_headroom(margin_mib):
+    """By the law each token takes 1 MiB, and 40 thousand tokens fill the allocator's share."""
+    budget = CONTEXT_BYTES["cuda"] + 40 * STEP * MIB
+    question = ask(memory_budget_bytes=budget, margin_bytes=margin_mib * MIB)
+    [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
+    assert answer.capacity_tokens == (40 * STEP - margin_mib) // STEP * STEP
+    if answer.capacity_tokens:
+        assert answer.headroom_bytes >= margin_mib * MIB
+        assert answer.peak_reserved_bytes == answer.capacity_tokens * MIB
+
+
+def test_a_fit_without_the_margin_says_so():
+    question = ask(
+        memory_budget_bytes=CONTEXT_BYTES["cuda"] + 40 * STEP * MIB, margin_bytes=2 * GIB
+    )
+    [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
+    assert re.findall(r"[\d,.]+ \w+", answer.reason) == ["38,000 tokens", "1.95 GiB", "2.00 GiB"]
+
+
+def test_headroom_that_nobody_measured_is_no_margin():
+    [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9))
+    assert answer.capacity_tokens == 0
+    assert "could not be measured" in answer.reason
+
+
+def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once():
+    runner = Repeats(fits_up_to(5), fits_up_to(5))
+    answer = answer_by(ask(confirm=3), runner)
+    assert [runner.launches[5, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
+    assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
+    assert [runner.launches[index, 0] for index in (7, 8, 9)] == [1, 1, 1]
+    assert set(runner.launches.values()) == {1}
+    assert (answer.capacity_tokens, answer.monotone, answer.trials) == (
+        5000,
+        True,
+        runner.launches.total(),
+    )
+
+
+def test_a_repeat_that_fails_is_reported_and_the_pair_stands():
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), fits_up_to(4)))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
+        5000,
+        6000,
+        False,
+    )
+    (contradiction,) = answer.contradictions
+    assert contradiction.startswith("5,000 tokens ")
+
+
+def test_a_repeat_that_fits_moves_the_edge_up_and_the_new_edge_is_confirmed():
+    runner = Repeats(fits_up_to(5), fits_up_to(6))
+    answer = answer_by(ask(confirm=2), runner)
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
+        6000,
+        7000,
+        False,
+    )
+    assert runner.launches[7, 2] == 1
+    (contradiction,) = answer.contradictions
+    assert contradiction.startswith("6,000 tokens ")
+
+
+def test_a_fit_above_the_edge_is_reported_not_smoothed():
+    def law(spec: TrialSpec) -> Outcome:
+        return (
+            Outcome.FIT
+            if spec.length_tokens <= 5000 or spec.length_tokens == 7000
+            else Outcome.OUT_OF_MEMORY
+        )
+
+    answer = answer_by(ask(confirm=1), Repeats(law, law))
+    assert (answer.capacity_tokens, answer.does_not_fit_tokens, answer.monotone) == (
+        7000,
+        8000,
+        False,
+    )
+    (contradiction,) = answer.contradictions
+    assert re.findall(r"[\d,]+\d", contradiction) == ["6,000", "7,000"]
+
+
+def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
+    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5), lambda spec: Outcome.TIMEOUT))
+    assert (answer.capacity_tokens, answer.limit, answer.monotone) == (5000, "memory", True)
+    assert answer.reason.endswith(" confirm it: 2")
+
+
+@settings(max_examples=examples(50))
+@given(
+    st.lists(st.sampled_from(NAMED_BY_A_LAW), min_size=GRID_SIZE, max_size=GRID_SIZE),
+    st.integers(0, 3),
+)
+def test_any_law_at_all_gets_an_answer_that_its_trials_bear_out(outcomes, confirm):
+    law: Callable[[TrialSpec], Outcome] = lambda spec: outcomes[spec.length_tokens // STEP - 1]  # noqa: E731
+    events = events_of(ask(confirm=confirm), law)
+    answer = events[-1].answer
+    tried = {e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)}
+    assert not answer.capacity_tokens or tried[answer.capacity_tokens] is Outcome.FIT
+    if answer.does_not_fit_tokens:
+        assert tried[answer.does_not_fit_tokens].is_memory
+        assert answer.does_not_fit_tokens == answer.capacity_tokens + STEP
+    failed_below = [
+        length
+        for length, outcome in tried.items()
+        if outcome.is_memory and length <= (answer.capacity_tokens or 0)
+    ]
+    assert answer.monotone == (not failed_below)
+
+
+@pytest.mark.parametrize(
+    "error", [MachineError("the GPU fell off the bus", hint="restart"), KeyboardInterrupt()]
+)
+def test_what_ends_the_machine_ends_the_campaign(error):
+    def law(spec: TrialSpec) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        events_of(ask(), law)

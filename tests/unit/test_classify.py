@@ -1,0 +1,548 @@
+"""The judge: exit status, signals, reports and log together give the one outcome; text alone never
+does.
+"""
+
+import errno
+import math
+import re
+import signal
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import question_of
+
+from highwater.run.classify import Ending, Verdict, classify
+from highwater.run.ranks import RankExit
+from highwater.spec.layout import Layout
+from highwater.spec.oom import exhausted_memory, memory_aborted
+from highwater.spec.trial import Device, Failure, FailureKind, Outcome, RankReport, TrialSpec
+
+QUESTION = question_of(loss="full", allocator="native")
+
+
+def error_of(name: str, text: str) -> BaseException:
+    """An exception as PyTorch raises it: a RuntimeError of its own type."""
+    module, _, kind = name.rpartition(".")
+    made = (
+        RuntimeError
+        if name == "RuntimeError"
+        else type(kind, (RuntimeError,), {"__module__": module})
+    )
+    return made(text)
+
+
+ABORTED = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
+"""How the C++ runtime ends a process whose exception nobody catches."""
+CUDA_TEXTS = (
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "NCCL error: unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of "
+    "memory'",
+    "NCCL error in: NCCLUtils.cpp:77\nLast error:\nFailed to CUDA calloc async 608 bytes",
+    "node:1:1 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'",
+    "cudaErrorMemoryAllocation",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: out of memory",
+    "Allocation on device 0 would exceed allowed memory. (out of memory)",
+    "cuMemMap(ptr, size, 0, handle, 0) failed: out of memory",
+    "cuMemCreate returned CUDA_ERROR_OUT_OF_MEMORY",
+    "cuMemSetAccess: out of memory",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
+)
+HOST_TEXTS = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1073741824 bytes. Error code 12 (Cannot allocate memory)",
+    "std::bad_alloc",
+    "unable to mmap 1024 bytes from file </models/model.safetensors>: Cannot allocate memory (12)",
+    "cuMemHostAlloc failed: out of memory",
+    "cuMemAllocHost returned CUDA_ERROR_OUT_OF_MEMORY",
+)
+CUDA_ERRORS = (
+    error_of(
+        "torch.OutOfMemoryError",
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
+    ),
+    error_of("torch.OutOfMemoryError", "a text of a later release"),
+    error_of(
+        "torch.AcceleratorError",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    ),
+    error_of(
+        "torch.distributed.DistBackendError",
+        "NCCL error\nLast error:\nCuda failure 2 'out of memory'",
+    ),
+    *(RuntimeError(text) for text in CUDA_TEXTS),
+)
+HOST_ERRORS = (
+    MemoryError(),
+    MemoryError("std::bad_alloc"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    *(RuntimeError(text) for text in HOST_TEXTS),
+)
+AMBIGUOUS = (
+    RuntimeError("can't start new thread"),
+    ImportError("libtorch_cuda.so: failed to map segment from shared object"),
+    OSError(
+        "/noexec/libtriton.so: failed to map segment from shared object: Operation not permitted"
+    ),
+)
+"""Memory ran out, or threads are limited, or a disk is mounted noexec."""
+OTHER_ERRORS = (
+    ValueError("the tokenizer is broken"),
+    FileNotFoundError(
+        errno.ENOENT, "No such file or directory", "/data/MemoryError-study/std::bad_alloc/cache"
+    ),
+    KeyError("CUDA out of memory"),
+    ValueError("std::bad_alloc"),
+    error_of("users.OutOfMemoryError", "of tokens"),
+    error_of(
+        "torch.distributed.DistBackendError",
+        "NCCL error: Call to ibv_reg_mr failed with error Cannot allocate memory",
+    ),
+    RuntimeError("MemoryError: a cache was dropped"),
+    RuntimeError("Cannot allocate memory"),
+    RuntimeError("libgomp: Thread creation failed: Resource temporarily unavailable"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+    RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, m, n, k)`"
+    ),
+    RuntimeError("CUDA driver error: invalid argument"),
+    RuntimeError("Triton Error [CUDA]: invalid device context"),
+    RuntimeError("cuMemMap failed: invalid argument"),
+    error_of(
+        "torch.distributed.DistBackendError",
+        "NCCL error: remote process exited or there was a network error",
+    ),
+    OSError(errno.ENOSPC, "No space left on device"),
+    KeyError("memory"),
+    *AMBIGUOUS,
+)
+ABORTS = tuple(ABORTED.format("c10::Error", text) for text in CUDA_TEXTS)
+HOST_ABORTS = (
+    ABORTED.format("std::bad_alloc", "std::bad_alloc"),
+    *(ABORTED.format("c10::Error", text) for text in HOST_TEXTS),
+)
+SAID = (
+    *(f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS, *OTHER_ERRORS)),
+    *ABORTS,
+    *HOST_ABORTS,
+)
+"""What may stand in a log."""
+
+
+def is_spent() -> bool:
+    return True
+
+
+def spec_of(*, device: Device = "cuda", gpus: int = 1) -> TrialSpec:
+    """A trial of 2 steps."""
+    question = QUESTION
+    spec = question.trial(question.cells[0], 4096)
+    fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    return TrialSpec(**{**fields, "device": device, "layout": Layout(gpus=gpus)})
+
+
+def report(rank: int = 0, *, losses: tuple[float, ...] = (6.0, 5.9), **failure: Any) -> RankReport:
+    """What a rank wrote; with a failure's fields, one that failed."""
+    failed = Failure(**{"kind": "error", "phase": "forward", **failure}) if failure else None
+    return RankReport(rank=rank, losses=losses, failure=failed)
+
+
+def ending(
+    *reports: RankReport,
+    exit_code: int | None = 0,
+    log: str = "",
+    exits: tuple[RankExit, ...] = (),
+    kernel_kills: int = 0,
+) -> Ending:
+    return Ending(
+        exit_code=exit_code,
+        timeout_s=30,
+        reports=reports,
+        exits=exits,
+        log_tail=log,
+        kernel_kills=kernel_kills,
+    )
+
+
+def ended(output: str = "", **statuses: int) -> tuple[RankExit, ...]:
+    """``rank_0=-9`` for a rank 0 that was ended by signal 9; each wrote ``output``."""
+    return tuple(
+        RankExit(rank=int(name.removeprefix("rank_")), status=status, output=output)
+        for name, status in statuses.items()
+    )
+
+
+def test_steps_done_and_exit_status_0_are_a_fit() -> None:
+    assert classify(spec_of(), ending(report())) == Verdict(Outcome.FIT, "2 steps done, loss 5.900")
+
+
+@pytest.mark.parametrize(("depth", "said"), [(1, "the last layer"), (2, "the last 2 layers")])
+def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth: int, said: str) -> None:
+    spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
+    verdict = classify(spec, ending(report()))
+    assert verdict.outcome is Outcome.MEMORY_ONLY_FIT
+    assert said in verdict.reason
+    assert "loss" not in verdict.reason
+    assert verdict.outcome.tells
+    assert not verdict.outcome.is_memory
+    assert classify(spec, ending(report(losses=(6.0,)))).outcome is Outcome.CRASHED
+    assert (
+        classify(spec, ending(report(kind="device_memory", text="no memory"), exit_code=1)).outcome
+        is Outcome.OUT_OF_MEMORY
+    )
+
+
+@given(log=st.lists(st.sampled_from(SAID)).map("\n".join))
+def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log: str) -> None:
+    exits = ended(log, rank_0=0)
+    assert (
+        classify(spec_of(), ending(report(), log=log, exits=exits, kernel_kills=1)).outcome
+        is Outcome.FIT
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("depth", [None, 1])
+def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value: float, depth: int | None) -> None:
+    spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
+    for wrong in (
+        report(losses=(6.0, value)),
+        msgspec.structs.replace(report(), gradient_norms=(value, 1.0)),
+    ):
+        verdict = classify(spec, ending(wrong))
+        assert verdict.outcome is Outcome.CRASHED
+        assert verdict.reason.startswith("rank 0 ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ((0, 1, 2), "report of rank 2"),
+        ((0, 7), "report of rank 7"),
+        ((-1, 0, 1), "report of rank -1"),
+        ((0, 1, 1), "2 reports of rank 1"),
+    ],
+)
+def test_reports_of_ranks_that_do_not_exist_are_a_crash(ranks: tuple[int, ...], said: str) -> None:
+    verdict = classify(spec_of(gpus=2), ending(*(report(rank) for rank in ranks)))
+    assert verdict.outcome is Outcome.CRASHED
+    assert said in verdict.reason
+
+
+def test_a_rank_that_stopped_early_without_an_error_is_a_crash() -> None:
+    verdict = classify(spec_of(), ending(report(losses=(6.0,))))
+    assert verdict == Verdict(Outcome.CRASHED, "rank 0 did 1 of 2 steps")
+
+
+def test_success_in_every_report_does_not_outweigh_a_launcher_that_failed() -> None:
+    verdict = classify(spec_of(), ending(report(), exit_code=139))
+    assert verdict.outcome is Outcome.CRASHED
+    assert "139" in verdict.reason
+
+
+def test_time_that_is_up_is_a_timeout_whatever_error_was_reported() -> None:
+    assert classify(spec_of(), ending(exit_code=None)) == Verdict(
+        Outcome.TIMEOUT, "not done after 30 s"
+    )
+    failed = report(kind="error", text="ValueError: x", phase="backward")
+    verdict = classify(spec_of(gpus=2), ending(failed, exit_code=None, log="CUDA out of memory"))
+    assert verdict.outcome is Outcome.TIMEOUT
+    assert "backward" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [("device_memory", "OUT_OF_MEMORY"), ("host_memory", "HOST_OUT_OF_MEMORY")]
+)
+def test_memory_that_a_rank_says_ran_out_is_the_outcome_even_if_its_peers_hung_until_time_was_up(
+    kind: FailureKind, outcome: str
+) -> None:
+    verdict = classify(
+        spec_of(gpus=2), ending(report(1, kind=kind, text="no memory"), exit_code=None)
+    )
+    assert verdict.outcome == outcome
+    assert verdict.reason.startswith("rank 1, forward: ")
+
+
+def test_a_rank_whose_report_cannot_be_read_is_silent_and_the_reason_names_the_report() -> None:
+    damaged = "the report rank-001.json cannot be read: Input data was truncated"
+    left = msgspec.structs.replace(ending(report(0), exit_code=0), damaged_reports=(damaged,))
+    verdict = classify(spec_of(gpus=2), left)
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("1 rank ")
+    assert verdict.reason.endswith(damaged)
+
+
+@pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
+def test_every_error_of_device_memory_that_ran_out_is_known(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cuda") == "device_memory"
+
+
+@pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
+def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(
+    error: BaseException,
+) -> None:
+    assert exhausted_memory(error, device="cuda") == "host_memory"
+    assert exhausted_memory(error, device="cpu") == "device_memory"
+
+
+@pytest.mark.parametrize("error", OTHER_ERRORS, ids=str)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(
+    error: BaseException, device: Device
+) -> None:
+    assert exhausted_memory(error, device=device) is None
+
+
+@pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
+def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(
+    error: BaseException,
+) -> None:
+    assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
+    assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
+
+
+@pytest.mark.parametrize(
+    "error", [error for error in OTHER_ERRORS if error not in AMBIGUOUS], ids=str
+)
+def test_that_memory_is_spent_makes_no_other_error_one_of_memory(error: BaseException) -> None:
+    assert exhausted_memory(error, device="cpu", is_spent=is_spent) is None
+
+
+def test_an_exception_whose_text_is_broken_is_no_error_of_memory() -> None:
+    class BrokenError(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert exhausted_memory(BrokenError(), device="cuda", is_spent=is_spent) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "exhausted"),
+    [*((o, "device_memory") for o in ABORTS), *((o, "host_memory") for o in HOST_ABORTS)],
+)
+def test_the_last_words_of_an_abort_say_which_memory_ran_out(output: str, exhausted: str) -> None:
+    assert memory_aborted(f"a line before\n{output}", device="cuda") == exhausted
+    assert (
+        memory_aborted(
+            f"{output}{ABORTED.format('c10::Error', 'index out of range')}", device="cuda"
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    "said", [f"{type(error).__name__}: {error}" for error in (*CUDA_ERRORS, *HOST_ERRORS)]
+)
+def test_what_was_said_before_an_abort_is_not_why_it_aborted(said: str) -> None:
+    assert (
+        memory_aborted(
+            f"{said}\n{ABORTED.format('c10::Error', 'index out of range')}", device="cuda"
+        )
+        is None
+    )
+    other = "pure virtual method called"
+    assert memory_aborted(f"{said}\n{other}", device="cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("device_memory", Outcome.OUT_OF_MEMORY),
+        ("host_memory", Outcome.HOST_OUT_OF_MEMORY),
+        ("error", Outcome.CRASHED),
+    ],
+)
+def test_a_report_decides_what_its_text_only_illustrates(
+    kind: FailureKind, outcome: Outcome
+) -> None:
+    failed = report(kind=kind, text="SomeError: first line\nsecond line", phase="backward")
+    verdict = classify(
+        spec_of(), ending(failed, exit_code=1, log="CUDA out of memory\nstd::bad_alloc")
+    )
+    assert verdict.outcome is outcome
+    assert verdict.reason.startswith("rank 0, backward: ")
+    assert verdict.reason.endswith("SomeError: first line")
+
+
+@given(at=st.permutations([1.0, 2.0, 3.0, 4.0]))
+def test_the_rank_that_failed_first_gives_the_reason(at: list[float]) -> None:
+    reports = [
+        report(rank, text=f"Error: of rank {rank}", at_unix_s=seconds)
+        for rank, seconds in enumerate(at)
+    ]
+    verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith(f"rank {at.index(1.0)}, ")
+    assert verdict.reason.endswith(f"of rank {at.index(1.0)}")
+
+
+@given(
+    rank=st.integers(0, 3),
+    kind=st.sampled_from(["device_memory", "host_memory"]),
+    silent=st.booleans(),
+)
+def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(
+    rank: int, kind: FailureKind, silent: bool
+) -> None:
+    lost = "RuntimeError: Connection closed by peer"
+    peers = [report(other, text=lost, at_unix_s=1.0) for other in range(4) if other != rank]
+    reports = [
+        *peers[: 1 if silent else 3],
+        report(rank, kind=kind, text="no memory", at_unix_s=2.0),
+    ]
+    verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
+    assert verdict.outcome.is_memory
+    assert verdict.reason == f"rank {rank}, forward: no memory"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS")]
+)
+def test_a_rank_ended_by_a_signal_is_a_crash_that_names_it(number: int, name: str) -> None:
+    lost = report(0, text="RuntimeError: Connection closed by peer")
+    verdict = classify(
+        spec_of(gpus=2), ending(lost, exit_code=1, exits=ended(rank_1=-number, rank_0=1))
+    )
+    assert verdict == Verdict(Outcome.CRASHED, f"rank 1 was ended by signal {number} ({name})")
+
+
+def test_a_signal_without_a_name_is_still_a_crash() -> None:
+    verdict = classify(spec_of(), ending(exit_code=1, exits=ended(rank_0=-200)))
+    assert verdict.outcome is Outcome.CRASHED
+    assert "signal 200" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "outcome"), [("cpu", Outcome.OUT_OF_MEMORY), ("cuda", Outcome.HOST_OUT_OF_MEMORY)]
+)
+def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
+    device: Device, outcome: Outcome
+) -> None:
+    killed, spec = ended(rank_0=-signal.SIGKILL), spec_of(device=device)
+    assert classify(spec, ending(exit_code=137, exits=killed, kernel_kills=1)).outcome is outcome
+    assert classify(spec, ending(exit_code=137, exits=killed)).outcome is Outcome.CRASHED
+    for other in (-signal.SIGSEGV, 1):
+        assert (
+            classify(spec, ending(exit_code=1, exits=ended(rank_0=other), kernel_kills=1)).outcome
+            is Outcome.CRASHED
+        )
+
+
+@given(said=st.sampled_from(SAID), status=st.sampled_from([1, 3, -9, -11, -15]))
+def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(
+    said: str, status: int
+) -> None:
+    left = ending(exit_code=1, log=said, exits=ended(said, rank_0=status))
+    assert classify(spec_of(), left).outcome is Outcome.CRASHED
+
+
+@pytest.mark.parametrize(
+    ("output", "outcome"),
+    [(each, Outcome.OUT_OF_MEMORY) for each in ABORTS]
+    + [(each, Outcome.HOST_OUT_OF_MEMORY) for each in HOST_ABORTS],
+)
+def test_a_rank_that_aborted_is_judged_by_its_own_last_words(output: str, outcome: Outcome) -> None:
+    aborted, other = (
+        RankExit(rank=1, status=-signal.SIGABRT, output=output),
+        RankExit(rank=0, status=1, output=""),
+    )
+    assert (
+        classify(spec_of(gpus=2), ending(exit_code=134, exits=(aborted, other))).outcome is outcome
+    )
+    swapped = (
+        RankExit(rank=1, status=-signal.SIGABRT, output=""),
+        RankExit(rank=0, status=1, output=output),
+    )
+    verdict = classify(spec_of(gpus=2), ending(exit_code=134, log=output, exits=swapped))
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("rank 1 ")
+    assert "SIGABRT" in verdict.reason
+
+
+def test_a_rank_that_vanished_with_an_error_in_its_log_is_a_crash_with_that_error() -> None:
+    log = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
+    others = "OSError: of another rank"
+    verdict = classify(
+        spec_of(), ending(exit_code=1, log=f"{log}{others}", exits=ended(log, rank_0=1))
+    )
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("1 rank ")
+    assert verdict.reason.endswith(": my.package.DiskError: on fire")
+
+
+def test_ranks_that_left_nothing_at_all_are_a_crash_even_with_exit_status_0() -> None:
+    verdict = classify(spec_of(gpus=2), ending())
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("2 ranks ")
+    assert verdict.reason.endswith(" 0")
+
+
+def test_a_reported_error_beside_a_rank_that_the_reaper_ended_is_the_reason() -> None:
+    failed = report(1, text="ValueError: broken", phase="data")
+    verdict = classify(spec_of(gpus=2), ending(failed, exit_code=1, exits=ended(rank_1=1)))
+    assert verdict.outcome is Outcome.CRASHED
+    assert verdict.reason.startswith("rank 1, data: ")
+
+
+_reports = st.lists(
+    st.builds(
+        RankReport,
+        rank=st.integers(-1, 4),
+        losses=st.lists(st.floats(), max_size=3).map(tuple),
+        failure=st.none()
+        | st.builds(
+            Failure,
+            kind=st.sampled_from(["device_memory", "host_memory", "error"]),
+            phase=st.sampled_from(["setup", "forward"]),
+            text=st.text(max_size=40),
+            at_unix_s=st.none() | st.floats(0, 2e9),
+        ),
+    ),
+    max_size=5,
+).map(tuple)
+_endings = st.builds(
+    Ending,
+    exit_code=st.none() | st.integers(0, 255),
+    timeout_s=st.floats(1, 1e6),
+    reports=_reports,
+    exits=st.lists(
+        st.builds(
+            RankExit,
+            rank=st.integers(0, 3),
+            status=st.integers(-70, 255),
+            output=st.text(max_size=60) | st.sampled_from(SAID),
+        ),
+        max_size=4,
+    ).map(tuple),
+    log_tail=st.text(max_size=60) | st.sampled_from(SAID),
+    kernel_kills=st.integers(0, 2),
+)
+
+
+@given(ending=_endings, device=st.sampled_from(["cpu", "cuda"]))
+def test_every_ending_has_one_outcome_with_a_reason_and_a_fit_needs_everything_to_be_right(
+    ending: Ending, device: Device
+) -> None:
+    outcome, reason = classify(spec_of(device=device, gpus=4), ending)
+    assert reason
+    assert not re.search(r"[\r\n]", reason)
+    is_whole = sorted(r.rank for r in ending.reports) == [0, 1, 2, 3]
+    all_did_their_steps = all(
+        r.failure is None and len(r.losses) >= 2 and all(map(math.isfinite, r.losses))
+        for r in ending.reports
+    )
+    assert (outcome is Outcome.FIT) == (ending.exit_code == 0 and is_whole and all_did_their_steps)
+    assert (outcome is Outcome.TIMEOUT) <= (ending.exit_code is None)
+    if ending.exit_code is not None and not all(-1 < r.rank < 4 for r in ending.reports):
+        assert outcome is Outcome.CRASHED

@@ -1,0 +1,142 @@
+"""Declared settings: each setting of a request is one row, and whoever tells of settings reads it.
+
+Nothing here names a setting: a new one is held to the same by its row.
+"""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from highwater.cli.config import config_schema
+from highwater.cli.flags import typed_values
+from highwater.cli.grammar import commands, parse
+from highwater.spec.declaration import SWITCH, Command, Setting, words_of
+from highwater.spec.declared_settings import DECLARED, TOPICS, taken_by
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.request import Request, choices, request_from, setting_flags
+from highwater.spec.settings import Settings
+
+ROWS = list(DECLARED.values())
+FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
+GRAMMAR = commands()
+REFERENCE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
+COMMANDS: tuple[Command, ...] = get_args(Command)
+
+
+def each(rows: list[Setting]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+def names(command: Command) -> list[str]:
+    return [row.name for row in taken_by(command)]
+
+
+def value_of(row: Setting) -> Any:
+    """A value that works, and is not the default where there is another."""
+    if row.kind is None:
+        default = FIELDS[row.name].default
+        return next(choice for choice in choices(row.name) if choice != default)
+    return row.example or row.kind.example or FIELDS[row.name].default
+
+
+def test_every_field_of_a_request_has_one_row_and_every_row_a_field() -> None:
+    assert sorted(FIELDS) == sorted(row.name for rows in TOPICS.values() for row in rows)
+
+
+@pytest.mark.parametrize("noun", [Settings, Hyperparameters])
+def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(
+    noun: type[msgspec.Struct],
+) -> None:
+    rows = {row.rung_field: row for row in ROWS}
+    for field in msgspec.structs.fields(noun):
+        asked = FIELDS[rows[field.name].name]
+        if rows[field.name].in_base_units is None:
+            assert asked.type in (field.type, field.type | None), field.name
+            assert asked.default in (field.default, None), field.name
+
+
+@each(ROWS)
+def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_other(
+    row: Setting,
+) -> None:
+    assert row.commands
+    for command in COMMANDS:
+        found = [action for action in GRAMMAR[command]._actions if action.dest == row.name]
+        is_taken = command in row.commands
+        assert bool(found) == is_taken
+        if is_taken:
+            assert (found[0].help or "").replace("%%", "%").startswith(row.help)
+            assert found[0].option_strings == ([] if row.name == "model" else [row.flag])
+
+
+@each(ROWS)
+def test_a_setting_is_in_the_reference_of_the_commands_that_take_it(row: Setting) -> None:
+    shown = "`MODEL`" if row.name == "model" else f"`{row.flag}`"
+    for command in row.commands:
+        lines = REFERENCE.partition(f"## highwater {command}\n")[2].partition("\n## ")[0]
+        (line,) = (line for line in lines.splitlines() if line.startswith(f"| {shown} "))
+        assert f"| {row.help}" in line
+
+
+@each(ROWS)
+def test_a_setting_is_in_the_schema_with_its_help_and_default(row: Setting) -> None:
+    entry = config_schema()["$defs"]["Request"]["properties"][row.name]
+    assert entry["description"] == row.help
+    default = FIELDS[row.name].default
+    if default is not msgspec.NODEFAULT and default is not None:
+        assert msgspec.to_builtins(default) == entry["default"]
+
+
+@each(ROWS)
+def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_python(
+    row: Setting,
+) -> None:
+    value = value_of(row)
+    good = {"model": "Qwen3-0.6B"}
+    of_a_file = request_from({**good, row.name: value}, config_file="study.yaml")
+    assert request_from({**good, row.name: value}, keywords=True) == of_a_file
+    if row.name == "model":
+        return
+    words = [*good.values(), *words_of({row.name: value})]
+    command = row.commands[0]
+    typed = parse([command, *words, *(["--length", "4k"] if command == "try" else [])])
+    assert request_from(typed_values(typed)) == of_a_file
+
+
+@each([row for row in ROWS if row.rung_field in Settings.__struct_fields__])
+def test_the_flags_of_a_rung_name_it_again(row: Setting) -> None:
+    usual = Settings(objective="ppo", sequences_per_micro_batch=2)
+    asked = request_from({"model": "Qwen3-0.6B", row.name: value_of(row)}, keywords=True)
+    rung = msgspec.structs.replace(usual, **{row.rung_field: getattr(asked, row.rung_field)})
+    typed = typed_values(parse(["try", "Qwen3-0.6B", "--length", "4k", *setting_flags(rung)]))
+    again = request_from(typed)
+    for field in Settings.__struct_fields__:
+        if field != "sequences_per_micro_batch" or rung.token_budget_tokens is None:
+            assert getattr(again, field) == getattr(rung, field)
+
+
+@each([row for row in ROWS if row.labels])
+def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row: Setting) -> None:
+    usual = msgspec.structs.fields(Settings)
+    default = next(field.default for field in usual if field.name == row.rung_field)
+    assert row.label_of(default) == ""
+    assert row.rung_field in Settings.__struct_fields__
+    told = [row.label_of(value) for value in row.labels if value != default]
+    assert all(told) or row.other_label
+    assert len(set(told)) == len(told)
+
+
+def test_a_recommendation_and_a_configuration_take_the_same() -> None:
+    of_both, of_a_prediction = names("recommend"), names("predict")
+    assert of_both == names("emit")
+    assert set(of_both) < set(of_a_prediction)
+    assert [row.name for row in taken_by("predict", but_not="recommend")] == [
+        name for name in of_a_prediction if name not in of_both
+    ]
+
+
+def test_a_switch_has_no_value() -> None:
+    for row in ROWS:
+        assert (row.kind is SWITCH) == (FIELDS[row.name].type is bool)

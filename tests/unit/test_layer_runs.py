@@ -1,0 +1,345 @@
+"""Layers as runs of a kind: what adds up is the sum of its runs, what one layer decides is the most
+over kinds, and where a run is cut changes nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from places import write_model
+from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
+
+from highwater.errors import ModelError
+from highwater.memory.formula import layers as formula
+from highwater.memory.formula.formula import footprint, likely_footprint
+from highwater.memory.formula.layers import busiest_step
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.flops import step_flops
+from highwater.spec.footprint import (
+    checkpoint_bytes,
+    device_state_bytes,
+    host_state_bytes,
+    layer_input_bytes,
+    matrices,
+    pinned_state_bytes,
+    staged_gradient_bytes,
+)
+from highwater.spec.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, catalog_names, load_model
+from highwater.spec.settings import Settings
+
+HIDDEN = 512
+FULL = AttentionKind(query_heads=16, kv_heads=4, head_dim=64)
+WINDOWED = msgspec.structs.replace(FULL, window_tokens=1024)
+DENSE = MlpKind(width=4096)
+EXPERTS = MlpKind(width=256, experts=64, experts_per_token=8)
+MIXTURE = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
+
+
+def kind(attention: AttentionKind = FULL, mlp: MlpKind = DENSE) -> LayerKind:
+    return LayerKind(hidden_size=HIDDEN, attention=attention, mlp=mlp)
+
+
+def run(count: int, of: LayerKind) -> LayerRun:
+    return LayerRun(count=count, kind=of)
+
+
+def shape_with(*runs: LayerRun, **changes: Any) -> ModelShape:
+    """A shape of these runs; what its own fields say of layers is nobody's size."""
+    sizes: dict[str, Any] = {
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "layers": sum(each.count for each in runs),
+        "query_heads": 1,
+        "kv_heads": 1,
+        "head_dim": 1,
+        "intermediate_size": 1,
+        "vocab_size": 1000,
+        "native_length_tokens": 32_768,
+        "tied_embeddings": False,
+        "layer_runs": runs,
+    }
+    return ModelShape(**{**sizes, **changes})
+
+
+@st.composite
+def kinds(draw: st.DrawFn, hidden_size: int) -> LayerKind:
+    kv_heads = 2 ** draw(st.integers(0, 5))
+    experts = draw(st.sampled_from([1, 1, 8, 64]))
+    return LayerKind(
+        hidden_size=hidden_size,
+        attention=AttentionKind(
+            query_heads=kv_heads * draw(st.integers(1, 8)),
+            kv_heads=kv_heads,
+            head_dim=2 ** draw(st.integers(4, 8)),
+            window_tokens=draw(st.none() | st.integers(1, 2**20)),
+            has_sinks=draw(st.booleans()),
+        ),
+        mlp=MlpKind(
+            width=64 * draw(st.integers(1, 512)),
+            matrices=draw(st.sampled_from([2, 3])),
+            experts=experts,
+            experts_per_token=min(experts, draw(st.integers(1, 8))),
+            shared_width=64 * draw(st.integers(0, 8)),
+        ),
+    )
+
+
+@st.composite
+def shapes_of_kinds(draw: st.DrawFn) -> ModelShape:
+    """Decoders whose layers are alike, as the catalog's, or of up to three kinds in any order."""
+    shape = draw(shapes())
+    if draw(st.booleans()):
+        return shape
+    some = draw(st.lists(kinds(shape.hidden_size), min_size=1, max_size=3))
+    counts = st.tuples(st.integers(1, 20), st.sampled_from(some))
+    return with_runs(shape, runs_of(draw(st.lists(counts, min_size=1, max_size=5))))
+
+
+def with_runs(shape: ModelShape, runs: tuple[LayerRun, ...]) -> ModelShape:
+    layers = sum(each.count for each in runs)
+    return msgspec.structs.replace(shape, layers=layers, layer_runs=runs)
+
+
+def cut(runs: tuple[LayerRun, ...], layers: int) -> tuple[LayerRun, ...]:
+    """The same layers, with a run that ends behind the first ``layers`` ones."""
+    parts: list[LayerRun] = []
+    for each in runs:
+        before = min(each.count, max(0, layers))
+        layers -= each.count
+        parts += [run(count, each.kind) for count in (before, each.count - before) if count]
+    return tuple(parts)
+
+
+@given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS, st.data())
+def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
+    shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int, data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, shape.layers))
+    parts = with_runs(shape, cut(shape.runs, place))
+    assert len(parts.runs) - len(shape.runs) in (0, 1)
+    assert figures(parts, rung, layout, device, length) == figures(
+        shape, rung, layout, device, length
+    )
+
+
+def figures(
+    shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
+) -> tuple[object, ...]:
+    """All that is counted of a shape."""
+    flops = step_flops(shape, length_tokens=length, sequences=2, settings=rung)
+    formulas = (footprint, likely_footprint)
+    return (
+        shape.parameters,
+        shape.matmul_parameters,
+        shape.window_tokens,
+        sum(number * rows * size for number, rows, size in matrices(shape)),
+        flops,
+        layer_input_bytes(shape),
+        checkpoint_bytes(shape, rung, device),
+        device_state_bytes(shape, rung, device=device),
+        host_state_bytes(shape, rung, gpus=layout.gpus),
+        pinned_state_bytes(shape, rung, gpus=layout.gpus),
+        staged_gradient_bytes(shape, rung, gpus=layout.gpus),
+        *(each(shape, rung, layout, length_tokens=length, device=device) for each in formulas),
+    )
+
+
+PAIRS = {
+    "dense first layers, then experts": (kind(mlp=DENSE), kind(mlp=EXPERTS)),
+    "a window, then full attention": (kind(attention=WINDOWED), kind()),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair: tuple[LayerKind, LayerKind]) -> None:
+    one, other = pair
+    both = shape_with(run(2, one), run(5, other))
+    parts = shape_with(run(2, one)), shape_with(run(5, other))
+    outside = both.parameters_outside_layers
+    assert outside == (2 * 1000 + 1) * HIDDEN, "embedding, head and the last norm"
+    assert both.parameters - outside == sum(each.parameters - outside for each in parts)
+    head = 1000 * HIDDEN
+    assert both.matmul_parameters - head == sum(each.matmul_parameters - head for each in parts)
+    assert layer_input_bytes(both) == sum(map(layer_input_bytes, parts)) == 2 * 7 * HIDDEN
+
+    def attention_and_layers(shape: ModelShape) -> int:
+        flops = step_flops(shape, length_tokens=4096, sequences=1, settings=Settings())
+        return flops - 6 * head * 4096
+
+    assert attention_and_layers(both) == sum(map(attention_and_layers, parts))
+    for recompute in ("none", "layer", "all-but-attention"):
+        of_both, *of_parts = (kept_bytes(each, recompute) for each in (both, *parts))
+        assert of_both == sum(of_parts) > 0
+    table, rest = block_bytes(head), block_bytes(outside)
+    for strategy, of_outside in (("fsdp2", 2 * table), ("fsdp", 2 * rest)):
+        offload = Settings(strategy=strategy, offload=True)  # type: ignore[arg-type]
+        of_both, *of_parts = (pinned_state_bytes(each, offload, gpus=1) for each in (both, *parts))
+        assert of_both - of_outside == sum(each - of_outside for each in of_parts) > 0
+
+
+def block_bytes(parameters: int) -> int:
+    """A pinned block of so many float32 numbers."""
+    return 1 << (4 * parameters - 1).bit_length()
+
+
+def kept_bytes(shape: ModelShape, recompute: Any) -> int:
+    """What all layers keep when the loss is computed."""
+    loss, *_ = footprint(shape, Settings(recompute=recompute), Layout(), length_tokens=2048).phases
+    (kept,) = (
+        term.bytes
+        for term in loss.terms
+        if term.name in ("activations of all layers", "kept by recompute")
+    )
+    return kept
+
+
+def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks() -> None:
+    def staged(*runs: LayerRun) -> int:
+        return staged_gradient_bytes(shape_with(*runs), Settings(offload=True), gpus=2)
+
+    windowed, full, experts = kind(attention=WINDOWED), kind(), kind(mlp=EXPERTS)
+    assert staged(run(4, windowed), run(4, full)) == staged(run(8, full)) == staged(run(3, full))
+    outside = staged(run(3, full)) + staged(run(3, experts)) - staged(run(3, full), run(3, experts))
+    assert outside == 2 * 2 * block_bytes(1000 * HIDDEN // 2), "embedding and head, on two GPUs"
+
+
+@given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS)
+def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
+    shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
+) -> None:
+    assume(shape.layers > 1)
+    assume(not (rung.offload and rung.strategy == "fsdp"))  # its gradients come as the inputs go
+    step = busiest_step(shape, rung, layout, length, device)
+    layers = [each.kind for each in shape.runs for _ in range(each.count)]
+    found = footprint(shape, rung, layout, length_tokens=length, device=device)
+    _, last, other, _ = found.phases
+
+    def of_layers(number: int) -> int:
+        """One layer going backward, with what all before it keep and its neighbours' weights."""
+        kept = sum(formula.kept_bytes(step.layer(each)) for each in layers[: number + 1])
+        gathered = layers[number].parameters
+        if layout.shard_degree > 1:  # the first layer is taken to have one like itself before it
+            gathered += layers[max(0, number - 1)].parameters if number else gathered
+        reduced = layers[number + 1].parameters if number + 1 < len(layers) else 0
+        own = formula.working_set_bytes(step.layer(layers[number]))
+        return step.tokens * kept + own + step.element * gathered + 4 * reduced
+
+    beside = last.bytes - of_layers(len(layers) - 1)
+    assert other.bytes - beside == max(map(of_layers, range(len(layers) - 1)))
+    names = "kept by recompute", "activations of all layers", "one layer going backward"
+    names = (*names, "layers, gathered", "gradient reduction")
+    assert beside == sum(term.bytes for term in last.terms if term.name not in names)
+
+
+@pytest.mark.parametrize("length", [1, 2, 1023, 1024, 1025, 4096, 100_000])
+def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(
+    length: int,
+) -> None:
+    windowed, full = (
+        attention_flops(shape_with(run(3, kind(attention=each))), length)
+        for each in (WINDOWED, FULL)
+    )
+    window = WINDOWED.window_tokens
+    assert window is not None
+    per_pair = 3 * 3 * 2 * 2 * FULL.head_dim * FULL.query_heads  # 3 layers, 3 passes, 2 products
+    pairs = sum(min(place + 1, window) for place in range(length))
+    # A triangle of n tokens is n²/2 here, not n(n + 1)/2: PaLM's figure.
+    diagonal = min(length, window)
+    assert windowed == per_pair * (2 * pairs - diagonal) // 2
+    assert windowed == full if length <= window else windowed < full
+
+
+def attention_flops(shape: ModelShape, length: int) -> int:
+    flops = step_flops(shape, length_tokens=length, sequences=1, settings=Settings())
+    return flops - 6 * shape.matmul_parameters * length
+
+
+def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones() -> None:
+    alternating = shape_with(*(run(1, kind(attention=each)) for each in (WINDOWED, FULL) * 3))
+    apart = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
+    assert attention_flops(alternating, 8192) == sum(attention_flops(each, 8192) for each in apart)
+    assert alternating.window_tokens == 1024
+
+
+def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, int]]:
+    """Of each run its layers, its window, its experts and the width of its MLP."""
+    shape = load_model(str(write_model(folder, **config))).shape
+    assert sum(each.count for each in shape.runs) == shape.layers
+    return [
+        (
+            each.count,
+            each.kind.attention.window_tokens,
+            each.kind.mlp.experts,
+            each.kind.mlp.width,
+        )
+        for each in shape.runs
+    ]
+
+
+def test_a_mixture_with_dense_first_layers_is_two_runs(tmp_path: Path) -> None:
+    found = layers_of(tmp_path, **MIXTURE, first_k_dense_replace=2)
+    assert found == [(2, None, 1, 192), (4, None, 8, 32)]
+    assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=0) == [(6, None, 8, 32)]
+    assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=9) == [(6, None, 1, 192)]
+
+
+def test_so_is_one_whose_dense_layers_stand_elsewhere_in_their_order(tmp_path: Path) -> None:
+    kinds = ["sparse", "dense", "dense", "sparse", "sparse", "dense"]
+    config = {**MIXTURE, "model_type": "exaone_moe", "mlp_layer_types": kinds}
+    found = layers_of(tmp_path, **config, sliding_window_pattern=1)
+    assert [(count, experts) for count, _, experts, _ in found] == [(1, 8), (2, 1), (2, 8), (1, 1)]
+
+
+def test_a_family_that_alternates_windows_is_runs_of_two_kinds(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 8, "sliding_window": 512}
+    found = layers_of(tmp_path, **config, sliding_window_pattern=3)
+    assert [(count, window) for count, window, _, _ in found] == [
+        *[(2, 512), (1, None)] * 2,
+        (2, 512),
+    ]
+    mixed = {**MIXTURE, "model_type": "exaone_moe", "first_k_dense_replace": 1}
+    assert layers_of(tmp_path, **mixed, sliding_window=512) == [
+        (1, 512, 1, 192),
+        (2, 512, 8, 32),
+        (1, None, 8, 32),
+        (2, 512, 8, 32),
+    ]
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name: str) -> None:
+    shape = load_model(name).shape
+    assert len(shape.runs) == 1
+    assert "layer_runs" not in to_json(shape)
+    assert from_json(to_json(shape), ModelShape) == shape
+
+
+@given(shapes_of_kinds())
+def test_a_shape_with_runs_is_read_from_its_document(shape: ModelShape) -> None:
+    assert from_json(to_json(shape), ModelShape) == shape
+
+
+def test_runs_that_are_not_the_layers_of_their_shape_are_refused() -> None:
+    whole = shape_with(run(3, kind()), run(2, kind(mlp=EXPERTS)))
+    for changes in ({"layers": 6}, {"hidden_size": 64}, {"layer_runs": ()}):
+        with pytest.raises(ModelError, match="the runs of a qwen3 are not its") as refusal:
+            msgspec.structs.replace(whole, **changes)
+        assert refusal.value.hint
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
+        load_model(str(write_model(tmp_path, num_hidden_layers=2**31 - 1)))
+    assert refusal.value.hint == "check its num_hidden_layers"

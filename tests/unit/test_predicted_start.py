@@ -1,0 +1,330 @@
+"""Foresight: a predicted edge costs two trials where it is right and changes no answer where it is
+wrong; refused files.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from studies import without_checksums
+
+import highwater
+from highwater.errors import UsageError
+from highwater.memory.capacity import MemoryLimit, Prediction, predict_cells
+from highwater.memory.formula.formula import likely_footprint
+from highwater.run.simulated import SimulatedRunner
+from highwater.search import predicted_start
+from highwater.search.bracket import HINT_COST
+from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.events import Allocate, Enter, EventLog
+from highwater.spec.grid import Grid
+from highwater.spec.hardware import Gpu
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.request import Request
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, Question, Study
+from highwater.spec.trial import Outcome, TrialSpec
+from highwater.units import GIB
+
+FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+STEP, SIZE = 1000, 64
+ASKED: dict[str, Any] = {
+    "gpus": [1],
+    "memory": "79.15GiB",
+    "allocator": "expandable",
+    "loss": "full",
+}
+
+
+def ask(*cells: Cell, memory_budget_bytes: int | None = None) -> Question:
+    return Question(
+        model=load_model("Qwen3-0.6B"),
+        device="cuda",
+        device_name="a GPU",
+        device_total_bytes=80 * GIB,
+        memory_budget_bytes=memory_budget_bytes,
+        cells=cells,
+        grid=Grid(
+            start_tokens=STEP,
+            step_tokens=STEP,
+            native_length_tokens=STEP,
+            beyond_step_tokens=STEP,
+            max_tokens=SIZE * STEP,
+        ),
+    )
+
+
+@given(st.integers(0, SIZE), st.integers(0, 2 * SIZE))
+def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(
+    capacity: int, expected: int
+) -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    question = ask(cell)
+    runner = SimulatedRunner(
+        lambda spec: Outcome.FIT if spec.length_tokens <= capacity * STEP else Outcome.OUT_OF_MEMORY
+    )
+    (answer,) = [
+        event.answer
+        for event in search_cells(question, runner, expected={cell: expected * STEP}.get)
+        if isinstance(event, CellAnswered)
+    ]
+    assert answer.capacity_tokens == capacity * STEP
+    if expected == capacity:
+        assert answer.trials <= 2
+    assert answer.trials <= 2 * max(1, capacity).bit_length() + 2 + HINT_COST
+
+
+def predicted(folder: Path, **changes: Any) -> Path:
+    """A file of ``highwater predict --json``."""
+    asked = {
+        "gpus": "1xH200-141GB",
+        "gpu_memory": "79.15GiB",
+        "allocator": "expandable",
+        "loss": "full",
+        "offload": False,
+    }
+    asked |= changes
+    path = folder / "prediction.json"
+    path.write_text(
+        to_json(highwater.predict(asked.pop("model", "Qwen3-0.6B"), **asked)), encoding="utf-8"
+    )
+    return path
+
+
+def find(path: Path, **changes: Any) -> Study:
+    asked = {
+        "model": "Qwen3-0.6B",
+        "device": "cuda",
+        "dry_run": True,
+        "prediction": str(path),
+        **ASKED,
+    } | changes
+    return highwater.find(**asked)
+
+
+def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path: Path) -> None:
+    path = predicted(tmp_path)
+    told = json.loads(path.read_text())
+    told["cells"][0]["likely_tokens"] = 61_440
+    path.write_text(json.dumps(told))
+    assert find(path).trials[0].spec.length_tokens == 61_440
+
+
+def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_capacity(
+    tmp_path: Path,
+) -> None:
+    path = predicted(tmp_path)
+    told = json.loads(path.read_text())
+    del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
+    told["cells"][0]["capacity_tokens"] = 61_440
+    path.write_text(json.dumps(told))
+    assert find(path).trials[0].spec.length_tokens == 61_440
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize(
+    "path", sorted(FOUND.glob("*.prediction.json")), ids=lambda path: path.name
+)
+def test_every_prediction_that_was_made_before_can_still_be_read(path: Path) -> None:
+    found = from_json(path.read_bytes(), Prediction)
+    assert found.cells
+    assert all(cell.likely_edge_tokens >= cell.capacity_tokens for cell in found.cells)
+
+
+def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(
+    tmp_path: Path,
+) -> None:
+    study = find(predicted(tmp_path), allocator=None)
+    assert [answer.cell.settings.label for answer in study.answers] == ["vanilla", "Env"]
+    assert any(note.endswith(" vanilla, 1 GPU") for note in study.notes)
+
+
+def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path) -> None:
+    path = predicted(tmp_path)
+    (told,) = from_json(path.read_bytes(), Prediction).cells
+    asked = {"allocator": None, "study": str(tmp_path / "study.jsonl")}
+    find(path, **asked)
+    vanilla, env = highwater.open_study(tmp_path / "study.jsonl").expectations
+    assert (env.cell.settings.label, env.likely_tokens, env.prediction) == (
+        "Env",
+        told.likely_edge_tokens,
+        str(path),
+    )
+    assert (vanilla.cell.settings.label, vanilla.prediction) == ("vanilla", "formula")
+    assert vanilla.likely_tokens > 0
+    beginning = highwater.study_report(tmp_path / "study.jsonl").beginning
+    assert beginning is not None
+    assert (beginning.predictions, beginning.likely_tokens) == (
+        (str(path),),
+        {"Env, 1 GPU": told.likely_edge_tokens},
+    )
+
+
+def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"study": str(tmp_path / "study.jsonl")}
+    before = find(Path("formula"), **asked)
+    assert [each.prediction for each in before.expectations] == ["formula"]
+    assert find(predicted(tmp_path), **asked).expectations == before.expectations
+    lines = (tmp_path / "study.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "older.jsonl").write_text(
+        without_checksums("".join(line for line in lines if '"cell_expected"' not in line))
+    )
+    assert find(predicted(tmp_path), study=str(tmp_path / "older.jsonl")).expectations == ()
+
+
+def test_a_study_from_before_predictions_were_recorded_is_resumed_without_them(
+    tmp_path: Path,
+) -> None:
+    whole, older = tmp_path / "study.jsonl", tmp_path / "older.jsonl"
+    asked: dict[str, Any] = {"allocator": None}
+    find(Path("formula"), study=str(whole), **asked)
+    lines = [
+        line
+        for line in whole.read_text().splitlines(keepends=True)
+        if '"cell_expected"' not in line
+    ]
+    first_cell = next(number for number, line in enumerate(lines, 1) if '"cell_answered"' in line)
+    older.write_text(without_checksums("".join(lines[:first_cell]), schema_version=1))
+    assert len(highwater.open_study(older).answers) == 1
+    resumed = find(Path("formula"), study=str(older), **asked)
+    assert (resumed.complete, resumed.expectations) == (True, ())
+    assert resumed.answers == highwater.open_study(whole).answers
+    assert '"cell_expected"' not in older.read_text()
+
+
+def test_what_a_trace_told_stands_in_the_report() -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    request = Request(model="Qwen3-0.6B", prediction="trace")
+    told = predicted_start.expectation(request, ask(cell), cell, 41_000)
+    assert told is not None
+    assert (told.likely_tokens, told.prediction) == (41_000, "trace")
+    beginning = highwater.study_report(Study(question=ask(cell), expectations=(told,))).beginning
+    assert beginning is not None
+    assert (beginning.predictions, beginning.likely_tokens, beginning.reason) == (
+        ("trace",),
+        {cell.label: 41_000},
+        None,
+    )
+
+
+def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
+    cell = Cell(layout=Layout(), settings=Settings())
+    request, question = Request(model="Qwen3-0.6B"), ask(cell)
+    assert predicted_start.expectation(request, question, cell, None) is not None
+    shape = msgspec.structs.replace(question.model.shape, model_type="opt")
+    obstacles: tuple[dict[str, Any], ...] = (
+        {"device_total_bytes": None},
+        {"device": "cpu"},
+        {"data": "my.batches:packed"},
+        {"model": msgspec.structs.replace(question.model, shape=shape)},
+    )
+    for obstacle in obstacles:
+        assert (
+            predicted_start.expectation(
+                request, msgspec.structs.replace(question, **obstacle), cell, None
+            )
+            is None
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model": "Qwen3-1.7B"}, "speaks of Qwen3-1.7B, not of Qwen3-0.6B"),
+        ({"gpu_memory": "40GiB"}, "speaks of GPUs with 40.00 GiB, these trials have 79.15 GiB"),
+        ({"loss": "chunked"}, "says nothing of Env, 1 GPU"),
+    ],
+)
+def test_a_file_that_speaks_of_other_trials_is_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        find(predicted(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"length": "32k"}, {"trainer": "trinity", "allocator": "native"}]
+)
+def test_a_file_without_this_engines_longest_lengths_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {
+        "gpus": "1xH200-141GB",
+        "gpu_memory": "79.15GiB",
+        "offload": False,
+    } | changes
+    path = tmp_path / "prediction.json"
+    path.write_text(to_json(highwater.predict("Qwen3-0.6B", **asked)), encoding="utf-8")
+    with pytest.raises(UsageError, match="longest lengths"):
+        find(path)
+
+
+def test_what_is_no_prediction_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        find(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not a prediction"):
+        find(tmp_path / "other.json")
+
+
+def test_simulated_trials_are_not_traced() -> None:
+    with pytest.raises(UsageError, match="a dry run traces nothing"):
+        find(Path("trace"))
+
+
+def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = tuple(
+        Cell(layout=Layout(), settings=Settings(allocator=name))
+        for name in ("native", "expandable")
+    )
+    question = ask(*cells, memory_budget_bytes=40 * GIB)
+    gpu = Gpu(
+        index=0,
+        name="a GPU",
+        memory_total_bytes=80 * GIB,
+        memory_used_bytes=0,
+        compute_capability=(9, 0),
+        processes=(),
+    )
+    monkeypatch.setattr(predicted_start, "probe", lambda: SimpleNamespace(gpus=(gpu,)))
+    monkeypatch.setattr(predicted_start, "CachedTracer", Tracer)
+    request = Request(model="Qwen3-0.6B", prediction="trace")
+    assert predicted_start.check_prediction(request, question) == ()
+    with predicted_start.predicted_start(request, question) as expected:
+        capacities = [expected(cell) for cell in cells]
+    outside = next(
+        iter(predict_cells(question, MemoryLimit(device_bytes=40 * GIB), likely_footprint))
+    ).footprint.outside_bytes
+    assert capacities == [(40 * GIB - outside) // Tracer.BYTES_PER_STEP * STEP] * 2
+
+
+class Tracer:
+    """Trials that need so much for each step of the grid."""
+
+    BYTES_PER_STEP = GIB
+
+    def __init__(self, directory: Path, *, kernel: str) -> None:
+        assert directory.name == "traces"
+        assert kernel == "cudnn"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, spec: TrialSpec) -> EventLog:
+        events = (
+            Enter("forward"),
+            Allocate(1, self.BYTES_PER_STEP * (spec.length_tokens // STEP), 0, 0),
+        )
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)

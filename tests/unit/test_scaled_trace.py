@@ -1,0 +1,165 @@
+"""One trace for every length: lines through two logs say what a third has, and logs that are on no
+lines are refused.
+"""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
+from highwater.memory.trace.replay import replay
+from highwater.memory.trace.scaled_trace import scaled_trace
+from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
+from highwater.spec.settings import Allocator
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
+"""Fixed bytes, bytes per token, stream; and whether the oldest that is alive is freed
+afterwards."""
+WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)
+
+
+def log(steps: list[tuple[int, int, int, bool]], tokens: int) -> EventLog:
+    events: list[Event] = [Enter("setup")]
+    alive: list[int] = []
+    for number, (fixed, slope, stream, is_freed) in enumerate(steps, start=7):
+        events.append(Allocate(number, fixed + slope * tokens, stream, number % 2, 0))
+        alive.append(number)
+        if is_freed:
+            events.append(Free(alive.pop(0)))
+        if number % 5 == 0:
+            events += [Enter("backward"), ReleaseCached()]
+    return EventLog(
+        source="traced", versions={"torch": "2"}, operators=("mm", "add"), events=tuple(events)
+    )
+
+
+def renumbered(events: EventLog) -> EventLog:
+    """Allocations count from 1: which number they have means nothing."""
+    numbers: dict[int, int] = {}
+    fresh: list[Event] = []
+    for event in events.events:
+        match event:
+            case Allocate():
+                numbers[event.id] = len(numbers) + 1
+                fresh.append(msgspec.structs.replace(event, id=numbers[event.id]))
+            case Free():
+                fresh.append(Free(numbers[event.id]))
+            case _:
+                fresh.append(event)
+    return msgspec.structs.replace(events, events=tuple(fresh))
+
+
+@given(STEPS, st.integers(1, 10**6))
+def test_the_lines_through_two_lengths_give_any_other(
+    steps: list[tuple[int, int, int, bool]], tokens: int
+) -> None:
+    lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
+    assert lines.at(tokens) == renumbered(log(steps, tokens))
+    assert msgspec.json.decode(msgspec.json.encode(lines), type=type(lines)) == lines
+
+
+@given(STEPS, st.integers(0, 10**4))
+def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(
+    steps: list[tuple[int, int, int, bool]], tokens: int
+) -> None:
+    lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
+    free = replay(lines.at(tokens), allocator="expandable")
+    assert WORKSPACES + lines.least_bytes(tokens) == free.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("allocator", ["native", "expandable"])
+@given(steps=STEPS, tokens=st.integers(0, 10**4), lacking_bytes=st.integers(1, 2**30))
+def test_no_allocator_does_with_less_than_what_is_alive_at_once(
+    allocator: Allocator, steps: list[tuple[int, int, int, bool]], tokens: int, lacking_bytes: int
+) -> None:
+    lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
+    capacity_bytes = WORKSPACES + lines.least_bytes(tokens) - lacking_bytes
+    assert not replay(lines.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes).fits
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 7),
+    st.integers(0, 10**6),
+    st.integers(513, 10**4),
+    st.integers(0, 10**5),
+)
+def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
+    numerator: int, denominator: int, fixed: int, most: int, tokens: int
+) -> None:
+    def at(count: int) -> EventLog:
+        own = min(fixed + numerator * count // denominator, fixed + numerator * most // denominator)
+        return log([(own, 0, 0, False), (0, 3, 0, False)], count)
+
+    few, many = 64 * denominator, 73 * denominator
+    longest = 11 * max(most, many)
+    lines = scaled_trace({few: at(few), many: at(many), longest: at(longest)})
+    assert [kind.most_bytes is None for kind in lines.kinds] == [False, True]
+    assert lines.at(tokens) == renumbered(at(tokens))
+
+
+def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_between_bytes() -> None:
+    def at(tokens: int) -> EventLog:
+        return log([(tokens // 7, 0, 0, False)], tokens)
+
+    lines = scaled_trace({448: at(448), 511: at(511), 1000: at(1000)})
+    assert lines.at(2000) == renumbered(at(2000))
+
+
+def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
+    def at(*ends: Event) -> EventLog:
+        events = (Allocate(1, 512, 0, 0), Allocate(2, 512, 0, 0), *ends)
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
+
+    for other in (at(Free(2)), at(GiveBack(1))):
+        with pytest.raises(ValueError, match=r"not on the line|tokens, GiveBack"):
+            scaled_trace({2: at(Free(1)), 3: other})
+        with pytest.raises(ValueError, match="not on the line"):
+            scaled_trace({2: at(Free(1)), 3: at(Free(1)), 4: other})
+
+
+def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> None:
+    def at(tokens: int) -> EventLog:
+        events: tuple[Event, ...] = (
+            *(
+                Allocate(1, 2**20 * tokens, 0, 0),
+                Allocate(2, 2**21, 1, 0),
+                GiveBack(1),
+                Allocate(3, 2**22, 0, 0),
+            ),
+            *(Free(1), Free(3), GiveBack(2), Free(2)),
+        )
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
+
+    lines = scaled_trace({2: at(2), 3: at(3)})
+    assert lines.at(34) == at(34)
+    assert lines.least_bytes(34) == 36 * 2**20
+    free = replay(lines.at(34), allocator="expandable")
+    assert (free.peak_allocated_bytes, free.peak_reserved_bytes) == (
+        WORKSPACES + 36 * 2**20,
+        140 * 2**20,
+    )
+    # A page is 20 MiB: what is awaited makes room for what is asked.
+    assert replay(lines.at(34), allocator="expandable", capacity_bytes=120 * 2**20).fits
+
+
+def test_what_is_on_no_line_is_refused() -> None:
+    steps = [(0, 4, 0, False)]
+    bent = msgspec.structs.replace(
+        log(steps, 1024), events=(Enter("setup"), Allocate(7, 999, 0, 1, 0))
+    )
+    with pytest.raises(ValueError, match="not on the line"):
+        scaled_trace({64: log(steps, 64), 512: log(steps, 512), 1024: bent})
+    with pytest.raises(ValueError, match="whole bytes"):
+        scaled_trace({64: log(steps, 64), 1024: bent})
+    with pytest.raises(ValueError, match="2 events at 64 tokens, 3 at 1024"):
+        scaled_trace({64: log(steps, 64), 1024: log([*steps, (1, 0, 0, False)], 1024)})
+    with pytest.raises(ValueError, match="Free"):
+        scaled_trace(
+            {64: log([(0, 4, 0, True)], 64), 1024: log([(0, 4, 0, False), (0, 4, 0, False)], 1024)}
+        )

@@ -1,0 +1,213 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.memory_line import unknown_trainer_line
+from highwater.search.start_length import carried_start, first_index
+from highwater.spec.grid import Grid
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer, Limit, Question
+from highwater.units import GIB
+
+GRID = Grid(
+    start_tokens=4096,
+    step_tokens=4096,
+    native_length_tokens=40960,
+    beyond_step_tokens=10240,
+    max_tokens=2**20,
+)
+
+
+def cell(gpus: int = 1, sp: int = 1, **settings) -> Cell:
+    return Cell(layout=Layout(gpus=gpus, ulysses_degree=sp), settings=Settings(**settings))
+
+
+def ask(*cells: Cell, model: str = "Qwen3-4B", **changes) -> Question:
+    fields = {
+        "model": load_model(model),
+        "device": "cuda",
+        "device_name": "simulated GPU",
+        "device_total_bytes": 80 * GIB,
+        "memory_budget_bytes": None,
+        "cells": cells or (cell(),),
+        "grid": GRID,
+    }
+    return Question(**(fields | changes))
+
+
+def answered(where: Cell, index: int, limit: Limit = "memory") -> CellAnswer:
+    return CellAnswer(
+        cell=where,
+        capacity_tokens=GRID.length(index) if index else 0,
+        does_not_fit_tokens=GRID.length(index + 1) if limit == "memory" else None,
+        limit=limit,
+        reason="told by the test",
+        trials=2,
+    )
+
+
+ANSWERS = st.builds(
+    answered,
+    st.builds(
+        cell,
+        st.sampled_from([1, 2, 4]),
+        st.just(1),
+        loss=st.sampled_from(["full", "chunked"]),
+        offload=st.booleans(),
+    ),
+    st.integers(0, GRID.size - 1),
+    st.sampled_from(["memory", "ceiling", "time"]),
+)
+
+
+@given(st.lists(ANSWERS, max_size=6), st.integers(1, 200), st.sampled_from([1, 2, 4]))
+def test_whatever_was_answered_before_the_first_index_is_on_the_grid(finished, memory_gib, gpus):
+    index = first_index(ask(memory_budget_bytes=memory_gib * GIB), cell(gpus), finished)
+    assert 1 <= index <= GRID.size
+
+
+def test_states_that_leave_no_room_start_at_the_bottom():
+    assert first_index(ask(model="Qwen3-32B"), cell(1), []) == 1
+
+
+def test_without_a_known_memory_there_is_no_hint():
+    assert first_index(ask(device_total_bytes=None), cell(), [answered(cell(), 5)]) is None
+
+
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_a_rung_where_a_token_costs_the_same_is_expected_to_end_where_the_other_did(loss):
+    found = answered(cell(4, loss=loss), 9)
+    assert first_index(
+        ask(), cell(4, loss=loss, allocator="expandable"), [found], unknown_trainer_line
+    ) in (9, 10)
+
+
+def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segments():
+    expandable = cell(allocator="expandable")
+    assert first_index(ask(), expandable, [answered(cell(), 3)]) == first_index(
+        ask(), expandable, []
+    )
+
+
+H200_GRID = Grid(
+    start_tokens=8192,
+    step_tokens=8192,
+    native_length_tokens=40960,
+    beyond_step_tokens=8192,
+    max_tokens=2**18,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "fits_tokens", "fails_tokens"),
+    [
+        ("Qwen3-0.6B", {}, 196_608, 204_800),
+        ("Qwen3-1.7B", {}, 114_688, 122_880),
+        ("Qwen3-4B", {}, 24_576, 32_768),
+        ("Qwen3-0.6B", {"allocator": "expandable"}, 196_608, 204_800),
+        ("Qwen3-1.7B", {"allocator": "expandable"}, 122_880, 131_072),
+        ("Qwen3-4B", {"allocator": "expandable"}, 32_768, 40_960),
+        ("Qwen3-0.6B", {"allocator": "expandable", "loss": "chunked"}, 262_144, None),
+        ("Qwen3-1.7B", {"allocator": "expandable", "loss": "chunked"}, 262_144, None),
+        ("Qwen3-4B", {"allocator": "expandable", "loss": "chunked"}, 57_344, 65_536),
+    ],
+)
+def test_the_first_guess_for_our_engine_is_a_step_or_two_from_what_an_h200_answered(
+    model, settings, fits_tokens, fails_tokens
+):
+    """79.15 GiB of an H200, on the grid of docs/results/find."""
+    question = ask(model=model, grid=H200_GRID, memory_budget_bytes=84_986_665_369)
+    before = first_index(question, cell(**settings), [])
+    assert before >= H200_GRID.index_at_most(fits_tokens) - 2
+    assert fails_tokens is None or before <= H200_GRID.index_at_most(fails_tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "fits_tokens"),
+    [("Qwen3-0.6B", 262_144), ("Qwen3-1.7B", 262_144), ("Qwen3-4B", 131_072)],
+)
+def test_the_first_guess_on_the_whole_card_is_not_far_below_what_fits_there(model, fits_tokens):
+    question = ask(model=model, grid=H200_GRID, device_total_bytes=150_754_820_096)
+    assert first_index(question, cell(), []) >= H200_GRID.index_at_most(fits_tokens) - 2
+
+
+@given(st.integers(2, 20))
+def test_offloaded_states_leave_the_same_room_on_any_number_of_gpus(index):
+    found = answered(cell(1, offload=True), index)
+    hints = {first_index(ask(), cell(gpus, offload=True), [found]) for gpus in (1, 2, 4, 8)}
+    assert hints <= {index, index + 1}, "but for NCCL and a layer's shards on their way"
+
+
+@given(st.integers(1, 12))
+def test_a_sequence_over_two_gpus_is_expected_to_be_twice_as_long(index):
+    found = answered(cell(2, offload=True), index)
+    expected = GRID.index_at_most(2 * GRID.length(index))
+    assert first_index(ask(), cell(2, 2, offload=True), [found]) in range(expected, expected + 4)
+
+
+@given(ANSWERS.filter(lambda answer: answer.cell.settings.loss == "full"))
+def test_more_gpus_more_memory_or_less_margin_never_lower_the_expectation(found):
+    for small, large in (
+        (ask(), ask(device_total_bytes=100 * GIB)),
+        (ask(margin_bytes=8 * GIB), ask()),
+    ):
+        assert first_index(small, cell(2), []) <= first_index(large, cell(2), [])
+    assert first_index(ask(), cell(2), [found]) <= first_index(ask(), cell(4), [found])
+
+
+def test_whole_logits_say_nothing_about_the_chunked_loss():
+    chunked = cell(loss="chunked")
+    assert first_index(ask(), chunked, [answered(cell(), 3)]) == first_index(ask(), chunked, [])
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("resolution", [512, 4096])
+def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers(model, resolution):
+    grid = Grid(
+        start_tokens=resolution,
+        step_tokens=resolution,
+        native_length_tokens=40960,
+        beyond_step_tokens=resolution,
+        max_tokens=2**20,
+    )
+    rungs = ({}, {"allocator": "expandable"}, {"allocator": "expandable", "loss": "chunked"})
+    cells = tuple(cell(gpus, **rung) for gpus in (1, 2, 4, 8) for rung in rungs)
+    sharing = ask(*cells, model=model, grid=grid, device_total_bytes=140 * GIB)
+    galloping = msgspec.structs.replace(sharing, device_total_bytes=None)
+    runner = SimulatedRunner(FormulaLaw(), device_total_bytes=140 * GIB)
+    with_hints, without = (
+        [
+            event.answer
+            for event in search_cells(question, runner)
+            if isinstance(event, CellAnswered)
+        ]
+        for question in (sharing, galloping)
+    )
+    assert [answer.capacity_tokens for answer in with_hints] == [
+        answer.capacity_tokens for answer in without
+    ]
+    assert sum(answer.trials for answer in with_hints) <= 0.9 * sum(
+        answer.trials for answer in without
+    )
+
+
+def test_the_carried_start_is_the_longest_of_fewer_gpus_and_of_less_sp_on_the_same_rung():
+    finished = [
+        answered(cell(2, 1), 3),
+        answered(cell(2, 2), 6),
+        answered(cell(4, 1), 5),
+        answered(cell(4, 1, allocator="expandable"), 9),
+        answered(cell(8, 2), 11),
+    ]
+    assert carried_start(ask(), cell(4, 2), finished) == 6
+    assert carried_start(ask(), cell(4, 1), finished) == 3
+    assert carried_start(ask(), cell(1, 1), finished) is None
+
+
+def test_a_cell_where_nothing_fit_carries_no_start():
+    assert carried_start(ask(), cell(2), [answered(cell(1), 0)]) is None
