@@ -42,6 +42,7 @@ SHARED = {
     "loss": "the fused loss and its benchmark",
     "rope": "rotary positions: the config and the model",
     "step": "a training step and its benchmark",
+    "trainers": "what one room has of each trainer, a row for each",
     "trial": "what a trial is, and how it is trained",
     "trinity": "that trainer's configuration",
 }

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from highwater.emit.accelerate import accelerate
-from highwater.emit.emitted import PREDICTED_FOR, Emitted, Target
-from highwater.emit.targets import EMITS
+from highwater.emit.emitted import Emitted, Target
+from highwater.emit.targets import TARGETS
 from highwater.recommendation.recommend import recommend
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -78,7 +78,7 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
     shutil.copytree(load_model(MODEL).directory, model)
-    found = goal(PREDICTED_FOR[target], target == "areal", replace(case, directory=None))
+    found = goal(TARGETS[target].predicted_for, target == "areal", replace(case, directory=None))
     chosen = next(each for each in found.candidates if each.cell.settings.offload is case.offload)
     return folder, model, found, chosen
 
@@ -103,7 +103,7 @@ def written(target: Target, case: Case) -> tuple[Path, Emitted]:
     says so.
     """
     folder, model, found, chosen = recommended(target, case)
-    emitted = EMITS[target](
+    emitted = TARGETS[target].emit(
         found, chosen, model_path=None if case.directory is None else str(model)
     )
     for name, text in {FILES[target]: emitted.text, **emitted.beside}.items():
@@ -150,7 +150,7 @@ def block_in(emitted: Emitted) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name: str) -> None:
     case = CASES[name]
     _, model, found, chosen = recommended(target, case)
@@ -244,7 +244,7 @@ def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
     assert wrong in done.stderr, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("target", EMITS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_version_that_is_installed_is_the_one_that_is_named(target: Target) -> None:
     _, emitted = written(target, CASES["Ulysses"])
     package = {"trinity": "trinity-rft"}.get(target, target)

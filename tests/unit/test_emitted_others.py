@@ -20,8 +20,8 @@ from highwater.emit import torchtitan as torchtitan_file
 from highwater.emit import trl as trl_file
 from highwater.emit.accelerate import accelerate
 from highwater.emit.areal import areal
-from highwater.emit.emitted import PREDICTED_FOR, Emitted, nested
-from highwater.emit.targets import EMITS
+from highwater.emit.emitted import Emitted, nested
+from highwater.emit.targets import TARGETS, configured
 from highwater.emit.torchtitan import FLAVORS, torchtitan
 from highwater.emit.trl import trl
 from highwater.errors import UsageError
@@ -51,7 +51,7 @@ def goal(
     words = {
         "model": "Qwen3-4B",
         "length": length,
-        "trainer": PREDICTED_FOR[target],
+        "trainer": TARGETS[target].predicted_for,
         "allocator": "expandable",
     }
     found = recommended(json.dumps(words | rollout | changes))
@@ -88,7 +88,7 @@ def test_every_name_and_type_is_one_of_the_trainers_own(target: str, length: str
     known = recorded(target, FILES[target].VERSION)
     found, _ = goal(target, length)
     for candidate in found.candidates:
-        for name, value in EMITS[target](found, candidate).values.items():
+        for name, value in TARGETS[target].emit(found, candidate).values.items():
             section, _, field = name.partition(".")
             if target == "trl":
                 launched = name == "accelerate_config" or section == "env"
@@ -193,7 +193,7 @@ def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them() -> No
 def test_the_text_says_what_the_values_say() -> None:
     for target in ("areal", "trl", "accelerate"):
         found, chosen = goal(target)
-        emitted = EMITS[target](found, chosen)
+        emitted = TARGETS[target].emit(found, chosen)
         assert yaml.safe_load(emitted.text) == nested(emitted.values), target
 
 
@@ -205,7 +205,7 @@ def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
     }
     found, chosen = goal(target)
     assert chosen.cell.settings.allocator == "expandable"
-    emitted = EMITS[target](found, chosen)
+    emitted = TARGETS[target].emit(found, chosen)
     if target == "areal":  # its rollout is not told: only the actor's workers are
         document = yaml.safe_load(emitted.text)
         assert document["actor"]["scheduling_spec"][0]["env_vars"] == both
@@ -214,7 +214,7 @@ def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
         assert emitted.environment == both
         assert all(name in emitted.text for name in both)
     found, chosen = goal(target, "16k", allocator="native")
-    assert "ALLOC_CONF" not in EMITS[target](found, chosen).text
+    assert "ALLOC_CONF" not in TARGETS[target].emit(found, chosen).text
 
 
 def test_where_trl_recomputes_is_where_it_may() -> None:
@@ -278,7 +278,7 @@ def test_what_a_trainer_cannot_express_is_said(
 ) -> None:
     degree = changes.pop("degree")
     found, _ = goal(target, **changes)
-    emitted = EMITS[target](found, rung(found, degree=degree, offload=False))
+    emitted = TARGETS[target].emit(found, rung(found, degree=degree, offload=False))
     for each in said:
         assert any(each in sentence for sentence in emitted.cannot), each
     lines = [line for line in emitted.text.splitlines() if " cannot express " in line]
@@ -328,7 +328,7 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
     target: str, changes: dict, said: str
 ) -> None:
     with pytest.raises(UsageError, match=said) as refused:
-        EMITS[target](*goal(target, "16k", **changes))
+        TARGETS[target].emit(*goal(target, "16k", **changes))
     words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
     flag = words[0].removeprefix("--").replace("-", "_")
     value = (
@@ -338,13 +338,44 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
         if flag == "rollout_gpus"
         else words[1]
     )
-    assert EMITS[target](*goal(target, "16k", **changes | {flag: value}))
+    assert TARGETS[target].emit(*goal(target, "16k", **changes | {flag: value}))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [("ring_degree", {"ring_degree": 2}), ("replicate_degree", {"replicate_degree": 2})],
+)
+def test_a_layout_that_no_emitter_has_words_for_is_refused_by_name(
+    target: str, field: str, changes: dict[str, int]
+) -> None:
+    found, chosen = goal("areal" if TARGETS[target].predicted_for == "trinity" else "trl", "16k")
+    layout = msgspec.structs.replace(chosen.cell.layout, ulysses_degree=1, **changes)
+    other = msgspec.structs.replace(
+        chosen, cell=msgspec.structs.replace(chosen.cell, layout=layout)
+    )
+    with pytest.raises(UsageError, match=f"has no words for {field} 2"):
+        configured(target, found, other, model="Qwen3-4B")
+
+
+@pytest.mark.parametrize("target", ["trinity", "verl", "areal"])
+def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_out(
+    target: str,
+) -> None:
+    found, chosen = goal("areal", "16k")
+    settings = msgspec.structs.replace(chosen.cell.settings, mlp_tiles=4)
+    other = msgspec.structs.replace(
+        chosen, cell=msgspec.structs.replace(chosen.cell, settings=settings)
+    )
+    with pytest.raises(UsageError, match="mlp_tiles 4") as refused:
+        configured(target, found, other, model="Qwen3-4B")
+    assert refused.value.hint == "leave `--mlp-tiles` out"
 
 
 @pytest.mark.parametrize("target", FILES)
 def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
     found, chosen = goal(target)
-    heading = EMITS[target](found, chosen).text.partition("start")[0]
+    heading = TARGETS[target].emit(found, chosen).text.partition("start")[0]
     whose = (
         "Trinity-RFT's trainer, which is verl's actor"
         if target == "areal"
@@ -353,7 +384,7 @@ def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
     assert f"predicted for {whose}" in heading
     assert "was not measured" in heading
     measured = msgspec.structs.replace(chosen, source="measured", found_in="studies/mine.jsonl")
-    heading = EMITS[target](found, measured).text
+    heading = TARGETS[target].emit(found, measured).text
     assert f"measured for {whose}" in heading
     assert "(in studies/mine.jsonl)" in heading
     assert found.accuracy not in heading
@@ -365,7 +396,7 @@ def test_whose_prediction_it_is_stands_in_the_heading(target: str) -> None:
 )
 def test_a_path_is_a_path(target: str, path: str) -> None:
     found, chosen = goal(target)
-    text = EMITS[target](found, chosen, model_path=path).text
+    text = TARGETS[target].emit(found, chosen, model_path=path).text
     if target == "torchtitan":
         keywords = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword)]
         assert [ast.literal_eval(node.value) for node in keywords if node.arg == "hf_model"] == [
@@ -383,7 +414,7 @@ def test_a_path_is_a_path(target: str, path: str) -> None:
 def test_no_name_of_a_model_ends_a_comment_of_the_others(target: str) -> None:
     found, chosen = goal(target)
     for end in ("\n", "\r", "\x0b", "\u2028", "\x85"):
-        emitted = EMITS[target](
+        emitted = TARGETS[target].emit(
             msgspec.structs.replace(found, model_name=f"a{end}import os"), chosen
         )
         assert not any(

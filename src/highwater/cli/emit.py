@@ -5,8 +5,7 @@ import shlex
 
 from highwater.cli import console
 from highwater.cli.recommend import found_for, words_again
-from highwater.emit.emitted import PREDICTED_FOR
-from highwater.emit.targets import configured
+from highwater.emit.targets import TARGETS, configured
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 
 
@@ -14,7 +13,7 @@ def emit(arguments: argparse.Namespace) -> int:
     """Print the configuration; where nothing fits there is none, and the document is what
     `recommend --json` prints.
     """
-    arguments.trainer = PREDICTED_FOR[arguments.for_]
+    arguments.trainer = TARGETS[arguments.for_].predicted_for
     found = found_for(arguments)
     console.notes(found.notes)
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))

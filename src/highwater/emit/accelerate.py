@@ -36,7 +36,7 @@ def accelerate(
     cell, settings = chosen.cell, chosen.cell.settings
     variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *zero_instead(chosen))
     cannot += tuple(engine_alone(settings, name="accelerate"))
-    said = heading(found, chosen, target="accelerate", name="accelerate", version=VERSION)
+    said = heading(found, chosen, name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
     said.append(
         f"the script loads {model_path or found.model_name} in float32, with flash_attention_2"

@@ -15,21 +15,11 @@ from highwater.spec.codec import Record
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes, format_tokens
 
 Target = Literal["trinity", "verl", "areal", "trl", "torchtitan", "accelerate"]
 Value = bool | int | float | str
-PREDICTED_FOR: Mapping[Target, Trainer] = {
-    **dict.fromkeys(("trinity", "verl", "areal"), "trinity"),
-    **dict.fromkeys(("trl", "torchtitan", "accelerate"), "highwater"),
-}
-"""Whose step is predicted for a configuration: that of verl's actor for trainers with GRPO in whole
-logits, else this engine's."""
-_BEHIND: Mapping[Trainer, str] = {
-    "trinity": "Trinity-RFT's trainer, which is verl's actor",
-    "highwater": "highwater's own engine, with its tiles, chunks and kernels",
-}
 
 
 class Emitted(Record, frozen=True, kw_only=True):
@@ -145,9 +135,12 @@ def refusals(cannot: Collection[str], *, name: str) -> list[str]:
 
 
 def heading(
-    found: Recommendation, chosen: Candidate, *, target: Target, name: str, version: str
+    found: Recommendation, chosen: Candidate, *, name: str, version: str, is_predicted: bool = False
 ) -> list[str]:
-    """What the configuration is, who says that it fits and of whom: lines of a comment."""
+    """What the configuration is, who says that it fits and of whom: lines of a comment.
+
+    ``is_predicted``: the step that is predicted is this very trainer's.
+    """
     rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
     capacity = (
         f"up to {format_tokens(chosen.capacity_tokens)} "
@@ -163,23 +156,22 @@ def heading(
         f"{found.gpus} x {found.device_name}"
         f"{rollout}",
         f"{chosen.label}: {headroom}, {capacity}",
-        _behind(found, chosen, target, name),
+        _behind(found, chosen, "" if is_predicted else name),
         f"{name}'s settings that hold memory; what it learns, from what and how long is yours to "
         f"add",
     ]
 
 
-def _behind(found: Recommendation, chosen: Candidate, target: Target, name: str) -> str:
-    """``predicted for ...``: whose memory it is, and that another trainer's was not measured."""
+def _behind(found: Recommendation, chosen: Candidate, other: str) -> str:
+    """``predicted for ...``: whose memory it is, and that the other trainer's, if it is another,
+    was not measured.
+    """
     if chosen.source in ("published", "simulated"):
         return f"{chosen.source}, {found.accuracy}"
     why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
-    other = (
-        ""
-        if target in ("trinity", "verl")
-        else f". {name} itself was not measured and may take more: leave it headroom"
-    )
-    return f"{chosen.source} for {_BEHIND[found.trainer]} ({why}){other}"
+    warning = f". {other} itself was not measured and may take more: leave it headroom"
+    behind = f"{chosen.source} for {TRAINERS[found.trainer].step} ({why})"
+    return f"{behind}{warning if other else ''}"
 
 
 def yarn_lines(found: Recommendation, *, why: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""Targets: every trainer that a configuration is emitted for."""
+"""Targets: a row for every trainer that a configuration is emitted for."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,13 @@ from highwater.emit.torchtitan import torchtitan
 from highwater.emit.trinity import trinity
 from highwater.emit.trl import trl
 from highwater.emit.verl import verl
+from highwater.errors import UsageError
+from highwater.spec.declared_settings import DECLARED
+from highwater.spec.layout import Layout
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+from highwater.spec.trainer import Trainer
 
 
 class Emit(Protocol):
@@ -26,19 +33,68 @@ class Emit(Protocol):
         ...
 
 
-EMITS: Mapping[Target, Emit] = {
-    "trinity": trinity,
-    "verl": verl,
-    "areal": areal,
-    "trl": trl,
-    "torchtitan": torchtitan,
-    "accelerate": accelerate,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitTarget:
+    """One trainer that a configuration is emitted for."""
+
+    name: str
+    """As its users write it."""
+    emit: Emit
+    predicted_for: Trainer
+    """Whose step is predicted: that of verl's actor for trainers with GRPO in whole logits, else
+    this engine's."""
+    knows: frozenset[str]
+    """Fields of ``Settings`` and ``Layout`` that its configuration sets, or says that it cannot.
+    Any other has to be at its default, so that a new setting is refused until somebody wrote here
+    what the trainer does with it."""
+
+
+_ALL = frozenset(
+    (
+        *("gpus", "ulysses_degree", "strategy", "allocator", "offload", "objective", "rope"),
+        *("sequences_per_micro_batch", "token_budget_tokens", "entropy"),
+        *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
+    )
+)
+_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles"}
+
+TARGETS: Mapping[Target, EmitTarget] = {
+    "trinity": EmitTarget(name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL),
+    "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL),
+    "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL),
+    "trl": EmitTarget(name="TRL", emit=trl, predicted_for="highwater", knows=_OF_THE_ENGINE),
+    "torchtitan": EmitTarget(
+        name="torchtitan", emit=torchtitan, predicted_for="highwater", knows=_OF_THE_ENGINE
+    ),
+    "accelerate": EmitTarget(
+        name="accelerate",
+        emit=accelerate,
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | {"critic"},
+    ),
 }
+"""By the name that ``highwater emit --for`` takes."""
 
 
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
     """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
     its whole path.
+
+    Raises UsageError for what the trainer has no words for.
     """
-    path = Path(model).expanduser()
-    return EMITS[target](found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    row, path = TARGETS[target], Path(model).expanduser()
+    _refuse_unknown(row, chosen.cell)
+    return row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+
+
+def _refuse_unknown(row: EmitTarget, cell: Cell) -> None:
+    """Raise UsageError for a setting that nobody has said what the trainer makes of."""
+    for named, default in ((cell.settings, Settings()), (cell.layout, Layout())):
+        for field in set(named.__struct_fields__) - row.knows:
+            value = getattr(named, field)
+            if value != getattr(default, field):
+                flags = [each.flag for each in DECLARED.values() if each.rung_field == field]
+                raise UsageError(
+                    f"{row.name}'s configuration has no words for {field} {value}",
+                    hint=f"leave `{flags[0]}` out" if flags else f"leave {field} at its default",
+                )

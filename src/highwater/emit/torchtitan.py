@@ -94,7 +94,7 @@ def torchtitan(
     start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
     command = f"{start} --module {_MODULE} --config train"
     cannot = _cannot(found, chosen, is_own=own is not None)
-    said = heading(found, chosen, target="torchtitan", name="torchtitan", version=VERSION)
+    said = heading(found, chosen, name="torchtitan", version=VERSION)
     said += exports(variables, before="it starts")
     said += model_lies(model_path, before="it starts")
     said.append(

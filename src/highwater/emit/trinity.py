@@ -28,7 +28,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
     """Write the sections that a length depends on."""
     values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen)
-    said = heading(found, chosen, target="trinity", name="Trinity-RFT", version=VERSION)
+    said = heading(found, chosen, name="Trinity-RFT", version=VERSION, is_predicted=True)
     said += exports(variables, before="`ray start`")
     said += model_lies(model_path, before="`ray start`")
     said += yarn_lines(

@@ -91,7 +91,7 @@ def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> l
     """What stands above the settings: whose memory it is, and what else has to be there."""
     command = COMMANDS[chosen.cell.settings.objective]
     return [
-        *heading(found, chosen, target="trl", name="TRL", version=VERSION),
+        *heading(found, chosen, name="TRL", version=VERSION),
         f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
         "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
         "kernels-community/flash-attn2",

@@ -25,24 +25,22 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from highwater.attention.dense import prove
 from highwater.models.build import read_config
 from highwater.parallel import mesh as process_mesh
-from highwater.spec.events import EventLog, ReleaseCached, TraceOrder
+from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel
-from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
-from highwater.tracer import fake_cuda, kernel_stubs, trinity_step
+from highwater.tracer import fake_cuda, kernel_stubs
 from highwater.tracer.allocation_recorder import AllocationRecorder
 from highwater.tracer.fake_dispatch import QuickFakeMode
 from highwater.tracer.inplace_accumulation import GradientSums
 from highwater.tracer.kernel_workspaces import HIDDEN, in_column_sums
-from highwater.train.assemble import assemble
+from highwater.tracer.trainers import TRACED
 from highwater.train.data import shard
 from highwater.train.micro_batches import batches
-from highwater.train.rank_context import RankContext, compute_dtype
+from highwater.train.rank_context import RankContext
 from highwater.train.step import train_step
-from highwater.train.trial import rehearsal_batch, rehearse
+from highwater.train.trial import rehearsal_batch
 
 aten: Any = torch.ops.aten
 
@@ -83,11 +81,8 @@ def trace(order: TraceOrder) -> EventLog:
     recorder.hidden = HIDDEN | {
         aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
     }
-    # its traces are to lie on lines over the tokens, which these bytes do not
-    if order.trainer == "trinity":
-        recorder.hidden.pop(aten.embedding_dense_backward.default)
-    elif context.mesh.size() > 1:
-        recorder.most_awaited = _LENT_BY_FSDP1
+    trainer = TRACED[order.trainer]
+    trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)
     # Alone a rank has only copies on its other streams, which are done by then: so H200s recorded.
@@ -97,25 +92,14 @@ def trace(order: TraceOrder) -> EventLog:
     _mute_while_shapes_are_asked(recorder)
     gc.disable()  # a collection would free at moments that another process does not
     with QuickFakeMode(allow_non_fake_inputs=True), recorder:
-        if order.trainer == "trinity":
-            training = trinity_step.assemble(spec, context)
-            recorder.follow(training.policy)
-        else:
-            _prove_kernel(spec, context)
-            training = assemble(spec, context)
-            recorder.follow(training.policy)
-            recorder.enter("rehearsal")
-            rehearse(training, rehearsal)
-            recorder.events.append(ReleaseCached())
+        training = trainer.begin(spec, context, rehearsal, recorder)
         for step in whole:
             with unset_fake_temporarily():
                 own = [
                     shard(batch, degree=context.sequence_degree, rank=context.sequence_rank)
                     for batch in step
                 ]
-            # Before it sends the weights to its explorer: once they are there, and after each step.
-            if order.trainer == "trinity":
-                recorder.release()
+            trainer.before_step(recorder)
             train_step(training, own, enter=recorder.enter)
         recorder.is_closed = True
     versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
@@ -126,11 +110,6 @@ def trace(order: TraceOrder) -> EventLog:
         modules=tuple(recorder.modules),
         events=tuple(recorder.events),
     )
-
-
-_LENT_BY_FSDP1 = 4
-"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the
-shards that these came from. Compared with no trial yet."""
 
 
 def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:
@@ -159,19 +138,6 @@ def _context(spec: TrialSpec, rank: int, kernel: Kernel) -> RankContext:
         sequence=process_mesh.sequence_group(spec.layout, mesh),
         nccl_bytes=0,
     )
-
-
-def _prove_kernel(spec: TrialSpec, context: RankContext) -> None:
-    """What a rank does before it has a model: a native allocator cuts the first weights out of what
-    this leaves.
-    """
-    shape = load_model(spec.model_directory).shape
-    heads = {
-        "query_heads": shape.query_heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-    }
-    prove(context.kernel, context.device, compute_dtype(context.device), **heads)
 
 
 def _vocab_size(spec: TrialSpec) -> int:

@@ -32,11 +32,39 @@ from highwater.models.head_proof import prove_head
 from highwater.parallel import fsdp2
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.spec.trial import TrialSpec
+from highwater.tracer.allocation_recorder import AllocationRecorder
+from highwater.train.data import Batch
 from highwater.train.rank_context import RankContext, compute_dtype
 from highwater.train.step import Training
 
 TEMPERATURE = 1.0
 """Of the reference's trials; it divides all the same."""
+
+
+def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
+    """Leave out what an embedding's gradient takes for itself: these traces are to lie on lines
+    over the tokens, which those bytes do not.
+    """
+    recorder.hidden.pop(torch.ops.aten.embedding_dense_backward.default)
+
+
+def begin(
+    spec: TrialSpec,
+    context: RankContext,
+    rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
+    recorder: AllocationRecorder,
+) -> Training:
+    """Its models built, and nothing more."""
+    training = assemble(spec, context)
+    recorder.follow(training.policy)
+    return training
+
+
+def before_step(recorder: AllocationRecorder) -> None:
+    """Give the cache back, as it does before it sends the weights to its explorer: once they are
+    there, and after each step.
+    """
+    recorder.release()
 
 
 def assemble(spec: TrialSpec, context: RankContext) -> Training:

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from highwater.emit.emitted import PREDICTED_FOR
-from highwater.emit.targets import configured
+from highwater.emit.targets import TARGETS, configured
 from highwater.errors import HighwaterError
 from highwater.memory.capacity import CellPrediction, predict_cells
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -252,8 +251,8 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     if TRAINERS[found.trainer].is_run:
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
         texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
-    for target, trainer in PREDICTED_FOR.items():
-        if trainer == found.trainer:
+    for target, row in TARGETS.items():
+        if row.predicted_for == found.trainer:
             with suppress(HighwaterError):  # a trainer that has no words for it
                 texts[target] = (
                     configured(target, found, chosen, model=model).text.rstrip("\n") + "\n"

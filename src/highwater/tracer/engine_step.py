@@ -1,0 +1,52 @@
+"""The engine's own trial, as its worker goes about it: what a trace has of it besides its steps."""
+
+from highwater.attention.dense import prove
+from highwater.spec.events import ReleaseCached
+from highwater.spec.model import load_model
+from highwater.spec.trial import TrialSpec
+from highwater.tracer.allocation_recorder import AllocationRecorder
+from highwater.train.assemble import assemble
+from highwater.train.data import Batch
+from highwater.train.rank_context import RankContext, compute_dtype
+from highwater.train.step import Training
+from highwater.train.trial import rehearse
+
+_LENT_BY_FSDP1 = 4
+"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the
+shards that these came from. Compared with no trial yet."""
+
+
+def set_up(recorder: AllocationRecorder, context: RankContext) -> None:
+    """Tell the recorder how far FSDP1 may gather ahead."""
+    if context.mesh.size() > 1:
+        recorder.most_awaited = _LENT_BY_FSDP1
+
+
+def begin(
+    spec: TrialSpec, context: RankContext, rehearsal: Batch, recorder: AllocationRecorder
+) -> Training:
+    """The kernel proven, the models built, one short step rehearsed and the cache given back."""
+    _prove_kernel(spec, context)
+    training = assemble(spec, context)
+    recorder.follow(training.policy)
+    recorder.enter("rehearsal")
+    rehearse(training, rehearsal)
+    recorder.events.append(ReleaseCached())
+    return training
+
+
+def before_step(recorder: AllocationRecorder) -> None:
+    """Nothing happens between two steps."""
+
+
+def _prove_kernel(spec: TrialSpec, context: RankContext) -> None:
+    """What a rank does before it has a model: a native allocator cuts the first weights out of what
+    this leaves.
+    """
+    shape = load_model(spec.model_directory).shape
+    heads = {
+        "query_heads": shape.query_heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    prove(context.kernel, context.device, compute_dtype(context.device), **heads)

@@ -1,0 +1,36 @@
+"""The step of each trainer that is traced: a row for each, by the names of spec/trainer.py."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from highwater.spec.trainer import Trainer
+from highwater.spec.trial import TrialSpec
+from highwater.tracer import engine_step, trinity_step
+from highwater.tracer.allocation_recorder import AllocationRecorder
+from highwater.train.data import Batch
+from highwater.train.rank_context import RankContext
+from highwater.train.step import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTrainer:
+    """What a trace of one trainer has besides the steps, which are ours for each."""
+
+    set_up: Callable[[AllocationRecorder, RankContext], None]
+    """Tells the recorder what it has to know of the trainer, before anything is allocated."""
+    begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Training]
+    """Builds the models, has the recorder follow the policy, and does all that comes before the
+    first step. The batch is a trial's rehearsal."""
+    before_step: Callable[[AllocationRecorder], None]
+    """Happens before every step."""
+
+
+TRACED: Mapping[Trainer, TracedTrainer] = {
+    "highwater": TracedTrainer(
+        set_up=engine_step.set_up, begin=engine_step.begin, before_step=engine_step.before_step
+    ),
+    "trinity": TracedTrainer(
+        set_up=trinity_step.set_up, begin=trinity_step.begin, before_step=trinity_step.before_step
+    ),
+}
+"""By the name that ``--trainer`` takes."""

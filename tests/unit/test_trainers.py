@@ -1,0 +1,45 @@
+"""Each trainer is a row in every room that has a part of it."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+from highwater.emit.emitted import Target
+from highwater.emit.targets import TARGETS
+from highwater.memory.trainers import MEMORY
+from highwater.spec.trainer import TRAINERS, Trainer
+
+SRC = Path(__file__).parents[2] / "src" / "highwater"
+
+
+def test_every_room_has_a_row_of_every_trainer() -> None:
+    tree = ast.parse((SRC / "tracer" / "trainers.py").read_text())  # torch stays outside
+    (traced,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRACED"
+    )
+    assert isinstance(traced, ast.Dict)
+    rows = [set(TRAINERS), set(MEMORY), {ast.literal_eval(key) for key in traced.keys if key}]
+    assert rows == [set(get_args(Trainer))] * 3
+
+
+def test_every_target_has_a_row_whose_step_some_trainer_has() -> None:
+    assert tuple(TARGETS) == get_args(Target)
+    assert {row.predicted_for for row in TARGETS.values()} <= set(TRAINERS)
+    assert {row.target for row in TRAINERS.values()} - {None} <= set(TARGETS)
+
+
+def test_nobody_compares_a_trainer_with_a_name() -> None:
+    names = set(get_args(Trainer))
+    compared = [
+        f"{path.relative_to(SRC)}:{node.lineno}"
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(each, ast.Constant) and each.value in names
+            for each in (node.left, *node.comparators)
+        )
+    ]
+    assert compared == []
