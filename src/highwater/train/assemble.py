@@ -38,26 +38,23 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 
 def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
     """A model to train, as the settings say."""
-    settings = spec.settings
-    trained = {
-        "recompute": settings.recompute,
-        "mlp_tiles": settings.mlp_tiles,
-        "strategy": settings.strategy,
-    }
-    return _built(
-        spec, context, loss=loss, seed=spec.seed + seed, offload=settings.offload, **trained
-    )
+    trained = {"strategy": spec.settings.strategy, "offload": spec.settings.offload}
+    return _built(spec, context, loss=loss, seed=spec.seed + seed, **trained)
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
     """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a
     time comes to the device.
+
+    By the policy's own kernels: others round differently, and over a document's thousands of tokens
+    that adds up to a log-ratio where there should be none.
     """
-    frozen = {"master_dtype": compute_dtype(context.device), "recompute": "none", "offload": True}
+    frozen = {"master_dtype": compute_dtype(context.device), "offload": True}
     return _built(spec, context, loss="chunked", seed=spec.seed, **frozen).requires_grad_(False)
 
 
 def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
+    """What every model of the trial has in common, and how this one differs."""
     return build(
         read_config(
             spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
@@ -66,5 +63,7 @@ def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
         mesh=context.mesh,
         attention=register(context.kernel, group=context.sequence, depth=spec.attention_depth),
         compute_dtype=compute_dtype(context.device),
+        recompute=spec.settings.recompute,
+        mlp_tiles=spec.settings.mlp_tiles,
         **how,
     )
