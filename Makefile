@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
-# Of the cases that run once for each recorded study, family, catalog entry or page: none, sample, all. CI asks for all.
+# Of the cases that run once for each recorded study, family, catalog entry, page, number of processes or kind of fault:
+# none, sample, all. CI asks for all.
 CORPUS ?= sample
 
 VENV4 := .venv-transformers4

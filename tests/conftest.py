@@ -1,7 +1,8 @@
 """Settings of all tests: no property is held to a time, which on a shared machine says nothing
 about it.
 
-Tests that run once for each recorded study, family, catalog entry or page are marked ``corpus``.
+Tests that run once for each recorded study, family, catalog entry or page, and real trials that
+run once for each number of processes or kind of fault, are marked ``corpus``.
 ``--corpus`` says how many of their cases run: ``none``, the ``sample`` of the day, a part of
 ``PARTS`` that goes once round in as many days, or ``all``. ``HIGHWATER_DAY`` names another day.
 
@@ -35,8 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every process of a run has the same day, also past midnight."""
+    """Every process of a run has the same day, also past midnight, and no thread of one spins
+    while others want the core: two trials at once take up to six times as long where they do.
+    """
     os.environ.setdefault("HIGHWATER_DAY", str(date.today().toordinal()))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -44,6 +48,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"corpus: {config.getoption('corpus')}, of HIGHWATER_DAY={day}"
 
 
+@pytest.hookimpl(trylast=True)  # a sample is of what `-m` leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not asked for of the corpus."""
     asked = config.getoption("corpus")

@@ -54,6 +54,7 @@ def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
     return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [

@@ -26,6 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_document_is_trained_as_it_is_alone(

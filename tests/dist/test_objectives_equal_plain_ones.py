@@ -29,6 +29,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_objective_equals_its_plain_implementation(

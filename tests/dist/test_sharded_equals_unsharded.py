@@ -33,6 +33,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in (1, 2, 4)]
 
 
+@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training(
@@ -45,6 +46,7 @@ def test_sharded_training_equals_unsharded_training(
     assert built["held"] <= 1.01, "besides its shards, padded, a rank holds one unit at a time"
 
 
+@pytest.mark.corpus
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_every_parameter_is_filled_with_the_same_values_in_every_layout(

@@ -68,6 +68,7 @@ def saving(mark: str, tiny: Path) -> Saving:
     return saving
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(
     ("data", "outcome", "kinds"),
     [

@@ -296,6 +296,7 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
     assert list(tmp_path.glob("highwater-*")) == []
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(
     "signals",
     [

@@ -160,6 +160,7 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
     assert result.reason.startswith("rank 1, data: ")
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -194,6 +195,7 @@ def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
     assert len(listening) <= 2 * 2, "gloo alone listens, once for each rank and group"
 
 
+@pytest.mark.corpus
 @pytest.mark.parametrize(
     ("data", "gpus", "reason"),
     [

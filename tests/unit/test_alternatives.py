@@ -6,7 +6,7 @@ import pytest
 
 from highwater.errors import UsageError
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.study.tables import plain_table
+from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.spec.cluster import MOST_GPUS
 from highwater.spec.hardware import gpu_catalog

@@ -13,7 +13,7 @@ from highwater.pages.guide import guide_parts
 from highwater.pages.guide.guide import guide_rows
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.markdown import escaped, markdown_list
-from highwater.pages.study.tables import TextTable
+from highwater.pages.text_table import TextTable
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"

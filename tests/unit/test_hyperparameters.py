@@ -12,7 +12,7 @@ from studies import report_of
 
 from highwater.errors import UsageError
 from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_parts import question_table
+from highwater.pages.study.study_question import question_table
 from highwater.spec.declared_settings import TOPICS, taken_by
 from highwater.spec.hyperparameters import DEFAULTS, NAMES, Hyperparameters
 from highwater.spec.request import request_from

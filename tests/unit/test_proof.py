@@ -12,13 +12,9 @@ from places import examples
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
-from highwater.pages.study.tables import (
-    answer_table,
-    plain_table,
-    published_lines,
-    published_tables,
-    published_text,
-)
+from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.tables import answer_table
+from highwater.pages.text_table import plain_table
 from highwater.run.simulated import Law, SimulatedRunner, TimeLaw
 from highwater.search.cell_search import (
     CellAnswered,

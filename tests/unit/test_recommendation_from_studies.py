@@ -12,7 +12,7 @@ import highwater
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
-from highwater.pages.study.tables import plain_table
+from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.spec.capacities import cell_capacities, study_capacities
 from highwater.spec.flops import step_flops

@@ -9,7 +9,8 @@ from studies import QUESTION, REAL, fifo, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.pages.study.study_markdown import study_markdown
-from highwater.pages.study.study_parts import predicted_cells, question_table
+from highwater.pages.study.study_predictions import predicted_cells
+from highwater.pages.study.study_question import question_table
 from highwater.spec.study import Expectation, RecordedTrial
 from highwater.spec.trial import Outcome
 

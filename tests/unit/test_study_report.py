@@ -12,7 +12,8 @@ from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
 from highwater.pages.study.study_commands import find_words, try_words
 from highwater.pages.study.study_markdown import study_markdown
-from highwater.pages.study.study_parts import predicted_cells, question_table
+from highwater.pages.study.study_predictions import predicted_cells
+from highwater.pages.study.study_question import question_table
 from highwater.pages.study.study_report import StudyReport, TrialReport, judged
 from highwater.run.simulated import FormulaLaw, SimulatedRunner
 from highwater.search.cell_search import CellAnswered, search_cells

@@ -17,13 +17,9 @@ import highwater
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE
 from highwater.pages.study.build import report_text
-from highwater.pages.study.tables import (
-    answer_table,
-    plain_table,
-    published_lines,
-    published_tables,
-    published_text,
-)
+from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.tables import answer_table
+from highwater.pages.text_table import plain_table
 from highwater.search.cell_search import CellAnswered, TrialFinished, search_cells
 from highwater.spec.capacities import study_capacities
 from highwater.spec.layout import Layout

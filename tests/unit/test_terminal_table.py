@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.study.tables import TextTable
 from highwater.pages.terminal import folded, terminal_table, terminal_text
+from highwater.pages.text_table import TextTable
 
 WIDTHS = st.integers(20, 240)
 FIGURES = st.one_of(

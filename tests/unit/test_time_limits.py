@@ -18,7 +18,8 @@ from test_proof import GRID_SIZE, STEP, ask, fits_up_to, steps_at
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_INCONCLUSIVE, StudyError
 from highwater.pages.study.study_commands import commands, find_words
-from highwater.pages.study.study_parts import question_table, state
+from highwater.pages.study.study_parts import state
+from highwater.pages.study.study_question import question_table
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TimeLaw
 from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.spec.layout import Layout

@@ -20,16 +20,11 @@ from highwater.errors import (
     StudyError,
     UsageError,
 )
+from highwater.pages.study.published_layout import published_lines, published_tables, published_text
 from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.tables import (
-    TextTable,
-    answer_table,
-    published_lines,
-    published_tables,
-    published_text,
-    trial_table,
-)
+from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model

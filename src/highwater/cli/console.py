@@ -12,9 +12,9 @@ from typing import TextIO
 
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, UsageError
-from highwater.pages.study.tables import TextTable, plain_table
 from highwater.pages.terminal import folded, terminal_table, terminal_text
 from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
+from highwater.pages.text_table import TextTable, plain_table
 from highwater.search.cell_search import Event
 from highwater.spec.codec import to_json
 from highwater.spec.secrets import kept, without_secrets

@@ -9,8 +9,8 @@ import msgspec
 
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.run.measured_constants import read_constants
 from highwater.run.probe import (
     INSTALL_COMMAND,

@@ -154,9 +154,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens)
         return shlex.join(("highwater", "try", model, *flags))
     typed = {name: value for name, value in typed_values(arguments).items() if name != "model"}
-    of_the_mark: dict[str, object] = {
-        "ulysses": [str(prediction.explained.cell.layout.ulysses_degree)]
-    }
+    of_the_mark: dict[str, object] = dict(prediction.explained.cell.layout.degree_settings)
     if settings.offload:  # which a search looks for only where it is asked to
         of_the_mark |= {"allocator": settings.allocator, "offload": True}
     return shlex.join(

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from textwrap import shorten
 
-from highwater.pages.study.tables import TextTable, capacity_text, memory_only_text, provenance
+from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.search.cell_search import CellAnswered, Event, TrialFinished, TrialStarted
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec

@@ -22,7 +22,7 @@ from highwater.cli.interruption import exit_code_of
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
-from highwater.pages.study.tables import published_line
+from highwater.pages.study.published_layout import published_line
 from highwater.run.probe import probe
 from highwater.search.cell_search import CellAnswered, Event
 from highwater.spec.allocator import ALLOCATOR_MODES, ALLOCATOR_VARIABLES

@@ -7,8 +7,8 @@ import html
 import re
 from collections.abc import Iterable
 
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain, plain_lines
+from highwater.pages.text_table import TextTable
 
 _SPECIAL = re.compile(r"[|*`\[\]\\~$]|^#|^[-+](?=\s)|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 

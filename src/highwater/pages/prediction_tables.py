@@ -14,8 +14,8 @@ from highwater.memory.interval.residuals import Method
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.spec.study import counted_ranks
 from highwater.spec.trainer import OURS
 from highwater.units import GIB, format_bytes, format_tokens

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from highwater.memory.trainers import MEMORY
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.cluster import MOST_GPUS
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rich.cells import cell_len
 
-from highwater.pages.study.tables import TextTable
+from highwater.pages.text_table import TextTable
 
 _LEAST_WIDTH = 20
 """Columns below which nothing is folded further."""

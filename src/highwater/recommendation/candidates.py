@@ -162,5 +162,5 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         ("--state-bytes-per-param", 0 if states == STATE_BYTES_PER_PARAMETER else states),
     )
     words += [word for flag, value in limits if value for word in (flag, str(value))]
-    words += ["--length", str(goal.length_tokens), "--ulysses", str(cell.layout.ulysses_degree)]
+    words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
     return shlex.join(words)

@@ -1,10 +1,12 @@
 """Layout: how many GPUs, and how they share the sequence and the states."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS
 from highwater.spec.codec import Record
+from highwater.spec.declaration import words_of
 
 
 class Layout(Record, frozen=True, kw_only=True):
@@ -89,11 +91,23 @@ class Layout(Record, frozen=True, kw_only=True):
 
         There is one more for each other degree that is not 1.
         """
-        (first, ulysses_degree), *others = self._spelled
-        words = ["--gpus", str(self.gpus), first.flag, str(ulysses_degree)]
-        for each, degree in others:
-            words += [each.flag, str(degree)] if degree > 1 else []
-        return tuple(words)
+        return ("--gpus", str(self.gpus), *self.degree_flags)
+
+    @property
+    def degree_flags(self) -> tuple[str, ...]:
+        """Words to type that name the degrees alone: ``--ulysses 2``."""
+        return tuple(words_of(self.degree_settings))
+
+    @property
+    def degree_settings(self) -> dict[str, int]:
+        """The degrees by the names of their settings: ``{"ulysses": 2}``; the first always, others
+        where they are not 1.
+        """
+        first, *others = self._spelled
+        return {
+            spelling.setting: degree
+            for spelling, degree in (first, *(each for each in others if each[1] > 1))
+        }
 
     @property
     def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:
@@ -106,11 +120,28 @@ class _Spelling(NamedTuple):
     field: str
     label: str
     slug: str
-    flag: str
+    setting: str
 
 
 _SPELLINGS = (
-    _Spelling("ulysses_degree", "SP={}", "sp", "--ulysses"),
-    _Spelling("ring_degree", "ring={}", "ring", "--ring"),
-    _Spelling("replicate_degree", "{} copies", "copies", "--copies"),
+    _Spelling("ulysses_degree", "SP={}", "sp", "ulysses"),
+    _Spelling("ring_degree", "ring={}", "ring", "ring"),
+    _Spelling("replicate_degree", "{} copies", "copies", "copies"),
 )
+
+
+def flags_of(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """Words to type that name several layouts at once, each number once: ``--gpus 2 4 --ulysses 1
+    2``.
+    """
+    found = list(layouts)
+    values = {"gpus": _distinct(layout.gpus for layout in found)}
+    for spelling in _SPELLINGS:
+        degrees = _distinct(getattr(layout, spelling.field) for layout in found)
+        if spelling is _SPELLINGS[0] or degrees != ["1"]:
+            values[spelling.setting] = degrees
+    return tuple(words_of(values))
+
+
+def _distinct(numbers: Iterable[int]) -> list[str]:
+    return list(dict.fromkeys(map(str, numbers)))

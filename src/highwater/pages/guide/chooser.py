@@ -11,8 +11,8 @@ from typing import Any
 
 from highwater.memory.capacity import CellPrediction
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain_lines
+from highwater.pages.text_table import TextTable
 from highwater.spec.codec import to_builtins
 from highwater.spec.recommendation import Recommendation
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from highwater.memory.capacity import CellPrediction
 from highwater.pages.guide.chooser import Place
 from highwater.pages.guide.guide import cell_label
-from highwater.pages.study.tables import TextTable
+from highwater.pages.text_table import TextTable
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import GIB, counted, format_tokens
 

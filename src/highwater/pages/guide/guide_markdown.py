@@ -6,7 +6,7 @@ It has words, a table for each number of GPUs, long contexts, capacities, practi
 import html
 from collections.abc import Iterator
 
-from highwater.pages.guide import guide_parts, guide_text
+from highwater.pages.guide import guide_parts, guide_rungs, guide_text
 from highwater.pages.guide.guide import Guide
 from highwater.pages.guide.guide_parts import Section
 from highwater.pages.markdown import escaped, markdown_list, markdown_table
@@ -90,7 +90,7 @@ def _choices(section: Section) -> Iterator[str]:
 
 def _capacities(section: Section) -> Iterator[str]:
     yield f"### {escaped(section.heading)}"
-    for table, _ in guide_parts.rungs(section):
+    for table, _ in guide_rungs.rungs(section.capacities):
         yield f"**{escaped(table.title)}**"
         yield markdown_table(table)
 

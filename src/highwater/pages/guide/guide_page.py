@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from highwater.pages.guide import guide_parts, guide_text
+from highwater.pages.guide import guide_parts, guide_rungs, guide_text
 from highwater.pages.guide.chooser import Place, chooser_json
 from highwater.pages.guide.guide import Guide
 from highwater.pages.guide.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
@@ -70,7 +70,7 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
 
 def _bars(section: Section) -> list[Bar]:
     found = [
-        (table, name, guide_parts.longest(table, name))
+        (table, name, guide_rungs.longest(table, name))
         for table in section.tables
         for name in table.models
     ]
@@ -98,7 +98,7 @@ def _maps(places: Sequence[Place]) -> dict[str, list[tuple[str, tuple[HeatMap, .
 
 
 def _heat_maps(section: Section) -> Iterator[HeatMap]:
-    rungs = list(guide_parts.rungs(section))
+    rungs = list(guide_rungs.rungs(section.capacities))
     longest = (
         max((tokens for rung in rungs for row in rung.tokens for tokens in row), default=0) or 1
     )

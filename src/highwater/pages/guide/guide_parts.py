@@ -5,12 +5,10 @@ They are headings, tables and sentences, nothing escaped yet.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
-
-import msgspec
 
 from highwater.pages.guide import guide_text
 from highwater.pages.guide.guide import (
@@ -22,7 +20,8 @@ from highwater.pages.guide.guide import (
     farthest,
     in_natural_order,
 )
-from highwater.pages.study.tables import TextTable
+from highwater.pages.guide.guide_rungs import best_text
+from highwater.pages.text_table import TextTable
 from highwater.spec.capacities import Capacity, Source
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS
 from highwater.spec.ladder import simplicity
@@ -43,17 +42,11 @@ SOURCES: dict[Source, str] = {
     "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
-_STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 """Numbers beyond which rows that say the same are joined, and not every factor is listed.
 
 No published table is as long.
 """
-_HF_WEIGHTS = {
-    "always": "saved with every checkpoint",
-    "last": "saved at the end",
-    "never": "never saved",
-}
 
 
 class Section(NamedTuple):
@@ -77,14 +70,6 @@ class LongContext(NamedTuple):
     configuration: str
     factors: str
     """YaRN's factor for each length of the guide, in a sentence."""
-
-
-class Rung(NamedTuple):
-    """The capacities of one rung."""
-
-    table: TextTable
-    tokens: tuple[tuple[int, ...], ...]
-    """The longest length of each figure in the table's columns of models; 0 where none is known."""
 
 
 def sections(guide: Guide) -> list[Section]:
@@ -146,7 +131,8 @@ def glance_tables(guide: Guide) -> Iterator[TextTable]:
     for section in sections(guide):
         models = in_natural_order(name for table in section.tables for name in table.models)
         rows = tuple(
-            (str(table.gpus), *(_best(table, name) for name in models)) for table in section.tables
+            (str(table.gpus), *(best_text(table, name) for name in models))
+            for table in section.tables
         )
         yield TextTable(title=section.heading, columns=("GPUs", *models), rows=rows, left_columns=0)
 
@@ -167,7 +153,7 @@ def reached_text(table: GuideTable, model_name: str) -> str:
 
     ``262,144, 671,744 memory-only``; in words where it is no length.
     """
-    text = _best(table, model_name).replace("*", "")
+    text = best_text(table, model_name).replace("*", "")
     return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
 
@@ -272,7 +258,7 @@ def budget_table(guide: Guide) -> TextTable:
         {
             1,
             *(
-                each.cell.layout.ulysses_degree
+                each.cell.layout.context_degree
                 for table in guide.tables
                 for each in table.capacities
             ),
@@ -300,44 +286,6 @@ def joined(table: TextTable) -> TextTable:
             (lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}", *entries)
         )
     return replace(table, rows=tuple(rows))
-
-
-def rungs(section: Section) -> Iterator[Rung]:
-    """The capacities of each rung, the simplest first, by number of GPUs and degree."""
-    capacities = section.capacities
-    models = in_natural_order(each.model_name for each in capacities)
-    settings_found = {each.cell.settings for each in capacities}
-    for settings in sorted(settings_found, key=_rung_order):
-        found: dict[tuple[int, int], dict[str, list[Capacity]]] = {}
-        for each in capacities:
-            if each.cell.settings == settings:
-                place = each.cell.layout.gpus, each.cell.layout.ulysses_degree
-                found.setdefault(place, {}).setdefault(each.model_name, []).append(each)
-        cells = [
-            (place, [found[place].get(name, []) for name in models]) for place in sorted(found)
-        ]
-        strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
-        table = TextTable(
-            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
-            columns=("GPUs", "SP", *models),
-            rows=tuple((*map(str, place), *map(_figure, own)) for place, own in cells),
-            left_columns=0,
-        )
-        yield Rung(
-            table,
-            tuple(
-                tuple(max((c.capacity_tokens for c in each), default=0) for each in own)
-                for _, own in cells
-            ),
-        )
-
-
-def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
-    """Sort key of rungs, the simplest first.
-
-    Those that are as simple have an order that no run changes.
-    """
-    return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
 
 
 def origin_table(guide: Guide) -> TextTable:
@@ -378,67 +326,3 @@ def _model_path(model_name: str) -> str:
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
         return "/path/to/model"
     return f"Qwen/{model_name}" if model_name.startswith("Qwen") else f"/path/to/{model_name}"
-
-
-def _figure(capacities: Sequence[Capacity]) -> str:
-    """The text of one cell's capacities; empty where nothing was tried.
-
-    A memory-only proof stands beside the capacity; of several files each stands that says more.
-    """
-    telling = (
-        each for each in capacities if not any(_says_more(other, each) for other in capacities)
-    )
-    in_order = sorted(telling, key=lambda each: (each.is_memory_only, each.capacity_tokens))
-    failures = [
-        each.does_not_fit_tokens for each in capacities if each.does_not_fit_tokens is not None
-    ]
-    return ", ".join(dict.fromkeys(_capacity_text(each, failures) for each in in_order))
-
-
-def _best(table: GuideTable, model_name: str) -> str:
-    """The longest of any cell that was trained in full.
-
-    What memory alone holds stands beside it, where that is longer.
-    """
-    return _figure([each for each in longest(table, model_name) if each is not None])
-
-
-def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capacity | None]:
-    """The longest capacity of any cell trained in full, and the longest by memory alone."""
-    own = [each for each in table.capacities if each.model_name == model_name]
-    full, memory_only = (
-        [each for each in own if each.is_memory_only == is_so] for is_so in (False, True)
-    )
-    return max(full, key=_reach, default=None), max(memory_only, key=_reach, default=None)
-
-
-def _reach(capacity: Capacity) -> int:
-    return capacity.capacity_tokens
-
-
-def _says_more(one: Capacity, other: Capacity) -> bool:
-    """Whether the other adds nothing to the one.
-
-    It has no longer length, and none that fails where the one fits.
-    """
-    if one.is_memory_only and not other.is_memory_only:
-        return False
-    if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
-        return False
-    is_in_full_too = other.is_memory_only and not one.is_memory_only
-    return one.capacity_tokens > other.capacity_tokens or (
-        is_in_full_too and one.capacity_tokens == other.capacity_tokens
-    )
-
-
-def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
-    tokens, fails = capacity.capacity_tokens, min(failures, default=None)
-    if tokens == 0:
-        if fails is None:
-            return "?"
-        return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
-    yarn = "*" if tokens > capacity.native_length_tokens else ""
-    figure = (
-        f"{'' if any(length > tokens for length in failures) else '≥'}{format_tokens(tokens)}{yarn}"
-    )
-    return f"{figure} memory-only" if capacity.is_memory_only else figure

@@ -13,6 +13,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.spec.codec import Record
+from highwater.spec.layout import flags_of
 from highwater.spec.model import Model, load_model
 from highwater.spec.published import published_grid
 from highwater.spec.request import setting_flags
@@ -162,8 +163,7 @@ def find_words(question: Question) -> tuple[str, ...]:
     rungs = list(dict.fromkeys(cell.settings for cell in cells))
     return (
         *("highwater", "find", _model_word(question.model), "--device", question.device),
-        *("--gpus", *_distinct(cell.layout.gpus for cell in cells)),
-        *("--ulysses", *_distinct(cell.layout.ulysses_degree for cell in cells)),
+        *flags_of(cell.layout for cell in cells),
         *_memory(question.memory_budget_bytes),
         *_rung_flags(rungs),
         *question.hyperparameters.flags,
@@ -262,7 +262,3 @@ def _typed(word: str) -> str:
     ):
         return shlex.quote(word)
     return f"~/{shlex.quote(str(Path(word).relative_to(home)))}"
-
-
-def _distinct(counts: Iterable[int]) -> tuple[str, ...]:
-    return tuple(map(str, dict.fromkeys(counts)))

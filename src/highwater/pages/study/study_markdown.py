@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from highwater.pages.markdown import escaped, fenced, markdown_list, markdown_table
-from highwater.pages.study import study_parts
+from highwater.pages.study import study_parts, study_predictions, study_question
 from highwater.pages.study.study_parts import HEADINGS
 from highwater.pages.study.study_report import StudyReport
-from highwater.pages.study.tables import TextTable
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 
 
 def study_markdown(report: StudyReport) -> str:
@@ -15,7 +15,7 @@ def study_markdown(report: StudyReport) -> str:
     parts = [f"# {escaped(study_parts.title(report))}", study_parts.state(report)]
     parts += [
         f"## {HEADINGS['question']}",
-        markdown_table(study_parts.question_table(report)),
+        markdown_table(study_question.question_table(report)),
         markdown_list(study_parts.WORDS),
     ]
     parts += [f"## {HEADINGS['answers']}", *_drawn(study_parts.answers_table(report))]
@@ -39,9 +39,9 @@ def _drawn(table: TextTable) -> Iterator[str]:
 
 
 def _environment(report: StudyReport) -> Iterator[str]:
-    for table in study_parts.environment_tables(report):
+    for table in study_question.environment_tables(report):
         yield from _drawn(table)
-    yield study_parts.no_environment(report) or ""
+    yield study_question.no_environment(report) or ""
 
 
 def _brackets(report: StudyReport) -> Iterator[str]:
@@ -55,10 +55,9 @@ def _brackets(report: StudyReport) -> Iterator[str]:
 
 
 def _predicted(report: StudyReport) -> Iterator[str]:
-    for table in (study_parts.predicted_trials(report), study_parts.predicted_cells(report)):
-        if table is not None:
-            yield from _drawn(table)
-    yield markdown_list(map(escaped, study_parts.prediction_notes(report)))
+    for table in study_predictions.predicted_tables(report):
+        yield from _drawn(table)
+    yield markdown_list(map(escaped, study_predictions.prediction_notes(report)))
 
 
 def _failures(report: StudyReport) -> Iterator[str]:

@@ -1,12 +1,19 @@
-"""Tables of a study: data to rows, and rows to plain text.
+"""Tables of what trials found: the answers of a study, and one trial.
 
 Every table says whether it was measured.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from highwater.pages.study.capacity_figures import (
+    capacity_text,
+    length_text,
+    memory_only_text,
+    place,
+    provenance,
+)
 from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
 from highwater.spec.packing import NOT_MONOTONE
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
 from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
@@ -21,19 +28,6 @@ _LIMITS: dict[Limit, str] = {
 }
 OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, nothing was trained"}
 """Outcomes in more than their names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
-    """A table as text, before anybody decides how it is drawn."""
-
-    title: str
-    columns: tuple[str, ...]
-    """Headings; empty for a table without."""
-    rows: tuple[tuple[str, ...], ...]
-    footnotes: tuple[str, ...] = ()
-    left_columns: int = 3
-    """Columns that hold names: aligned left. The others hold figures."""
 
 
 def answer_table(study: Study) -> TextTable:
@@ -97,117 +91,6 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     )
 
 
-def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
-    """The published layout, ``#GPU | SP | models``, for each rung and place.
-
-    ``*`` is past the native length, ``-`` none, ``?`` unknown.
-    """
-    groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
-    for study in studies:
-        answers = {answer.cell: answer for answer in study.answers}
-        for cell in study.question.cells:
-            title = f"{cell.settings.label} ({place(study.question)}; {provenance(study.question)})"
-            groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
-    return tuple(_published_group(title, entries) for title, entries in groups.items())
-
-
-def published_text(table: TextTable) -> str:
-    """A table of the published layout as it was published."""
-    grid = (table.columns, *table.rows)
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [
-        " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in grid
-    ]
-    return "\n".join((table.title, *lines))
-
-
-def published_lines(study: Study) -> str:
-    """The published final line of every cell."""
-    answers = {answer.cell: answer for answer in study.answers}
-    return "\n".join(
-        published_line(study.question, cell, answers.get(cell)) for cell in study.question.cells
-    )
-
-
-def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
-    """The line that users of the published search parse; ``?`` when no trial told the capacity."""
-    capacity = (
-        "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
-    )
-    memory_only = (
-        ""
-        if answer is None or answer.memory_only is None
-        else f", memory_only_len = {answer.memory_only.length_tokens}"
-    )
-    return (
-        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
-        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}{memory_only}"
-    )
-
-
-def plain_table(table: TextTable) -> str:
-    """The table in aligned columns, for a file or a pipe; never wrapped."""
-    grid = (table.columns, *table.rows) if table.columns else table.rows
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if column < table.left_columns else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in grid
-    ]
-    return "\n".join(
-        (table.title, "", *lines, *(("", *table.footnotes) if table.footnotes else ()))
-    )
-
-
-def capacity_text(
-    question: Question,
-    answer: CellAnswer | None,
-    *,
-    none: str = "none",
-    unknown: str = "?",
-    commas: bool = True,
-) -> str:
-    """A capacity in a table: ``65,536``, with ``*`` past the native length."""
-    if answer is None or answer.capacity_tokens is None:
-        return unknown
-    if answer.capacity_tokens == 0:
-        return none
-    return _length_text(question, answer.capacity_tokens, commas=commas)
-
-
-def memory_only_text(
-    question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True
-) -> str:
-    """A length by memory-only proof: ``643,072* memory-only``.
-
-    ``none`` where the capacity itself is the longest that fit.
-    """
-    if answer is None or answer.memory_only is None:
-        return none
-    return f"{_length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
-
-
-def place(question: Question) -> str:
-    """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
-    each = RANK_WORDS[question.device][0]
-    if question.memory_budget_bytes is None:
-        return f"{plain(question.device_name)}, the whole card"
-    return f"{plain(question.device_name)}, {format_bytes(question.memory_budget_bytes)} per {each}"
-
-
-def provenance(question: Question) -> str:
-    """The label of every figure: measured by real trials, or simulated from a memory law."""
-    return "simulated, nothing was trained" if question.simulated else "measured"
-
-
-def _length_text(question: Question, length_tokens: int, *, commas: bool) -> str:
-    figure = format_tokens(length_tokens) if commas else str(length_tokens)
-    return f"{figure}{'*' if length_tokens > question.model.shape.native_length_tokens else ''}"
-
-
 def _speed(result: TrialResult) -> tuple[tuple[str, str], ...]:
     """Rows of what a training shows, and a memory-only trial has not."""
     return (
@@ -265,7 +148,7 @@ def _names(cell: Cell) -> tuple[str, str, str]:
 
 
 def _at_least(question: Question, length_tokens: int) -> str:
-    return f"≥{_length_text(question, length_tokens, commas=True)}"
+    return f"≥{length_text(question, length_tokens)}"
 
 
 def _saves(result: TrialResult) -> str:
@@ -401,36 +284,4 @@ def _division(budget: MemoryBudget) -> str:
     return (
         f"{format_bytes(budget.budget_bytes)} = {context} context + {nccl} NCCL + {cap} for "
         f"the allocator"
-    )
-
-
-def _published_figure(question: Question, answer: CellAnswer | None) -> str:
-    """``131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only = memory_only_text(question, answer, none="", commas=False)
-    return capacity_text(question, answer, none="-", commas=False) + (
-        f" ({memory_only})" if memory_only else ""
-    )
-
-
-def _published_group(
-    title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]
-) -> TextTable:
-    models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
-    layouts = sorted({(cell.layout.gpus, cell.layout.ulysses_degree) for cell, _, _ in entries})
-    figures = {
-        (
-            cell.layout.gpus,
-            cell.layout.ulysses_degree,
-            plain(question.model.name),
-        ): _published_figure(question, answer)
-        for cell, question, answer in entries
-    }
-    return TextTable(
-        title=title,
-        columns=("#GPU", "SP", *models),
-        rows=tuple(
-            (str(gpus), str(sp), *(figures.get((gpus, sp, model), "?") for model in models))
-            for gpus, sp in layouts
-        ),
-        left_columns=2 + len(models),
     )

@@ -1,0 +1,95 @@
+"""The published layout: answers as the published search prints them, in tables and in lines."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from highwater.pages.study.capacity_figures import (
+    capacity_text,
+    memory_only_text,
+    place,
+    provenance,
+)
+from highwater.pages.text import plain
+from highwater.pages.text_table import TextTable
+from highwater.spec.study import Cell, CellAnswer, Question, Study
+
+
+def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
+    """The published layout, ``#GPU | SP | models``, for each rung and place.
+
+    ``*`` is past the native length, ``-`` none, ``?`` unknown.
+    """
+    groups: dict[str, list[tuple[Cell, Question, CellAnswer | None]]] = {}
+    for study in studies:
+        answers = {answer.cell: answer for answer in study.answers}
+        for cell in study.question.cells:
+            title = f"{cell.settings.label} ({place(study.question)}; {provenance(study.question)})"
+            groups.setdefault(title, []).append((cell, study.question, answers.get(cell)))
+    return tuple(_published_group(title, entries) for title, entries in groups.items())
+
+
+def published_text(table: TextTable) -> str:
+    """A table of the published layout as it was published."""
+    grid = (table.columns, *table.rows)
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in grid
+    ]
+    return "\n".join((table.title, *lines))
+
+
+def published_lines(study: Study) -> str:
+    """The published final line of every cell."""
+    answers = {answer.cell: answer for answer in study.answers}
+    return "\n".join(
+        published_line(study.question, cell, answers.get(cell)) for cell in study.question.cells
+    )
+
+
+def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str:
+    """The line that users of the published search parse; ``?`` when no trial told the capacity."""
+    capacity = (
+        "?" if answer is None or answer.capacity_tokens is None else str(answer.capacity_tokens)
+    )
+    memory_only = (
+        ""
+        if answer is None or answer.memory_only is None
+        else f", memory_only_len = {answer.memory_only.length_tokens}"
+    )
+    return (
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, "
+        f"sp_num = {cell.layout.ulysses_degree}, max_model_len = {capacity}{memory_only}"
+    )
+
+
+def _published_figure(question: Question, answer: CellAnswer | None) -> str:
+    """``131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
+    memory_only = memory_only_text(question, answer, none="", commas=False)
+    return capacity_text(question, answer, none="-", commas=False) + (
+        f" ({memory_only})" if memory_only else ""
+    )
+
+
+def _published_group(
+    title: str, entries: Sequence[tuple[Cell, Question, CellAnswer | None]]
+) -> TextTable:
+    models = list(dict.fromkeys(plain(question.model.name) for _, question, _ in entries))
+    layouts = sorted({cell.layout for cell, _, _ in entries}, key=msgspec.structs.astuple)
+    figures = {
+        (cell.layout, plain(question.model.name)): _published_figure(question, answer)
+        for cell, question, answer in entries
+    }
+    return TextTable(
+        title=title,
+        columns=("#GPU", "SP", *models),
+        rows=tuple(
+            (
+                *(str(layout.gpus), layout.sharing),
+                *(figures.get((layout, model), "?") for model in models),
+            )
+            for layout in layouts
+        ),
+        left_columns=2 + len(models),
+    )

@@ -1,0 +1,162 @@
+"""What a study's report says of predictions: each trial and each cell beside what was predicted."""
+
+from collections.abc import Iterator
+
+from highwater.pages.prediction_tables import learned
+from highwater.pages.study.study_order import short_name
+from highwater.pages.study.study_parts import outcome
+from highwater.pages.study.study_report import CellReport, Judgement, StudyReport, TrialReport
+from highwater.pages.text_table import TextTable
+from highwater.spec.trial import Outcome
+from highwater.units import format_bytes, format_tokens
+
+_BESIDE: dict[Judgement, str] = {
+    "inside": "inside the interval",
+    "below": "below the interval",
+    "above": "above the interval",
+    "ran out, as the upper end allows": "ran out, as the upper end allows",
+    "unknown": "-",
+}
+
+
+def predicted_tables(report: StudyReport) -> Iterator[TextTable]:
+    """The tables of which something was predicted."""
+    yield from filter(None, (predicted_trials(report), predicted_cells(report)))
+
+
+def predicted_trials(report: StudyReport) -> TextTable | None:
+    """Each trial beside the formula's interval; None where the formula says nothing."""
+    if report.predictions.reason is not None:
+        return None
+    return TextTable(
+        title=f"device used of the fullest GPU: predicted by formula, and {report.label}",
+        columns=(
+            *(
+                "trial",
+                "cell",
+                "outcome",
+                "length",
+                "predicted: interval",
+                "predicted: between its ends",
+            ),
+            *(f"{report.label}: device used", f"{report.label} beside predicted"),
+        ),
+        rows=tuple(_predicted_row(trial) for trial in report.trials),
+        left_columns=3,
+    )
+
+
+def _predicted_row(trial: TrialReport) -> tuple[str, ...]:
+    predicted = trial.predicted
+    around = None if predicted is None else predicted.interval
+    used = format_bytes(trial.device_used_bytes)
+    if trial.outcome is Outcome.OUT_OF_MEMORY:
+        used = f"more than {format_bytes(trial.limit_bytes)}"
+    return (
+        *(str(trial.number), trial.cell, outcome(trial), format_tokens(trial.length_tokens)),
+        "-"
+        if around is None
+        else f"{format_bytes(around.low_bytes)} to {format_bytes(around.high_bytes)}",
+        "-" if predicted is None else format_bytes(predicted.device_used_bytes),
+        used
+        if trial.outcome is not None
+        and (trial.outcome.is_fit or trial.outcome is Outcome.OUT_OF_MEMORY)
+        else "-",
+        _BESIDE[trial.beside_prediction],
+    )
+
+
+def predicted_cells(report: StudyReport) -> TextTable | None:
+    """Each cell's capacity beside what was predicted of it.
+
+    Predictions are by the formula of today, and those before its trials.
+    """
+    is_foretold = any(cell.expected_tokens is not None for cell in report.cells)
+    if report.predictions.reason is not None and not is_foretold:
+        return None
+    rows = (
+        (
+            cell.label,
+            "-" if cell.predicted is None else _tokens(cell.predicted.capacity_tokens),
+            "-" if cell.predicted is None else _tokens(cell.predicted.likely_tokens),
+            *((_expected(cell),) if is_foretold else ()),
+            *_edge(cell),
+        )
+        for cell in report.cells
+    )
+    return TextTable(
+        title=f"longest length of each cell: predicted, and {report.label}",
+        columns=(
+            *(
+                "cell",
+                "predicted by today's formula: upper end fits",
+                "predicted by today's formula: likely",
+            ),
+            *(("predicted before its trials: likely",) if is_foretold else ()),
+            *(f"{report.label}: longest that fit", f"{report.label}: next, did not"),
+        ),
+        rows=tuple(rows),
+        left_columns=1,
+    )
+
+
+def _expected(cell: CellReport) -> str:
+    """The expected length with what said so, which may differ from cell to cell."""
+    if cell.expected_tokens is None or cell.expected_by is None:
+        return "-"
+    return f"{_tokens(cell.expected_tokens)} by {short_name(cell.expected_by)}"
+
+
+def _edge(cell: CellReport) -> tuple[str, str]:
+    """The longest length that fit and the next one, which did not.
+
+    Of a cell without an answer, as far as its bracket has closed.
+    """
+    if cell.answer is not None:
+        return _tokens(cell.answer.reach_tokens), format_tokens(cell.answer.does_not_fit_tokens)
+    if not cell.bracket:
+        return "-", "-"
+    return format_tokens(cell.bracket[-1].fits_tokens), format_tokens(
+        cell.bracket[-1].does_not_fit_tokens
+    )
+
+
+def _tokens(count: int | None) -> str:
+    return "none" if count == 0 else format_tokens(count)
+
+
+def prediction_notes(report: StudyReport) -> Iterator[str]:
+    """What was predicted when, and what the intervals promise.
+
+    Also how far these trials are a test of them.
+    """
+    predictions = report.predictions
+    if any(cell.expected_by == "formula" for cell in report.cells):
+        yield (
+            "the formula then: that of the highwater which searched, as the study recorded it "
+            "before the cell's first trial"
+        )
+    if predictions.reason is not None:
+        yield f"nothing is predicted by formula: {predictions.reason}"
+        return
+    if report.study.question.simulated:
+        yield "nothing was measured: the trials were simulated by this very formula"
+    if predictions.calibration is None or not predictions.calibration.factors:
+        return
+    yield from learned(predictions.calibration)
+    if predictions.shared_trials:
+        shared = (
+            f"{predictions.shared_trials} of these trials are among those that the intervals "
+            f"were learned from"
+        )
+        yield f"{shared}: they are no test of them"
+    other = [
+        version
+        for version in report.versions.get("highwater", ())
+        if version != predictions.highwater_version
+    ]
+    if other:
+        yield (
+            f"the trials ran under highwater {', '.join(other)}; the formula is that of "
+            f"{predictions.highwater_version}"
+        )
