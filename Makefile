@@ -71,7 +71,7 @@ check: lint types contracts
 	$(PYTEST) --corpus none --hypothesis-profile quick tests/unit
 
 test: lint types contracts
-	$(PYTEST) --corpus $(CORPUS)
+	$(PYTEST) --corpus $(CORPUS) --hypothesis-profile $(if $(filter all,$(CORPUS)),highwater,quick)
 
 test-all: lint types contracts $(VENV4)/.ready
 	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep -m 'not gpu and not pages and not emit'
