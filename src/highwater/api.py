@@ -161,7 +161,9 @@ def _traced(
     on_trace: Callable[[TrialSpec], None] | None,
     timeline: Path | None,
 ) -> Prediction:
-    """With every cell by traces."""
+    """The prediction with every cell answered by traces; its timeline is written where one is
+    named.
+    """
     with CachedTracer(trace_directory(os.environ), kernel=kernel, on_trace=on_trace) as tracer:
         cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
         prediction = msgspec.structs.replace(prediction, cells=cells)

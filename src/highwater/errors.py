@@ -50,6 +50,6 @@ class StudyError(HighwaterError):
 
 
 class MachineError(HighwaterError):
-    """This machine cannot do what was asked."""
+    """Something asked that this machine cannot do."""
 
     exit_code = EXIT_MACHINE

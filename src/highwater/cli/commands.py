@@ -176,7 +176,7 @@ def exit_code(study: Study) -> int:
 
 
 def say_interrupted(path: Path | None) -> None:
-    """After Ctrl-C: what is kept, and how to go on."""
+    """Say after Ctrl-C what the study keeps, and how to go on."""
     try:
         study = None if path is None else api.open_study(path)
     except StudyError:

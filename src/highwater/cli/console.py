@@ -22,9 +22,9 @@ from highwater.spec.study import Question
 
 _STDOUT, _STDERR = 1, 2
 _USUAL_WIDTH = 80
-"""Of a terminal that does not say how wide it is."""
+"""Columns of a terminal that does not say how wide it is."""
 _DIGITS_OF_A_WIDTH = 6
-"""A COLUMNS of so many digits is no terminal's."""
+"""Digits of the shortest COLUMNS that is not heeded: no terminal's has so many."""
 
 
 def open_streams() -> None:

@@ -28,7 +28,8 @@ from highwater.spec.study import counted_ranks
 from highwater.units import format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
-"""``highwater predict --constants constants.json`` reads them."""
+"""The next command after ``--measure``; ``highwater predict --constants constants.json`` reads the
+file that it writes."""
 
 
 class Finding(Record, frozen=True, kw_only=True):
@@ -46,11 +47,11 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     machine: Machine
     findings: tuple[Finding, ...]
     constants: tuple[Constants, ...] = ()
-    """With ``--measure``: by number of GPUs."""
+    """Constants that ``--measure`` read, by number of GPUs; empty without it."""
 
     @property
     def can_run(self) -> bool:
-        """A trial can run here."""
+        """Whether a trial can run here."""
         return not any(finding.stops_every_trial for finding in self.findings)
 
 
@@ -113,7 +114,7 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
 
 
 def _of_gpus(machine: Machine) -> Iterator[Finding]:
-    """Those that trials cannot use, or would share."""
+    """Findings about GPUs that trials cannot use, or would share."""
     for gpu in machine.gpus:
         try:
             refuse_unfit_gpu(gpu.name, gpu.compute_capability)
@@ -185,7 +186,7 @@ def _host_table(machine: Machine) -> TextTable:
 
 
 def _measured(machine: Machine) -> tuple[Constants, ...]:
-    """For one GPU, and for each power of two up to all of them."""
+    """Constants as read on one GPU, and on each power of two up to all of them."""
     if not machine.gpus:
         raise MachineError(
             "no GPU is visible: there is nothing to measure", hint="leave `--measure` out"

@@ -375,4 +375,4 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "doctor": _doctor_flags,
     "compare-search": _compare_search_flags,
 }
-"""By command; ``schema`` has none."""
+"""The function that adds the flags of each command, by the command's name; ``schema`` has none."""

@@ -48,7 +48,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def _predicted(arguments: argparse.Namespace) -> Prediction:
-    """What was typed, answered."""
+    """The prediction that was asked for."""
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     return api.predict(
@@ -138,8 +138,8 @@ def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """What explains it, and then what measures it, with the settings that were typed; another
-    trainer is not ours to try.
+    """The next command: what explains the prediction, and then what measures it, with the settings
+    that were typed; another trainer is not ours to try.
     """
     if not arguments.explain:
         return shlex.join((*_without_timeline(arguments), "--explain"))
@@ -172,7 +172,9 @@ def _without_timeline(arguments: argparse.Namespace) -> list[str]:
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """Where nothing fits: what would, at that length, or at the shortest that was asked about."""
+    """The command that asks, where nothing fits, what would: at the length in question, or at the
+    shortest that was asked about.
+    """
     length = prediction.length_tokens or prediction.explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
     return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))

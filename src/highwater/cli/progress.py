@@ -18,11 +18,11 @@ _RECENT = 4
 """Trials that the estimate of the time left is averaged over: later ones are more like those to
 come."""
 _TOLD_WITHIN = 2
-"""Times the longest length that fit so far: of trials longer than this nobody knows how long they
-take."""
+"""Times the longest of the recent lengths that fit: of trials longer than this nobody knows how
+long they take."""
 
 _REASON_WIDTH = 100
-"""Of a line about a trial; the final table has the whole reason."""
+"""Characters of a reason in a line about a trial, at most; the final table has the whole reason."""
 
 
 class Progress:
@@ -38,11 +38,11 @@ class Progress:
         """Length and seconds of each trial that fit: one that ran out of memory tells nothing about
         those."""
         self._length_tokens = 0
-        """Of the trial that runs, or of the last one."""
+        """Length of the trial that runs, or of the last one."""
         self._started_at: float | None = None
         self._trials_left = 0
         self._is_recorded = False
-        """The last trial that finished had not started: a resumed study had its result."""
+        """Whether the last trial that finished had not started: a resumed study had its result."""
 
     def hear(self, event: Event) -> None:
         """Take in one event."""
@@ -110,7 +110,7 @@ class Progress:
                 return f"{name}: capacity {self._answered(event.answer, ' tokens')}"
 
     def table(self) -> TextTable:
-        """Where every cell stands now."""
+        """A table of where every cell stands now."""
         left = self._left()
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",

@@ -41,7 +41,7 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
-    """What was typed, answered."""
+    """The recommendation that was asked for."""
     model, settings = named_model(arguments, arguments.studies, example=_EXAMPLE)
     if arguments.length is None:
         raise UsageError(
@@ -61,8 +61,8 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
-    """One trial of what is recommended, or its configuration; where nothing fits, the same for the
-    first alternative to be typed.
+    """The next command: one trial of what is recommended, or its configuration, or after ``--list``
+    the recommendation itself; where nothing fits that of ``_next_without_any``.
     """
     model = str(typed_values(arguments)["model"])
     if found.chosen is None:
@@ -79,7 +79,9 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
 
 
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
-    """Where nothing fits: the first alternative that can be typed, else the prediction of all."""
+    """The next command where nothing fits: a recommendation by the first alternative that can be
+    typed, else the prediction of every rung.
+    """
     each = (each for each in found.alternatives if each.flags or each.without)
     alternative = next(each, None)
     if alternative is None:

@@ -40,11 +40,13 @@ _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
 _CPU_MEMORY = "1GiB"
-"""What a process on the CPU may take, where there is no GPU."""
+"""Memory that a process on the CPU may take, where there is no GPU."""
 _CPU_CEILING_TOKENS = 8192
-"""Where a search on the CPU ends: attention's square is felt there."""
+"""Longest length of a search on the CPU, unless it starts beyond: attention's square is felt
+there."""
 _NO_CEILING = "16m"
-"""The published scan has none."""
+"""Longest length of a search on GPUs, for a model without a window: the published scan has no
+ceiling."""
 _FLAG_NAMES = {
     "--gpus": "--test_gpu_num",
     "--ulysses": "--test_sp_num",
@@ -58,7 +60,7 @@ _FLAG_NAMES = {
 }
 """Flags of ``highwater find`` in hints, and what they are called here."""
 _NOT_HERE = re.compile(r", or use `--checkpoint none[^`]*`")
-"""What hints say of a flag that the original does not have: it always writes its shards."""
+"""The words of hints about a flag that the original does not have: it always writes its shards."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -168,8 +170,8 @@ def ignored_allocator_options(environment: Mapping[str, str]) -> list[str]:
 
 
 def _allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """``max_split_size_mb:64`` and the others, without blanks; commas within brackets are a value's
-    own.
+    """The options that the environment sets for the allocator, as ``max_split_size_mb:64``, without
+    blanks; commas within brackets are a value's own.
     """
     named = next(
         (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
@@ -178,8 +180,8 @@ def _allocator_options(environment: Mapping[str, str]) -> list[str]:
 
 
 def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, str | int]:
-    """Where the trials run, and to which length: on GPUs, or a small model on the CPU of a machine
-    without one.
+    """The device of the trials and their longest length: GPUs, or the CPU of a machine without one
+    for a small model, under a memory limit.
     """
     window = model.shape.window_tokens
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4

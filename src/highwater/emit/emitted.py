@@ -30,15 +30,15 @@ class Emitted(Record, frozen=True, kw_only=True):
     checked_with: str
     """Version of the package whose names these are."""
     values: dict[str, Value]
-    """Each setting by its name, sections joined by dots."""
+    """Settings by name, the sections of a name joined by dots."""
     environment: dict[str, str]
-    """Set before any process starts, Ray's included."""
+    """Variables to set before any process starts, Ray's included."""
     cannot: tuple[str, ...] = ()
     """What the recommendation has and this trainer has no words for; the text says it too."""
     beside: dict[str, str] = msgspec.field(default_factory=dict)
     """Other files that the text names, by their names."""
     command: str
-    """What starts it."""
+    """The command that starts the training."""
     text: str
     """The file, to be written as it is."""
 
@@ -94,7 +94,9 @@ def exports(variables: Mapping[str, str], *, before: str) -> list[str]:
 
 
 def model_lies(model_path: str | None, *, before: str) -> list[str]:
-    """Where nobody said where the model lies, what names it: lines of a comment."""
+    """What names the model's directory where nobody said where it lies: lines of a comment, none
+    else.
+    """
     return [] if model_path else [f"before {before}: export MODEL_PATH=the model's directory"]
 
 

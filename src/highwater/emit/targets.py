@@ -27,8 +27,8 @@ class Emit(Protocol):
     def __call__(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """Of a recommendation whose chosen rung is ``chosen``. Raises UsageError for what the
-        trainer has no words for.
+        """Make the configuration of a recommendation whose chosen rung is ``chosen``. Raises
+        UsageError for what the trainer has no words for.
         """
         ...
 
@@ -38,11 +38,11 @@ class EmitTarget:
     """One trainer that a configuration is emitted for."""
 
     name: str
-    """As its users write it."""
+    """The trainer's name as its users write it."""
     emit: Emit
     predicted_for: Trainer
-    """Whose step is predicted: that of verl's actor for trainers with GRPO in whole logits, else
-    this engine's."""
+    """The trainer whose step is predicted: verl's actor for trainers with GRPO in whole logits,
+    else this engine."""
     knows: frozenset[str]
     """Fields of ``Settings`` and ``Layout`` that its configuration sets, or says that it cannot.
     Any other has to be at its default, so that a new setting is refused until somebody wrote here
@@ -73,7 +73,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         knows=_OF_THE_ENGINE | {"critic"},
     ),
 }
-"""By the name that ``highwater emit --for`` takes."""
+"""The trainers, by the name that ``highwater emit --for`` takes."""
 
 
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:

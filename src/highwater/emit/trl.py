@@ -34,11 +34,12 @@ class Subcommand(NamedTuple):
 
     name: str
     packs: bool = False
-    """Sequences into one row, which several GPUs may share; others pad."""
+    """Whether it packs sequences into one row, which several GPUs may share; others pad."""
     generates: bool = False
-    """Completions, by the policy itself: whole groups of them are a batch."""
+    """Whether it generates completions, by the policy itself: whole groups of them are a batch."""
     precomputes: bool = False
-    """The reference's log-probabilities, before it trains: the reference then takes no memory."""
+    """Whether it computes the reference's log-probabilities before it trains: the reference then
+    takes no memory."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {
@@ -47,7 +48,7 @@ COMMANDS: Mapping[Objective, Subcommand] = {
     "rw": Subcommand("reward"),
     "dpo": Subcommand("dpo", precomputes=True),
 }
-"""By objective; TRL has none for the others."""
+"""TRL's subcommands, by objective; it has none for the others."""
 GENERATIONS = 8
 """``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
 _PRECOMPUTED = (
@@ -55,7 +56,7 @@ _PRECOMPUTED = (
     "takes no memory; highwater's runs before each step, from host memory"
 )
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
-"""Where nobody said where the model lies: its YAML knows no variables."""
+"""The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:

@@ -31,7 +31,7 @@ TRACED_ACCURACY = (
     "of them held out; the other ran out with 9 MiB to spare by its replay (docs/results/predict)"
 )
 PREDICTION_SCHEMA_VERSION = 1
-"""Of the document that ``highwater predict --json`` prints, as it is written and read."""
+"""Version of the document that ``highwater predict --json`` prints, as it is written and read."""
 NOT_TRACED = (
     "LoRA",
     "tensor, pipeline and expert parallelism",
@@ -45,16 +45,17 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     """The memory that a prediction is about."""
 
     device_bytes: int
-    """Of one GPU, as its driver reports it, less what is reserved for others."""
+    """Bytes of one GPU, as its driver reports it, less what is reserved for others."""
     host_bytes: int | None = None
-    """Of the machine; None: nobody said."""
+    """Bytes of the machine's own memory; None: nobody said."""
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
     constants: MachineConstants | None = None
-    """Measured on the user's own GPUs; None: those that come along, which were read on H200s."""
+    """Constants measured on the user's own GPUs; None: those that come along, which were read on
+    H200s."""
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
-        """What cuBLAS keeps in the allocator, each."""
+        """Bytes of each workspace that cuBLAS keeps in the allocator."""
         return (
             CUBLAS_WORKSPACES_BYTES
             if self.constants is None
@@ -70,36 +71,37 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     """Longest length whose upper end fits: where there is no interval, the prediction itself. 0:
     nothing on the grid fits."""
     does_not_fit_tokens: int | None
-    """The next length, whose upper end does not."""
+    """The next length, whose upper end does not fit; None where no longer one was asked about."""
     binding: Binding
     footprint: Footprint
-    """By formula, at the capacity; at the shortest length where nothing fits."""
+    """The footprint by formula, at the capacity; at the shortest length where nothing fits."""
     headroom_bytes: int
-    """What the upper end leaves of a GPU's memory, at that length; below 0 where nothing fits."""
+    """Bytes that the upper end leaves of a GPU's memory, at that length; where that is too few for
+    the length to fit, fewer than the margin."""
     replayed: Replayed | None = None
-    """The traced steps in the allocator, at that length."""
+    """The traced steps, replayed in the allocator at that length; None for an answer by formula."""
     likely_tokens: int | None = None
     """Longest length where the prediction itself fits: as likely too long as too short, where a
     search is to begin. None in files from before there were intervals, where it is the capacity."""
     interval: Interval | None = None
-    """Of the GPU's memory, at that length; None where nobody has recorded trials to learn it
-    from."""
+    """Interval of the GPU's memory, at that length; None where nobody has recorded trials to learn
+    it from."""
 
     @property
     def likely_edge_tokens(self) -> int:
-        """``likely_tokens``, wherever they are written."""
+        """``likely_tokens``; the capacity in files from before they were written."""
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
     def device_used_bytes(self) -> int:
-        """What the driver would report of the GPU, at that length."""
+        """Bytes that the driver would report as used of the GPU, at that length."""
         if self.replayed is None:
             return self.footprint.device_used_bytes
         return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
 
     @property
     def peak_phase(self) -> str:
-        """Where the peak is."""
+        """Name of the phase in which the peak is."""
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase
 
 
@@ -115,13 +117,13 @@ class Prediction(Record, frozen=True, kw_only=True):
     gpus: int
     device_name: str
     device_bytes: int
-    """Of one GPU, as its driver reports it."""
+    """Bytes of one GPU, as its driver reports it."""
     memory_limit: MemoryLimit = msgspec.field(name="room")
-    """Recorded predictions have it under that name."""
+    """The memory that the prediction is about; recorded predictions call it ``room``."""
     margin_bytes: int = 0
-    """What a length has to leave of a GPU to count as one that fits."""
+    """Bytes that a length has to leave of a GPU to count as one that fits."""
     length_tokens: int | None
-    """None: the longest length that fits was asked."""
+    """The length that was asked about; None: the longest that fits was asked for."""
     cells: tuple[CellPrediction, ...]
     method: Method = "formula"
     accuracy: str
@@ -221,7 +223,7 @@ class _CellByFormula:
     factors: Factors | None = None
 
     def at(self, index: int) -> CellPrediction:
-        """Whether the length fits."""
+        """The prediction at one length: whether it fits."""
         length_tokens = self.question.grid.length(index)
         return predict_at(
             self.question, self.cell, self.memory_limit, self.formula, length_tokens, self.factors
@@ -276,7 +278,7 @@ class _CellByFormula:
         )
 
     def _ended(self, longest: int, *, fails: int, size: int) -> CellPrediction:
-        """What is said of the longest length that fits, of ``size``: with what ends there."""
+        """The prediction at the longest length that fits, of ``size``, with what ends there."""
         found = self.at(longest)
         if fails > size:
             return msgspec.structs.replace(found, binding="ceiling")
@@ -320,8 +322,8 @@ def predict_at(
 def _footprint(
     question: Question, cell: Cell, memory_limit: MemoryLimit, formula: Formula, length_tokens: int
 ) -> Footprint:
-    """What the formula says; outside the allocator what was measured on the user's own GPUs, where
-    it was.
+    """The footprint by formula; outside the allocator what was measured on the user's own GPUs,
+    where it was.
     """
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     states = memory_limit.state_bytes_per_parameter

@@ -89,8 +89,8 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
 
 
 def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTime | None:
-    """From the trial of the cell that trained the nearest length: measured there, and elsewhere
-    predicted at the same FLOP/s.
+    """The time of a step, from the trial of the cell that trained the nearest length: measured
+    there, and elsewhere predicted at the same FLOP/s. None where no trial was timed.
     """
     timed = [trial for trial in study.trials_of(candidate.cell) if _speed(trial)]
     if not timed:
@@ -122,7 +122,9 @@ def step_time(study: Study, candidate: Candidate, length_tokens: int) -> StepTim
 
 
 def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int) -> bool:
-    """By a full trial of this very length, or below the longest that was trained."""
+    """Whether the length was trained: by a full trial of this very length, or below the longest
+    that was trained.
+    """
     trained = any(
         trial.result is not None and trial.result.outcome is Outcome.FIT
         for trial in study.trials_of(capacities[0].cell)
@@ -134,7 +136,7 @@ def _is_trained(study: Study, capacities: Sequence[Capacity], length_tokens: int
 
 
 def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
-    """By the answer; before there is one, by the trials."""
+    """Which memory is too small: by the study's answer; before there is one, by the trials."""
     answer = study.answer_of(cell)
     if answer is not None:
         return "host" if answer.limit == "host_memory" else "device"
@@ -147,8 +149,8 @@ def _lacks_of(study: Study, cell: Cell) -> Literal["device", "host"]:
 
 
 def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None, int | None]:
-    """That the shortest fit of this length or above left, which leaves no more, and its length;
-    without one, the answer's.
+    """The headroom in bytes that the shortest fit of this length or above left, and that fit's
+    length: this length leaves no less. Without such a fit, the answer's; None where nobody knows.
     """
     fits = [
         (trial.spec.length_tokens, trial.result.headroom_bytes)
@@ -169,8 +171,8 @@ def _headroom(study: Study, cell: Cell, length_tokens: int) -> tuple[int | None,
 
 
 def _lacked_bytes(study: Study, cell: Cell, length_tokens: int) -> int | None:
-    """Of the margin, at least: by the longest trial up to this length, where none of those ran out
-    of memory.
+    """Bytes that were lacking of the margin, at least: by the longest trial up to this length,
+    where none of those ran out of memory. None where they do not tell.
     """
     told = [
         (trial.spec.length_tokens, trial.result)

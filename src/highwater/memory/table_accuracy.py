@@ -22,11 +22,11 @@ class SettingsScore(Record, frozen=True, kw_only=True):
     """How predictions of one rung of a known table compare with it."""
 
     settings: str
-    """As the table calls the rung."""
+    """The rung, as the table calls it."""
     cells: int
     exact: int
     within_one_step: int
-    """Of the grid, the exact ones included."""
+    """Cells predicted within one step of the grid, the exact ones included."""
 
 
 class Miss(Record, frozen=True, kw_only=True):
@@ -39,7 +39,8 @@ class Miss(Record, frozen=True, kw_only=True):
     known_tokens: int
     predicted_tokens: int
     steps_off: int
-    """Of the grid; above 0: predicted too long."""
+    """Steps of the grid from the table's length to the predicted one; above 0: predicted too
+    long."""
 
 
 class TableAccuracy(Record, frozen=True, kw_only=True):
@@ -51,9 +52,9 @@ class TableAccuracy(Record, frozen=True, kw_only=True):
     replayed_cells: int = 0
     """Cells that were answered by replay of a trace."""
     formula_cells: int = 0
-    """The others: by the closed form."""
+    """Cells that were answered by the closed form: all others."""
     closed_form: tuple[SettingsScore, ...] = ()
-    """Where cells were replayed: what the closed form alone has."""
+    """Scores of the closed form alone, where cells were replayed; empty where none was."""
 
 
 def table_accuracy(

@@ -40,15 +40,15 @@ class TrainerMemory:
     """How one trainer's memory is predicted."""
 
     formula: Formula
-    """In closed form."""
+    """The trainer's memory in closed form."""
     accuracy: str
     """What is known of the formula's errors, besides what intervals say."""
     residuals: Callable[[], tuple[Residual, ...]] | None = None
     """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
     replay: BundledReplay | None = None
-    """None: every cell is answered by the formula."""
+    """Traces that answer some cells; None: every cell is answered by the formula."""
     fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
-    """The fields of ``Request`` that all its trials have, where these others are named."""
+    """The fields of ``Request`` that all its trials have, given the others that were named."""
 
     @property
     def accuracy_alone(self) -> str:
@@ -76,7 +76,7 @@ MEMORY: Mapping[Trainer, TrainerMemory] = {
         fixed_fields=published_fields,
     ),
 }
-"""By the name that ``--trainer`` takes."""
+"""How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
 
 
 def predict_by_formula(

@@ -34,7 +34,7 @@ _BINDINGS: dict[Binding, str] = {
 
 
 def prediction_table(prediction: Prediction) -> TextTable:
-    """For each cell the capacity, what ends it, and the peak there, by the upper ends.
+    """A table of each cell's capacity, what ends it, and the peak there, by the upper ends.
 
     At one length, whether it fits.
     """
@@ -255,7 +255,7 @@ def _footnotes(prediction: Prediction) -> list[str]:
 
 
 def _constants(own: MachineConstants, gpus: int) -> str:
-    """Where what lies outside the allocator was measured, and what of it was not."""
+    """A note on where what lies outside the allocator was measured, and what of it was not."""
     names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "cudnn": "cuDNN"}
     versions = ", ".join(
         f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions

@@ -20,11 +20,12 @@ from highwater.spec.settings import Allocator
 from highwater.spec.study import Question
 
 COVERAGE = 0.95
-"""Of each end: share of trials whose memory is not above it, and of those that are not below."""
+"""Share of trials that each end of an interval is to cover: those whose memory is not above the
+upper end, and those whose memory is not below the lower one."""
 LEAST_WIDENING = 0.005
-"""Of the prediction: what an end is moved beyond the extreme residual, at least, where there are
-too few for the coverage. Chosen, not measured, before any interval was judged: a handful of trials
-that agree to the byte know nothing of other machines."""
+"""Share of the prediction that an end is moved beyond the extreme residual, at least, where there
+are too few residuals for the coverage. Chosen, not measured, before any interval was judged: a
+handful of trials that agree to the byte know nothing of other machines."""
 
 
 class Factors(Record, frozen=True, kw_only=True):
@@ -32,16 +33,17 @@ class Factors(Record, frozen=True, kw_only=True):
 
     allocator: Allocator
     coverage: float
-    """Of each end; both together hold for 2 x coverage - 1 at least."""
+    """Share of trials that each end is to cover; both together hold for 2 x coverage - 1 at
+    least."""
     lower: float
-    """1 at most: a prediction is in its own interval."""
+    """The lower end, 1 at most: a prediction is in its own interval."""
     upper: float
-    """1 at least."""
+    """The upper end, 1 at least."""
     residuals: int
-    """That it was learned from."""
+    """Number of residuals that the ends were learned from."""
     is_widened: bool
-    """They are too few for the coverage: the ends lie beyond the extremes, by assumption and not by
-    counting."""
+    """Whether the residuals are too few for the coverage: the ends then lie beyond the extremes, by
+    assumption and not by counting."""
 
 
 class Interval(Record, frozen=True, kw_only=True):
@@ -50,10 +52,10 @@ class Interval(Record, frozen=True, kw_only=True):
     low_bytes: int
     high_bytes: int
     coverage: float
-    """Of each end."""
+    """Share of trials that each end is to cover."""
     residuals: int
     is_widened: bool
-    """There are too few residuals for the coverage: see ``Factors``."""
+    """Whether there are too few residuals for the coverage: see ``Factors``."""
 
 
 class Calibration(Record, frozen=True, kw_only=True):
@@ -61,15 +63,16 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     coverage: float
     factors: tuple[Factors, ...]
-    """By allocator."""
+    """The ends of the intervals: one entry for each allocator that is asked about and that trials
+    had."""
     own_trials: int
-    """Of the residuals, those of the user's own studies."""
+    """Number of the residuals that are of the user's own studies."""
     device_names: tuple[str, ...]
     model_names: tuple[str, ...]
     gpus: tuple[int, ...]
     objectives: tuple[str, ...]
     unlike: tuple[str, ...]
-    """What is predicted and no trial had: there the coverage is a hope."""
+    """Words for what is predicted and no trial had: there the coverage is a hope."""
 
     def of(self, allocator: Allocator) -> Factors | None:
         """The factors of an allocator; None: no trial had it."""
@@ -85,8 +88,8 @@ def calibrate(
     coverage: float = COVERAGE,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Calibration:
-    """The intervals of a question's predictions. A trial that is in both, or twice in one, counts
-    once.
+    """The intervals of a question's predictions. A trial that is in both ``shipped`` and ``own``,
+    or twice in one, counts once.
     """
     known: dict[object, Residual] = {}
     for each in (*shipped, *own):
@@ -151,13 +154,13 @@ def factors_of(
 
 
 def least_residuals(coverage: float) -> int:
-    """That give an end this coverage by counting alone."""
+    """The least number of residuals that give an end this coverage by counting alone."""
     share = Fraction(str(coverage))
     return math.ceil(share / (1 - share))
 
 
 def interval(predicted_bytes: int, factors: Factors) -> Interval:
-    """Around a prediction; outward to whole bytes."""
+    """The interval around a prediction, outward to whole bytes."""
     return Interval(
         low_bytes=math.floor(predicted_bytes * Fraction(factors.lower)),
         high_bytes=math.ceil(predicted_bytes * Fraction(factors.upper)),
@@ -168,7 +171,7 @@ def interval(predicted_bytes: int, factors: Factors) -> Interval:
 
 
 def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
-    """The largest prediction whose upper end this room has."""
+    """The largest prediction whose upper end fits this room, in bytes."""
     return math.floor(room_bytes / Fraction(factors.upper))
 
 
@@ -179,7 +182,9 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 def _unlike(
     question: Question, residuals: Sequence[Residual], state_bytes_per_parameter: int
 ) -> tuple[str, ...]:
-    """In words: the GPU, the model, and of the cells what none of these trials had."""
+    """Words for what is predicted and none of these trials had: the GPU, the model, traits of the
+    cells, and other bytes of states.
+    """
     known = {
         (field, getattr(residual, field))
         for residual in residuals

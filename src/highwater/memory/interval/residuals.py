@@ -41,7 +41,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     method: Method
     trial: str
-    """Digest of its specification."""
+    """Digest of the trial's specification."""
     measured_bytes: int
     """Most that the driver reported of a GPU; of a trial that ran out though it was predicted to
     fit, all that it was given."""
@@ -67,7 +67,7 @@ class Trait(NamedTuple):
     """One thing that a residual may depend on, as one cell has it."""
 
     field: str
-    """Of ``Residual``."""
+    """Name of the field of ``Residual``."""
     value: object
     words: str
     """What a prediction says where no trial behind it had this value."""
@@ -86,7 +86,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def bundled_residuals() -> tuple[Residual, ...]:
-    """Those that come along: ``residuals.json`` beside this file, which
+    """The residuals that come along: ``residuals.json`` beside this file, which
     docs/results/predict/residuals.py makes.
     """
     text = (files("highwater.memory.interval") / "residuals.json").read_bytes()
@@ -94,8 +94,8 @@ def bundled_residuals() -> tuple[Residual, ...]:
 
 
 def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
-    """By formula, of every trial of a study that tells; a trial and its repeats count once.
-    ``own``: of the GPUs it ran on, if any.
+    """The residuals by formula, of every trial of a study that tells; a trial and its repeats count
+    once. ``own``: constants measured on the GPUs it ran on, if any.
 
     Raises UsageError for a study of other trials than predictions are about, ModelError for a
     family that the formula does not know.
@@ -167,10 +167,10 @@ def traced_residual(
     rank: int,
     own: MachineConstants | None = None,
 ) -> Residual | None:
-    """Of one trial and the trace of this rank of it, in the memory that the rank was given; None
-    for one that does not tell.
+    """The residual of one trial by the trace of this rank of it, in the memory that the rank was
+    given; None for one that does not tell.
 
-    Where the replay runs out nothing is predicted but that.
+    A replay that runs out predicts nothing but that: it gives None.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes
@@ -190,7 +190,7 @@ def traced_residual(
 
 
 def _is_of(own: MachineConstants | None, result: TrialResult) -> TypeGuard[MachineConstants]:
-    """The readings are of GPUs like the one that the trial ran on."""
+    """Whether the readings are of GPUs like the one that the trial ran on."""
     return own is not None and own.device_name in [rank.device_name for rank in result.ranks]
 
 
@@ -214,8 +214,8 @@ def residual(
     *,
     cached_bytes: int = 0,
 ) -> Residual | None:
-    """Of one trial; None for one that does not tell how much memory it needs. One that fits keeps
-    ``cached_bytes`` besides, as far as it was given more than it needs.
+    """The residual of one trial; None for one that does not tell how much memory it needs. One that
+    fits keeps ``cached_bytes`` besides, as far as it was given more than it needs.
 
     One that ran out where more than it was given had been predicted needs anything above that: it
     says nothing. One that ran out where less had been predicted needs more than it was given, which
@@ -291,7 +291,7 @@ def refuse_silent(study: Study) -> None:
 
 
 def tells_nothing(study: Study) -> UsageError:
-    """What is said of a study without one residual."""
+    """The error for a study without one residual."""
     return UsageError(
         f"{study.path} has no trial that says how much memory it used", hint=leave_out(study)
     )

@@ -24,7 +24,8 @@ SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB
-"""From here on a segment is as large as its first block, rounded up to ``ROUND_LARGE_BYTES``."""
+"""Size from which on a segment is as large as its first block, rounded up to
+``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
 _TOP = LARGE_SEGMENT_BYTES << 28
 """Addresses are handed out from here down; below 2**53, so that the viewers of memory snapshots
@@ -76,7 +77,7 @@ class _Blocks:
         del self.ordered[bisect_left(self.ordered, (block.size, block.address))]
 
     def first_of(self, size: int) -> int:
-        """Where the smallest one stands that holds ``size``; behind the last where none does."""
+        """The index of the smallest block that holds ``size``; behind the last where none does."""
         return bisect_left(self.ordered, (size,))
 
     def all(self) -> list[_Block]:
@@ -98,7 +99,7 @@ class _Pool:
 
 
 class _Pools(dict[tuple[int, bool], _Pool]):
-    """By stream, and whether for small blocks; empty where there was none yet."""
+    """Pools by stream, and by whether they are for small blocks; a new one is empty."""
 
     def __missing__(self, place: tuple[int, bool]) -> _Pool:
         pool = self[place] = _Pool(is_small=place[1])
@@ -113,9 +114,9 @@ class CachingAllocator:
 
     is_expandable: bool = False
     capacity_bytes: int | None = None
-    """What may be reserved; None: a card without end."""
+    """Bytes that may be reserved; None: a card without end."""
     is_share: bool = False
-    """The capacity is a share of the card that the process set itself
+    """Whether the capacity is a share of the card that the process set itself
     (``set_per_process_memory_fraction``): then a request is measured against it as the segment that
     it would take, also where expandable pages would take less."""
     allocated_bytes: int = 0
@@ -127,7 +128,7 @@ class CachingAllocator:
     _pools: _Pools = field(default_factory=_Pools)
     _live: dict[int, _Block] = field(default_factory=dict)
     _awaited: dict[int, None] = field(default_factory=dict)
-    """Given back and not free yet."""
+    """Handles that were given back and are not free yet."""
     _next_handle: int = 0
     _lowest_address: int = _TOP
 
@@ -165,14 +166,16 @@ class CachingAllocator:
         block.pool.free.add(block)
 
     def give_back(self, handle: int) -> None:
-        """No longer allocated, but used on another stream: free when ``free`` says so, or when
-        memory runs short.
+        """Count an allocation no more, but keep its block, which another stream uses: it is free
+        when ``free`` says so, or when memory runs short.
         """
         self.allocated_bytes -= self._live[handle].size
         self._awaited[handle] = None
 
     def is_held(self, handle: int) -> bool:
-        """Not free yet: memory has not run short since it was given back."""
+        """Whether an allocation is not free yet; of one that was given back, whether memory has not
+        run short since.
+        """
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:
@@ -237,8 +240,8 @@ class CachingAllocator:
         return block
 
     def _growth_start(self, pool: _Pool, size: int) -> _Block:
-        """Where free or unmapped neighbours have room for ``size``; a new address range where none
-        has (find_expandable_block).
+        """The block from which on free or unmapped neighbours have room for ``size``; that of a new
+        address range where none has (find_expandable_block).
         """
         for unmapped in pool.unmapped.by_address():
             before = unmapped.before
@@ -345,20 +348,21 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _addresses(self, size: int) -> int:
-        """A range that nobody had, below all others. A driver takes up ranges again that were given
-        back: in none of the recorded histories does it matter whether and which.
+        """The start of an address range that nobody had, below all others. A driver takes up ranges
+        again that were given back: in none of the recorded histories does it matter whether and
+        which.
         """
         self._lowest_address -= -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return self._lowest_address
 
 
 def round_size(size: int) -> int:
-    """What a request counts as."""
+    """Bytes that a request counts as."""
     return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 def segment_size(size: int) -> int:
-    """What a native segment for a block of this (rounded) size takes (get_allocation_size)."""
+    """Bytes of a native segment for a block of this (rounded) size (get_allocation_size)."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:

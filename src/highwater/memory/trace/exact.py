@@ -31,7 +31,9 @@ Tracer = Callable[[TrialSpec], EventLog]
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """One length: with all of the room, and with what the upper end of an interval leaves of it."""
+    """The replays of one length: with all of the room, and with what the upper end of an interval
+    leaves of it.
+    """
 
     likely: Replayed
     sure: Replayed
@@ -124,8 +126,8 @@ def _cell(
 def ended(
     question: Question, found: CellPrediction, longest: int, size: int, guessed: CellPrediction
 ) -> CellPrediction:
-    """With the index of the longest length that fits, of ``size`` that were asked about, and with
-    what ends there.
+    """The prediction with its longest length that fits, which has the index ``longest`` of the
+    ``size`` that were asked about, and with what ends there.
     """
     grid = question.grid
     found = msgspec.structs.replace(found, capacity_tokens=grid.length(longest) if longest else 0)
@@ -141,8 +143,8 @@ def ended(
 
 
 class _Traces:
-    """Of one cell: two lengths at once, each traced once. Leaving its context forgets what nobody
-    waits for any more.
+    """Traces of one cell: two lengths at once, each traced once. Leaving its context forgets what
+    nobody waits for any more.
     """
 
     def __init__(self, question: Question, cell: Cell, tracer: Tracer, size: int) -> None:
@@ -182,8 +184,8 @@ def _aimed(
     capacity_bytes: int,
     fits: Callable[[int], bool],
 ) -> int:
-    """Where the edge is by the line through two traces, next to the formula's; both sides of it are
-    begun.
+    """The index of the edge by the line through two traces, next to the formula's; the traces of
+    both sides of it are begun.
 
     Where the formula is right, the two are all. Else the edge is a step or ten away, and not looked
     for step by step. The line is that of allocated bytes: what is reserved without end says little
@@ -235,8 +237,9 @@ def _replays(
     length_tokens: int,
     factors: Factors | None,
 ) -> _Replays:
-    """The upper end fits where a GPU so much smaller would do: near its end an allocator takes less
-    than it would like to.
+    """Replay one length in the room, and in what its upper end leaves of it. The upper end fits
+    where a GPU so much smaller would do: near its end an allocator takes less than it would like
+    to.
     """
     outside = _outside_bytes(question, cell, memory_limit, length_tokens)
     limit_bytes = memory_limit.device_bytes - question.margin_bytes

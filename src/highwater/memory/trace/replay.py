@@ -23,14 +23,14 @@ class Alive(Record, frozen=True, kw_only=True):
     """Tensors of one kind at the peak."""
 
     operator: str
-    """What allocated them."""
+    """Operator that allocated them."""
     phase: str
-    """In which phase."""
+    """Phase in which they were allocated."""
     module: str
-    """In the forward pass, or the recomputation, of which; ``*`` for the number of a layer; empty
-    for none."""
+    """Module whose forward pass, or recomputation, allocated them; ``*`` for the number of a layer;
+    empty for none."""
     bytes: int
-    """All of them together."""
+    """Bytes of all of them together."""
     count: int
 
 
@@ -39,14 +39,15 @@ class Replayed(Record, frozen=True, kw_only=True):
 
     fits: bool
     phase: str
-    """Of the peak of allocated bytes; where it does not fit, the phase that ran out."""
+    """Phase of the peak of allocated bytes; where it does not fit, the phase that ran out."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     retries: int
     allocated_by_phase: dict[str, int]
-    """The peak within each phase."""
+    """Peak of allocated bytes within each phase."""
     alive: tuple[Alive, ...]
-    """At the peak of allocated bytes, or when memory ran out; the largest first."""
+    """Tensors that are alive at the peak of allocated bytes, or when memory ran out; the largest
+    first."""
 
 
 def replay(

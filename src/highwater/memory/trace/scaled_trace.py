@@ -21,7 +21,7 @@ class Kind(Record, frozen=True, kw_only=True):
     fixed_bytes: int
     bytes_per_tokens: tuple[int, int]
     most_bytes: int | None
-    """None: there is no end to it."""
+    """Most bytes of such an allocation; None: there is no end to it."""
     stream: int
     operator: int
     module: int
@@ -86,7 +86,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
         return most
 
     def _sizes(self, tokens: int) -> list[int]:
-        """Of each kind."""
+        """Bytes of an allocation of each kind."""
         lines = (
             kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
             for kind in self.kinds
@@ -150,7 +150,7 @@ def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
 
 
 def _kind(seen: dict[int, Allocate]) -> Kind:
-    """Of one allocation at two lengths, or at three, the longest last."""
+    """The kind of one allocation, seen at two lengths, or at three, the longest last."""
     (few, one), (many, other), *_ = seen.items()
     most, last = list(seen.items())[-1]
     slope = Fraction(other.bytes - one.bytes, many - few)
@@ -172,7 +172,9 @@ def _kind(seen: dict[int, Allocate]) -> Kind:
 
 
 def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
-    """Its events, allocations numbered in their order: which number they have means nothing."""
+    """The events of a log, allocations numbered in their order: which number they have means
+    nothing.
+    """
     numbers: dict[int, int] = {}
     found: list[tuple[object, ...]] = []
     for event in log.events:

@@ -77,7 +77,7 @@ def timeline(
 def _let_go(
     device: CachingAllocator, living: dict[int, tuple[int, dict[str, Any]]], number: int
 ) -> list[dict[str, Any]]:
-    """The ends of what had been given back, and what the allocator has just waited for."""
+    """Entries that end what had been given back, and what the allocator has just waited for."""
     early = [name for name, (handle, _) in living.items() if not device.is_held(handle)]
     return [entry for name in early for entry in _freed(living.pop(name)[1], number)]
 
@@ -98,7 +98,7 @@ def _entry(
     module: str,
     phase: str,
 ) -> dict[str, Any]:
-    """Of an allocation that is alive."""
+    """The entry of an allocation that is alive."""
     frames = [
         {"name": operator, "filename": module or "no module", "line": 0},
         {"name": phase, "filename": "phase", "line": 0},

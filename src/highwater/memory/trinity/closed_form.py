@@ -21,21 +21,25 @@ ACCURACY = (
     "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "
     "expandable segments and 30 of 40 without, the others within one step of the grid"
 )
-"""What is known of its errors."""
+"""What is known of the closed form's errors."""
 _LOGITS_BYTES = 8.0
-"""Per token x vocabulary in Trinity-RFT and verl, which divide by the temperature in place through
-a view. Measured, torch 2.11."""
+"""Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
+in place through a view. Measured, torch 2.11."""
 _FIXED_BYTES = 2_500_000_000
-"""Besides states, embedding and head, context included. Fitted to the published A100 tables."""
+"""Bytes that no length changes, besides states, embedding and head; the context is included. Fitted
+to the published A100 tables."""
 _EMBEDDING_BYTES = 4
-"""Per element of embedding and head, whole on every GPU while in use. Fitted to the published A100
-tables."""
+"""Bytes per element of embedding and head, whole on every GPU while in use. Fitted to the published
+A100 tables."""
 _FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
-"""Fitted to the published A100 tables, where the native allocator loses 12 to 14 %."""
+"""Share of the allocator's memory that live tensors can fill. Fitted to the published A100 tables,
+where the native allocator loses 12 to 14 %."""
 
 
 def tokens_of_a_gpu(settings: Settings, layout: Layout, length_tokens: int) -> int:
-    """In a micro-batch; ranks that share a sequence have equal parts, the last one padded."""
+    """Tokens of one GPU in a micro-batch; ranks that share a sequence have equal parts, the last
+    one padded.
+    """
     sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
     return -(-sequences * length_tokens // layout.context_degree)
 

@@ -34,7 +34,7 @@ class Choice:
 
     model_name: str
     capacity: Capacity | None
-    """The simplest known to fit."""
+    """Capacity of the simplest settings that are known to fit; None: none are."""
     may_be_simpler: bool
     """Whether something simpler may fit, which nobody knows; without a capacity: anything."""
 
@@ -185,7 +185,10 @@ def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, the numbers in them as numbers: Qwen3-0.6B, Qwen3-4B, Qwen3-14B."""
+    """The names, each once, sorted with the numbers in them as numbers.
+
+    Qwen3-0.6B, Qwen3-4B, Qwen3-14B.
+    """
     parts = {name: re.split(r"(\d+(?:\.\d+)?)", name) for name in names}
     return tuple(
         sorted(

@@ -185,7 +185,7 @@ def only_tried(table: GuideTable) -> str:
 
 
 def default_budget(section: Section) -> str:
-    """That a table of one sequence a micro-batch does not hold for the default token budget.
+    """A note that tables of one sequence a micro-batch do not hold for the default token budget.
 
     Empty for other tables.
     """

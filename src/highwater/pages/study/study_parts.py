@@ -209,7 +209,7 @@ def _limit(report: StudyReport) -> tuple[str, ...]:
 
 
 def failure_heading(failed: FailedTrial) -> str:
-    """Which trial it was, and how it ended."""
+    """A heading that says which trial it was, and how it ended."""
     return (
         f"Trial {failed.trial}: {failed.cell}, {format_tokens(failed.length_tokens)} tokens, "
         f"{OUTCOMES[failed.outcome]}"
@@ -217,7 +217,7 @@ def failure_heading(failed: FailedTrial) -> str:
 
 
 def failure_lines(failed: FailedTrial) -> str:
-    """Where the trial was, and the log's place, in a line."""
+    """A line that says where the trial was, and where its log is."""
     where = (
         "No rank said where"
         if failed.rank is None

@@ -168,7 +168,7 @@ def _shape(trial: TrialReport) -> str:
 
 
 def _round_lengths(top: float) -> list[int]:
-    """At most five lengths, from zero, in steps of a power of two."""
+    """Lengths for an axis: at most five, from zero, in steps of a power of two."""
     step = 256
     while top / step > 4.5:
         step *= 2

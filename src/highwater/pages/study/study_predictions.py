@@ -20,12 +20,12 @@ _BESIDE: dict[Judgement, str] = {
 
 
 def predicted_tables(report: StudyReport) -> Iterator[TextTable]:
-    """The tables of which something was predicted."""
+    """The tables of predictions, each where something was predicted."""
     yield from filter(None, (predicted_trials(report), predicted_cells(report)))
 
 
 def predicted_trials(report: StudyReport) -> TextTable | None:
-    """Each trial beside the formula's interval; None where the formula says nothing."""
+    """A table of each trial beside the formula's interval; None where the formula says nothing."""
     if report.predictions.reason is not None:
         return None
     return TextTable(
@@ -67,9 +67,10 @@ def _predicted_row(trial: TrialReport) -> tuple[str, ...]:
 
 
 def predicted_cells(report: StudyReport) -> TextTable | None:
-    """Each cell's capacity beside what was predicted of it.
+    """A table of each cell's capacity beside what was predicted of it.
 
-    Predictions are by the formula of today, and those before its trials.
+    Predictions are by the formula of today, and those from before its trials. None where neither
+    says anything.
     """
     is_foretold = any(cell.expected_tokens is not None for cell in report.cells)
     if report.predictions.reason is not None and not is_foretold:

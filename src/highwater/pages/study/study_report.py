@@ -41,7 +41,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
     attempt: int
     repeat: int
     outcome: Outcome | None
-    """None: the trial started, and no end is recorded."""
+    """How the trial ended; None: it started, and no end is recorded."""
     counts_as_fit: bool
     """Whether it fit, and with the headroom that was asked for."""
     reason: str
@@ -74,7 +74,7 @@ class BracketStep(Record, frozen=True, kw_only=True):
     fits_tokens: int | None
     """The longest length that had fit; None: none yet."""
     does_not_fit_tokens: int | None
-    """The shortest above it that had not; None: none yet."""
+    """The shortest length above ``fits_tokens`` that had not fit; None: none yet."""
 
 
 class CellReport(Record, frozen=True, kw_only=True):
@@ -153,7 +153,10 @@ class StudyReport(Record, frozen=True, kw_only=True):
     failures: tuple[FailedTrial, ...]
     predictions: Predictions
     beginning: Beginning | None = None
-    """None: nothing was given. ``study_order`` says what ordered the trials then."""
+    """What the search was given to order its trials by; None: nothing.
+
+    ``study_order`` says what ordered the trials then.
+    """
     commands: tuple[Command, ...]
     study: Study
     """The study as it was read, less what looks like a secret."""
