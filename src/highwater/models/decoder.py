@@ -33,8 +33,8 @@ class MicroBatchStatistics(NamedTuple):
     entropies_N: Tensor
     router_loss: Tensor | None
     """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
-    over all tokens of the step it is part of the loss. None for a model without, and where no
-    gradient is recorded."""
+    divided by all tokens of the step it is part of the loss. None for a model without such a loss,
+    and where no gradient is recorded."""
 
 
 class Decoder(nn.Module):
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
     gives_scalars = False
     """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
     weights: Weights = "random"
-    """Where its first values are from."""
+    """Source of the model's first values."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class Decoder(nn.Module):
         self.attention = attention
         self.document_ropes = follow_documents(causal_lm)
         self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
-        """Of the whole model, tied ones once, however it is sharded afterwards."""
+        """Parameters of the whole model, tied ones counted once, however it is sharded
+        afterwards."""
 
     def hidden_states(
         self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
@@ -157,7 +158,7 @@ class LanguageModel(Decoder):
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
 
     def _documents(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
-        """Which document each of this rank's tokens is in."""
+        """The number of the document that each of this rank's tokens is in."""
         tokens, group = len(input_ids_T), self.attention.group
         before = 0 if group is None else dist.get_rank(group) * tokens
         return documents_of(document_lengths, start=before, tokens=tokens).to(input_ids_T.device)

@@ -166,5 +166,5 @@ def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
 
 
 def _once(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Without the second name of a parameter that two modules share."""
+    """The parameters, each by its first name alone where two modules share it."""
     return {name: p for p, name in {p: name for name, p in reversed(parameters.items())}.items()}

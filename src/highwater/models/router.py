@@ -112,7 +112,7 @@ class Routers:
 
 
 def documents_of(document_lengths: Sequence[int], *, start: int, tokens: int) -> Tensor:
-    """Each token's document, by number, for ``tokens`` tokens from ``start`` on; on the host."""
+    """The number of each token's document, for ``tokens`` tokens from ``start`` on; on the host."""
     overlaps: list[int] = []
     first = 0
     for length in document_lengths:

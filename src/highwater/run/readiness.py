@@ -22,8 +22,8 @@ from highwater.store.directory import check_checkpoint_directory, check_log_dire
 from highwater.units import format_seconds
 
 _TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
-"""From launch to first step a trial takes seconds on the CPU, 12 to 21 s on a GPU: less would end
-every trial before it."""
+"""Shortest timeout of a trial, in seconds, by device. From launch to first step a trial takes
+seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 
 
 def check_request(request: Request, machine: Machine) -> None:

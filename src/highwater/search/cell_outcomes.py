@@ -140,7 +140,8 @@ class CellOutcomes:
     def _contradictions(self) -> tuple[str, ...]:
         """Each observation that is not monotone, in words.
 
-        That a length packs fewer tokens of a budget explains that it fits.
+        A longer length that packs fewer tokens of a budget than a shorter one may fit where that
+        one does not: this is no contradiction.
         """
         said: list[str] = []
         packed = partial(packed_tokens, self._question, self._cell)

@@ -67,7 +67,7 @@ def _asks_the_same(request: Request, question: Question) -> bool:
 
 
 def _machine_of(question: Question) -> Machine:
-    """As much of the study's machine as a plan looks at.
+    """The study's machine, as much of it as a plan looks at.
 
     Its host held what trials keep there, or they would not have been started.
     """

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 Command = Literal["find", "try", "predict", "recommend", "emit"]
-"""Those that take settings of a request."""
+"""Commands that take settings of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,14 @@ class ValueKind:
     """What a value is, where it is none of a fixed list."""
 
     expected: str
-    """In words, for who typed something else."""
+    """The kind of value in words, for who typed something else."""
     metavar: str | None
-    """What stands for the value in a help; None for a switch."""
+    """Placeholder for the value in a help; None for a switch."""
     example: Any
-    """One that works; None: the default does."""
+    """A value that works, for a hint; None where the setting's default works."""
     _: KW_ONLY
     is_list: bool = False
-    """A list, which may be given as its only element."""
+    """Whether the value is a list, which may be given as its only element."""
 
 
 COUNT = ValueKind("a whole number", "N", 1)
@@ -39,7 +39,7 @@ FUNCTION = ValueKind("module:function", "MODULE:FUNCTION", "my_package.batches:p
 PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "formula")
 SWITCH = ValueKind("true or false", None, True)
 CHOICE = None
-"""One of a fixed list, which the type of the setting's field is."""
+"""The kind of a value that is one of a fixed list, which is the type of the setting's field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +51,31 @@ class Setting:
     flag."""
     kind: ValueKind | None
     commands: tuple[Command, ...]
-    """Those that take it."""
+    """Commands that take the setting."""
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
     _: KW_ONLY
     metavar: str | None = None
-    """Instead of the kind's."""
+    """Placeholder in the place of the kind's; None: the kind's."""
     example: Any = None
-    """Instead of the kind's."""
+    """Example in the place of the kind's; None: the kind's."""
     in_base_units: str | None = None
     """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``."""
     defaults: Mapping[Command, str] = field(default_factory=dict[Command, str])
-    """In words, for commands whose default is not the field's."""
+    """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
-    """By value, its part of a rung's label."""
+    """A value's part of a rung's label, by the value."""
     other_label: str = ""
-    """That part for every other value, which ``{}`` stands for."""
+    """The part of a rung's label for every other value, which ``{}`` stands for."""
 
     @property
     def flag(self) -> str:
-        """``--mlp-tiles``."""
+        """The flag of the setting: ``--mlp-tiles``."""
         return flag_of(self.name)
 
     @property
     def words(self) -> str:
-        """``mlp tiles``."""
+        """The name of the setting in words: ``mlp tiles``."""
         return self.name.replace("_", " ")
 
     @property
@@ -85,11 +85,11 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """A list, which may be given as its only element."""
+        """Whether the value is a list, which may be given as its only element."""
         return self.kind is not None and self.kind.is_list
 
     def label_of(self, value: Any) -> str:
-        """This value's part of a rung's label; empty where a label says nothing of it."""
+        """The part of a rung's label for this value; empty where a label says nothing of it."""
         return self.labels.get(value, self.other_label.format(value))
 
 

@@ -33,7 +33,8 @@ Topic = Literal["model", "trial", "lengths", "search", "optimizer", "objective"]
 _FIND: tuple[Command, ...] = ("find",)
 _TRY: tuple[Command, ...] = ("try",)
 _RUN: tuple[Command, ...] = ("find", "try")
-"""Of trials that are run: no prediction depends on it."""
+"""Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
+``memory``, in the place of which predictions have flags of their own."""
 _LENGTHS: tuple[Command, ...] = ("find", "predict")
 _PREDICT: tuple[Command, ...] = ("find", "try", "predict")
 _ALL: tuple[Command, ...] = ("find", "try", "predict", "recommend", "emit")
@@ -309,13 +310,13 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         _number("gae_lambda", "SHARE", "ppo: lambda of the generalized advantages"),
     ),
 }
-"""By topic, in the order in which a help lists them."""
+"""The settings by topic, in the order in which a help lists them."""
 
 DECLARED: Mapping[str, Setting] = {row.name: row for rows in TOPICS.values() for row in rows}
-"""By name."""
+"""The settings, by name."""
 
 _FIRST_IN_A_LABEL = ("allocator", "offload", "loss", "entropy")
-"""As the published guides have it: "Env + Offload"."""
+"""Names of the settings that a label tells first, as in the published guides: "Env + Offload"."""
 IN_A_LABEL: tuple[Setting, ...] = (
     *(DECLARED[name] for name in _FIRST_IN_A_LABEL),
     *(row for row in DECLARED.values() if row.labels and row.name not in _FIRST_IN_A_LABEL),

@@ -25,14 +25,14 @@ class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """They are given back."""
+    """The bytes of an allocation are given back."""
 
     id: int
 
 
 class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """They are given back while another stream still uses them (``record_stream``). A ``Free``
-    follows when the GPU is done.
+    """The bytes of an allocation are given back while another stream still uses them
+    (``record_stream``). A ``Free`` follows when the GPU is done.
     """
 
     id: int
@@ -56,15 +56,15 @@ class TraceOrder(Record, frozen=True, kw_only=True):
 
     spec: TrialSpec
     rank: int = 0
-    """Whose events."""
+    """The rank whose events are traced."""
     kernel: Kernel = "cudnn"
     """The attention of the GPUs that are meant."""
     trainer: Trainer = OURS
-    """Whose step."""
+    """The trainer whose step is traced."""
     resident_threads: int = 132 * 2048
-    """That the GPUs that are meant run at once: multiprocessors x threads of each. An H200's,
-    whatever GPU our own step is traced for; an A100 has 108 x 2,048, and sums over tokens take so
-    much less."""
+    """Threads that a GPU of the kind that is meant runs at once: multiprocessors x threads of each.
+    An H200's, whatever GPU our own step is traced for; an A100 has 108 x 2,048, and sums over
+    tokens take so much less."""
 
 
 class EventLog(Record, frozen=True, kw_only=True):
@@ -74,8 +74,8 @@ class EventLog(Record, frozen=True, kw_only=True):
     source: Literal["traced", "recorded"]
     versions: dict[str, str]
     operators: tuple[str, ...]
-    """What allocates, by the index that events name."""
+    """Names of the operators that allocate, by the index that events name."""
     modules: tuple[str, ...] = ("",)
-    """Where in the model: the innermost one whose forward pass, or recomputation, was running;
-    empty for none."""
+    """Names of modules of the model, by the index that events name: the innermost one whose forward
+    pass, or recomputation, was running; empty for none."""
     events: tuple[Event, ...]

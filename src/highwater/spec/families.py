@@ -210,7 +210,7 @@ class Experts(NamedTuple):
     """
 
     experts: int
-    """Of one layer."""
+    """Experts of one layer."""
     per_token: int
     width: int | None = None
     """``moe_intermediate_size``; None where an expert is as wide as ``intermediate_size``, whatever

@@ -20,9 +20,9 @@ STAGED_LAYERS = 3
 another is awaited, and the blocks of the third are given out again once the GPU has come to where
 they were let go."""
 OPTIMIZERS = "AdamW in float32"
-"""Those whose states are counted here, in words."""
+"""The optimizers whose states are counted here, in words."""
 SHARDED_BYTES_PER_PARAMETER = 12
-"""On disk: float32 weights and both moments of AdamW."""
+"""Bytes on disk for each parameter: float32 weights and both moments of AdamW."""
 
 
 class CheckpointBytes(NamedTuple):

@@ -22,15 +22,16 @@ class Hyperparameters(Record, frozen=True, kw_only=True):
     """
 
     learning_rate: float = 1e-5
-    """AdamW's, the same at every step."""
+    """AdamW's learning rate, the same at every step."""
     adam_beta1: float = 0.9
     """Share of the running mean of gradients that a step keeps."""
     adam_beta2: float = 0.999
     """Share of the running mean of squared gradients that a step keeps."""
     adam_epsilon: float = 1e-8
-    """Added to the root of the squared gradients' mean before the mean is divided by it."""
+    """Number added to the root of the squared gradients' mean before the mean is divided by it."""
     weight_decay: float = 0.01
-    """AdamW's, decoupled. Norms and biases never decay, as in transformers' Trainer."""
+    """AdamW's weight decay, decoupled. Norms and biases never decay, as in transformers'
+    Trainer."""
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm; 0: none is."""
     clip_ratio_low: float = 0.2
@@ -137,10 +138,10 @@ _RANGES = {
 
 
 class _Part(NamedTuple):
-    """Of a loss."""
+    """A part of a loss."""
 
     absent: str
-    """What is said of a loss without it."""
+    """Words for a loss without this part."""
     is_in: Callable[[Settings], bool]
 
 
@@ -169,4 +170,5 @@ _PARTS = {
     "discount": _TOKEN_ADVANTAGES,
     "gae_lambda": _TOKEN_ADVANTAGES,
 }
-"""By hyperparameter, what it belongs to; the optimizer's belong to every step."""
+"""The part of the loss that each hyperparameter belongs to, by its name. The optimizer's are not
+here: they belong to every step."""

@@ -14,7 +14,8 @@ _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
 )
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
-"""From the one that computes nothing twice; any other is taken for less simple than these."""
+"""Kinds of recomputation, the simplest first, which computes nothing twice; any other is taken for
+less simple than these."""
 
 
 def default_ladder(
@@ -36,7 +37,7 @@ def default_ladder(
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
-    """Where a cell stands among others of as many GPUs, the simplest first: a key to sort by.
+    """A key to sort cells of as many GPUs by, the simplest first.
 
     The order of the published guide: more Ulysses before offload, and for each degree what needs no
     other change first. Between two rungs of one degree the allocator, then the loss, then what is

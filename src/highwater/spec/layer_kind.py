@@ -15,11 +15,11 @@ class Matrices(NamedTuple):
     """Parameters of two dimensions or more that have one size."""
 
     number: int
-    """How many there are."""
+    """The number of these parameters."""
     rows: int
-    """What FSDP2 cuts among GPUs."""
+    """Rows of one parameter, which FSDP2 cuts among GPUs."""
     row_size: int
-    """Numbers of a row."""
+    """Numbers in one row."""
 
 
 class AttentionKind(Record, frozen=True, kw_only=True):
@@ -48,9 +48,10 @@ class MlpKind(Record, frozen=True, kw_only=True):
     """MLP of one layer: one for all tokens, or experts of which each token goes to a few."""
 
     width: int
-    """Of one expert, where there are several."""
+    """Width of the MLP, or of one expert where there are several."""
     matrices: int = 3
-    """Weights of it: gate, up and down, or 2 where there is no gate."""
+    """Weight matrices of the MLP, or of one expert: gate, up and down, or 2 where there is no
+    gate."""
     experts: int = 1
     experts_per_token: int = 1
     shared_width: int = 0

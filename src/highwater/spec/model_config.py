@@ -152,8 +152,8 @@ def size(config: dict[str, Any], field: str, source: str) -> int:
 
 
 def optional_size(config: dict[str, Any], field: str, source: str) -> int | None:
-    """The same of a field that may be left out, by its class where it is; None where neither says
-    anything.
+    """A field that may be left out, a whole number from 1, by its class where it is; None where
+    neither says anything. Raises ModelError for others.
     """
     value = value_of(config, field)
     return None if value is None else _checked(value, field, source)
@@ -198,9 +198,9 @@ class Mixture(NamedTuple):
     """What a config says of MLPs and experts; of a family without, one expert."""
 
     width: int
-    """Of one expert."""
+    """Width of one expert."""
     dense_width: int
-    """Of the MLP in layers without experts."""
+    """Width of the MLP in layers without experts."""
     experts: int = 1
     experts_per_token: int = 1
     shared_size: int = 0

@@ -32,37 +32,38 @@ _VANILLA = Settings(
 _ENV = msgspec.structs.replace(_VANILLA, allocator="expandable")
 _OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
 PUBLISHED_TRAINER: Trainer = "trinity"
-"""Whose capacities the published tables have."""
+"""The trainer whose capacities the published tables have."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "vanilla": _VANILLA,
     "env": _ENV,
     "env+offload": _OFFLOAD,
     "env+offload+never": msgspec.structs.replace(_OFFLOAD, save_hf="never"),
 }
-"""What the published tables call a rung. Source: Trinity-RFT's length-test script and its guide."""
+"""The settings of each rung, by the published tables' name for it. Source: Trinity-RFT's
+length-test script and its guide."""
 
 _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
 _CEILING_TOKENS = 1024**2
 """Longer than any published capacity: a table says that something failed above each."""
 
 _LONGEST_TOKENS = 16 * 1024**2
-"""What is longer is no length: a guide has a row for each step up to it."""
+"""Longest capacity that a table may hold: a guide has a row for each step up to it."""
 
 
 class CapacityTable(Record, frozen=True, kw_only=True):
     """Known capacities, as questions and as their answers."""
 
     questions: tuple[Question, ...]
-    """One for each GPU and model, cells in the table's order."""
+    """One question for each GPU and model, its cells in the table's order."""
     capacity_tokens: dict[tuple[str, str, Cell], int]
-    """By GPU, model as the table names it, and cell; 0 where nothing fits."""
+    """Capacities by GPU, model as the table names it, and cell; 0 where nothing fits."""
 
     def known_tokens(self, question: Question, cell: Cell) -> int:
         """The capacity of a cell of one of the questions."""
         return self.capacity_tokens[question.device_name, question.model.name, cell]
 
     def of_one_gpu(self) -> dict[tuple[str, Cell], int]:
-        """The same without the GPU; raises UsageError where two kinds of it have one cell."""
+        """The capacities without the GPU; raises UsageError where two kinds of it have one cell."""
         found = {(model, cell): tokens for (_, model, cell), tokens in self.capacity_tokens.items()}
         if len(found) < len(self.capacity_tokens):
             gpus = " and ".join(dict.fromkeys(gpu for gpu, _, _ in self.capacity_tokens))
@@ -122,13 +123,13 @@ class _Row(NamedTuple):
     model_name: str
     cell: Cell
     tokens: int | None
-    """None: unknown."""
+    """The capacity; None where it is unknown."""
     line: int
-    """Of the file."""
+    """The line of the file that the row is on."""
 
     @property
     def place(self) -> tuple[str, str, Cell]:
-        """What it is about: GPU, model and cell."""
+        """The GPU, the model and the cell that the row is about."""
         return self.device_name, self.model_name, self.cell
 
 
@@ -225,7 +226,9 @@ def _no_table(path: Path, why: str) -> UsageError:
 
 
 def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
-    """About the model as the table names it, which may be a directory: two may end alike."""
+    """The question about the model as the table names it, which may be a directory: two may end
+    alike.
+    """
     model = msgspec.structs.replace(load_model(model_name), name=model_name)
     native_tokens = model.shape.native_length_tokens
     return Question(

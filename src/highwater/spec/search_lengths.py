@@ -37,8 +37,8 @@ def grid_of(
 def _longest(
     request: Request, model: Model, device: Device, window: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Where the lengths end: at the native length where nothing scales the positions past it, and
-    at a sliding window.
+    """The longest length to try, and notes on why it is that one. It is at most the native length
+    where nothing scales the positions past it, and at most a sliding window.
     """
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or _CEILING_TOKENS[device], ()

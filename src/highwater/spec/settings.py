@@ -56,7 +56,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """``auto``: YaRN past the native length unless the model brings its own scaling; ``yarn``: YaRN
     all the same."""
     save_hf: SaveHf = "never"
-    """When Hugging Face weights are written."""
+    """Steps after which Hugging Face weights are written: all (``always``), none (``never``) or the
+    ``last``."""
     checkpoint: Checkpoint = "none"
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
 

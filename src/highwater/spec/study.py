@@ -29,7 +29,7 @@ RANK_WORDS: dict[Device, tuple[str, str]] = {
 
 
 def counted_ranks(count: int, device: Device) -> str:
-    """``1 GPU``, ``2 processes``."""
+    """A number of ranks in words: ``1 GPU``, ``2 processes``."""
     return f"{count} {RANK_WORDS[device][count != 1]}"
 
 
@@ -46,7 +46,9 @@ class Cell(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``Env + chunked, 4 GPUs, SP=2``; with a ring ``vanilla, 6 GPUs, SP=2, ring=3``."""
+        """The cell's label: ``Env + chunked, 4 GPUs, SP=2``; with a ring ``vanilla, 6 GPUs, SP=2,
+        ring=3``.
+        """
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
@@ -189,7 +191,7 @@ class CellAnswer(Record, frozen=True, kw_only=True):
     After a resumption those count too that were recorded before it.
     """
     monotone: bool = True
-    """No shorter length failed where a longer one fit, and no repeat disagreed."""
+    """Whether no shorter length failed where a longer one fit, and no repeat disagreed."""
     contradictions: tuple[str, ...] = ()
     """Each observation that is not monotone, in words."""
     peak_reserved_bytes: int | None = None
@@ -229,9 +231,9 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
     spec: TrialSpec
     attempt: int = 1
     repeat: int = 0
-    """0 for the first time, 1 and up for repeats that confirm it."""
+    """The number of the repeat: 0 for the first time, 1 and up for repeats that confirm it."""
     result: TrialResult | None = None
-    """None: the trial started, and nobody lived to record its end."""
+    """The result of the trial; None where it started, and nobody lived to record its end."""
     timeout_s: float | None = None
     """The time limit under which the trial ended, where the question has one."""
 

@@ -21,22 +21,24 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     """What is known of one trainer."""
 
     title: str
-    """Its name, for readers."""
+    """The trainer's name, for readers."""
     step: str
-    """Whose step is predicted, and what is particular about it, for readers of a configuration."""
+    """The step that is predicted, and what is particular about it, for readers of a
+    configuration."""
     runner: Literal["local"] | None
-    """What runs its trials, by a name of this package's runners. None: nothing here does, and no
-    trial of ours says anything about it."""
+    """The runner of its trials, by a name of this package's runners. None: nothing here runs them,
+    and no trial of ours says anything about it."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
     grid of lengths, and what takes no memory. None: every field."""
     has_windows: bool = True
-    """Its attention goes past a model's sliding window, in windows. False: lengths end there."""
+    """Whether its attention goes past a model's sliding window, in windows. False: lengths end
+    there."""
     traces: Traces
     """Traces of its step: made when somebody asks for them, or bundled with the package, for some
     models and layouts."""
     target: str | None = None
-    """What ``highwater emit --for`` calls its configuration. None: it is typed as flags."""
+    """The name of its configuration in ``highwater emit --for``. None: it is typed as flags."""
 
     @property
     def knows_every_setting(self) -> bool:
@@ -45,11 +47,13 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 
     @property
     def is_run(self) -> bool:
-        """Its trials are run here, and tell about it."""
+        """Whether its trials are run here, and tell about it."""
         return self.runner is not None
 
     def refused(self, named: Iterable[str]) -> list[str]:
-        """Those of some fields of ``Request`` that may not be named for it, in their order."""
+        """The fields of ``Request`` among ``named`` that may not be named for this trainer, in
+        alphabetical order.
+        """
         known = self.settings
         return [] if known is None else sorted(set(named) - known)
 
@@ -76,4 +80,4 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
         target="trinity",
     ),
 }
-"""By the name that ``--trainer`` takes."""
+"""The traits of each trainer, by the name that ``--trainer`` takes."""

@@ -211,9 +211,9 @@ class Failure(Record, frozen=True, kw_only=True):
     text: str
     """The exception, type first."""
     at_unix_s: float | None = None
-    """Clock time: the first rank that fails takes its peers with it."""
+    """Clock time of the failure: the first rank that fails takes its peers with it."""
     hint: str | None = None
-    """For ``refused``: something to type."""
+    """Something to type, for a failure of the kind ``refused``."""
 
 
 class Save(Record, frozen=True, kw_only=True):
@@ -234,7 +234,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
     rank: int
     failure: Failure | None = None
-    """None: the rank did all its steps."""
+    """The reason why the rank did not finish; None where it did all its steps."""
     memory: RankMemory = RankMemory()
     budget: MemoryBudget | None = None
     losses: tuple[float, ...] = ()
@@ -274,11 +274,11 @@ class TrialResult(Record, frozen=True, kw_only=True):
     launch_to_first_step_s: float | None = None
     wall_s: float = 0.0
     attempt: int = 1
-    """1 for the first launch of this trial, 2 and 3 for retries."""
+    """The number of the launch: 1 for the first of this trial, 2 and 3 for retries."""
     log_path: str | None = None
     exit_code: int | None = None
     simulated: bool = False
-    """The outcome was computed from a memory law; nothing was trained."""
+    """Whether the outcome was computed from a memory law; nothing was trained then."""
 
     @property
     def peak_reserved_bytes(self) -> int | None:
@@ -305,7 +305,7 @@ class LogEnd(Record, frozen=True, kw_only=True):
 
     lines: tuple[str, ...] = ()
     reason: str | None = None
-    """Why there are none; None where there are."""
+    """The reason why there are no lines; None where there are."""
 
 
 def _headroom(rank: RankReport) -> int | None:

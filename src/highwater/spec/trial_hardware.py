@@ -27,11 +27,11 @@ class TrialHardware(NamedTuple):
     counts: tuple[int, ...]
     """GPUs, or processes on the CPU, that are searched."""
     gpus: tuple[Gpu, ...]
-    """Those that the largest count takes; none on the CPU, and in a dry run without one."""
+    """The GPUs that the largest count takes; none on the CPU, and in a dry run without one."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Memory of the smallest of them; None without one."""
+        """Memory of the smallest of the GPUs; None without one."""
         return min((gpu.memory_total_bytes for gpu in self.gpus), default=None)
 
     @property

@@ -57,7 +57,8 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
     highwater_version: str
     command: tuple[str, ...] = ()
     environment: Environment | None = None
-    """None: a dry run, or a journal from before it was recorded."""
+    """The machine and shell of the process; None for a dry run, and in a journal from before it was
+    recorded."""
     timeout_s: float | None = None
     """The time limit from here on, where the question has one.
 

@@ -34,38 +34,41 @@ class _GivenBack:
 
     number: int
     launches: int
-    """Before it was given back."""
+    """Kernels launched before the allocation was given back."""
     stream_id: int
-    """That uses it."""
+    """The stream that still uses it."""
     moment: int
     is_fsdps: bool
-    """FSDP1 lent it."""
+    """Whether FSDP1 lent it."""
     was_waited: bool = False
-    """The host has waited since, for another stream."""
+    """Whether the host has waited since, for another stream."""
 
 
 class AllocationRecorder(TorchDispatchMode):
     """Every storage on the device that an operator returns: its birth, its resizing, its end."""
 
     def __init__(self, sums: GradientSums | None = None) -> None:
-        """Without ``sums`` that have learned, gradients are added up in copies."""
+        """Make a recorder without events. Where ``sums`` have not learned, or there are none,
+        gradients are added up in copies.
+        """
         super().__init__()
         self.events: list[Event] = []
         self.operators: dict[str, int] = {}
         self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
         self.is_muted = False
-        """While DTensor asks for shapes with tensors of the whole model's size, which no rank ever
-        has."""
+        """Whether nothing is recorded, while DTensor asks for shapes with tensors of the whole
+        model's size, which no rank ever has."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
-        """By storage: the id of its allocation now, 0 for none, its bytes and its stream."""
+        """The record of each storage, by its ``_key``: the id of its allocation now, 0 for none,
+        its bytes and its stream."""
         self._within = [0]
         self._addends: dict[int, list[int]] = {}
-        """Of allocations that are sums: those added up."""
+        """The allocations that were added up, by the allocation of their sum."""
         self._lent: dict[int, tuple[int, bool]] = {}
-        """Storages that a stream other than their own uses: which, and whether FSDP1 said so, which
-        waits for what it lends."""
+        """Storages that a stream other than their own uses: that stream, and whether FSDP1 said so,
+        which waits for what it lends."""
         self._awaited: deque[_GivenBack] = deque()
         """Allocations that are not free yet, the oldest first."""
         self._launches = 0
@@ -93,22 +96,23 @@ class AllocationRecorder(TorchDispatchMode):
         self._within.pop()
 
     def enter(self, phase: str) -> None:
-        """Told by the step which phase begins."""
+        """Record that a phase begins, as the step tells."""
         if phase == _FIRST_PHASE:
             self.wait()
         self.events.append(Enter(phase))
 
     def lend(self, tensor: Tensor, stream: fake_cuda.Stream) -> None:
-        """A stream uses it (``record_stream``): if not its own, it is free, once given back, when
-        the GPU is done there.
+        """Note that a stream uses a tensor (``record_stream``): where that stream is not the
+        tensor's own, the tensor is free, once given back, when the GPU is done there.
         """
         key = _key(tensor.untyped_storage())
         if key in self._ids and self._ids[key][2] != stream.stream_id:
             self._lent[key] = (stream.stream_id, True)
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Autograd goes on with it on a stream. A sum of gradients was made there: its allocation
-        moves, what was added up is lent. Any other gradient is.
+        """Note that autograd goes on with a gradient on a stream. If it is a sum of gradients, it
+        was made there: its allocation moves, and what was added up is lent. Any other gradient is
+        lent.
         """
         record = self._ids.get(_key(gradient.untyped_storage()))
         if record is None or not record[0] or record[2] == stream.stream_id:
@@ -120,7 +124,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._lent.setdefault(_key(gradient.untyped_storage()), (stream.stream_id, False))
 
     def _make_on(self, stream: fake_cuda.Stream, number: int) -> None:
-        """A sum of gradients: on a stream, to which those that it is made of are lent."""
+        """Move a sum of gradients to a stream, to which the gradients it is made of are lent."""
         index, made = self._made(number)
         self.events[index] = msgspec.structs.replace(made, stream=stream.stream_id)
         for addend in self._addends.pop(number, ()):
@@ -134,7 +138,7 @@ class AllocationRecorder(TorchDispatchMode):
         return made.operator == self.operators.get(str(aten.add.Tensor))
 
     def _lend_freed(self, number: int, stream: fake_cuda.Stream) -> None:
-        """It was freed too early: another stream uses it."""
+        """Lend to a stream an allocation that was freed too early: the stream uses it."""
         for index in range(len(self.events) - 1, -1, -1):
             event = self.events[index]
             if event == Free(number):
@@ -145,7 +149,7 @@ class AllocationRecorder(TorchDispatchMode):
                 return
 
     def _made(self, number: int) -> tuple[int, Allocate]:
-        """Where among the events an allocation is, looked for from the newest."""
+        """The index of an allocation among the events and its event, looked for from the newest."""
         return next(
             (index, event)
             for index, event in zip(
@@ -268,15 +272,15 @@ class AllocationRecorder(TorchDispatchMode):
             self._await(of_fsdp[-1 - self.most_awaited])
 
     def _give_back(self, number: int, stream_id: int, *, is_fsdps: bool) -> None:
-        """A stream may still use it."""
+        """Keep an allocation from being free, since a stream may still use it."""
         moment = fake_cuda.Stream.moment()
         self._awaited.append(
             _GivenBack(number, self._launches, stream_id, moment, is_fsdps=is_fsdps)
         )
 
     def wait_for(self, stream: fake_cuda.Stream) -> None:
-        """The host does, until a stream is done. What others use, and it has not waited for, is
-        done when the host waits again.
+        """Record that the host waits until a stream is done. What other streams use, and the host
+        has not waited for, is done when the host waits again.
         """
         awaited, self._awaited = self._awaited, deque()
         for each in awaited:
@@ -287,16 +291,16 @@ class AllocationRecorder(TorchDispatchMode):
                 self._awaited.append(each)
 
     def wait(self) -> None:
-        """The host does, until the GPU has done all that it was told."""
+        """Record that the host waits until the GPU has done all that it was told."""
         self._await(self._launches)
 
     def release(self) -> None:
-        """The allocator gives back what is cached, once the GPU has done with it."""
+        """Record that the allocator gives back what is cached, once the GPU has done with it."""
         self.wait()
         self.events.append(ReleaseCached())
 
     def _await(self, launches: int) -> None:
-        """The GPU has come so far."""
+        """Free what was given back after at most ``launches`` kernels: the GPU has come so far."""
         while self._awaited and self._awaited[0].launches <= launches:
             self.events.append(Free(self._awaited.popleft().number))
 
@@ -310,7 +314,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """Where C++ has it: Python may make another object of the same storage."""
+    """The place in C++ by which a storage is known: Python may make another object of it."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage] -- nothing public tells
 
 
@@ -319,8 +323,8 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """A copy between the host and the GPU is over before the host goes on, unless it was told not
-    to wait.
+    """Whether the host waits for the GPU: a copy between the two is over before the host goes on,
+    unless it was told not to wait.
     """
     if func is aten.copy_.default:
         source, goes_on = args[1], kwargs.get("non_blocking", args[2:] == (True,))
@@ -332,8 +336,8 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 _FIRST_PHASE = "experience"
-"""Before it the host reads the loss of the step before, for which it waits until the GPU is
-done."""
+"""The first phase of a step. Before it the host reads the loss of the step before, for which it
+waits until the GPU is done."""
 _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched and the GPU not run: CUDA's queue. With it FSDP1's trials
 on an H200 reserve at most 0.5 % more than their traces, without 7.6 % (docs/results/lab)."""

@@ -12,8 +12,9 @@ from highwater.train.step import Training
 from highwater.train.trial import rehearse
 
 _LENT_BY_FSDP1 = 4
-"""Among several ranks FSDP1 gathers two units ahead at the most: their gathered parameters, and the
-shards that these came from. Compared with no trial yet."""
+"""The most allocations that FSDP1 may have lent and not waited for. Among several ranks it gathers
+two units ahead at the most: their gathered parameters, and the shards that these came from.
+Compared with no trial yet."""
 
 
 def set_up(recorder: AllocationRecorder, context: RankContext) -> None:

@@ -28,16 +28,16 @@ _SPLIT_NODE = "SplitWithSizesBackward0"
 """Name of autograd's node that takes FSDP1's vector apart into parameters."""
 _GUARDS = 64
 _SLOTS = 120
-"""More virtual functions than the hooks have."""
+"""Slots of a table of virtual functions, more than the hooks have."""
 heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Who is told of tensors, and of the stream that is said to use them."""
+"""Listeners that are told of tensors, and of the stream that is said to use them."""
 heard_wait: list[Callable[["Stream"], object]] = []
-"""Who is told that the host waits until a stream is done."""
+"""Listeners that are told that the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Who is told of the gradient of a part of FSDP1's vectors, and of the stream where autograd goes
-on with it."""
+"""Listeners that are told of the gradient of a part of FSDP1's vectors, and of the stream where
+autograd goes on with it."""
 _kept: list[Any] = []
-"""What C++ points to must not be collected."""
+"""Objects that C++ points to, which must not be collected."""
 
 
 def install() -> None:
@@ -74,38 +74,39 @@ class Stream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.before: dict[int, int] = {}
-        """By number of another stream: the moment until which its work is."""
+        """The moment until which each other stream's work is done before what is launched here, by
+        that stream's number."""
 
     @staticmethod
     def moment() -> int:
-        """A later one each time."""
+        """A moment, later each time."""
         Stream._moment += 1
         return Stream._moment
 
     def wait_stream(self, other: "Stream") -> None:
-        """What is launched here waits for all that was launched there."""
+        """Have what is launched here wait for all that was launched on the other stream."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
-        """It waits for what the event knows."""
+        """Have what is launched here wait for what the event knows of."""
         for stream_id, moment in event.before.items():
             self.before[stream_id] = max(moment, self.before.get(stream_id, 0))
 
     def has_waited(self, stream_id: int, moment: int) -> bool:
-        """Once all is done here, so is what had been launched on a stream at a moment."""
+        """Whether what had been launched on a stream at a moment is done once all is done here."""
         return stream_id == self.stream_id or self.before.get(stream_id, 0) >= moment
 
     def synchronize(self) -> None:
-        """The host goes on when all is done that it launched here."""
+        """Have the host wait until all that it launched here is done: tell the listeners."""
         for hear in heard_wait:
             hear(self)
 
     def query(self) -> bool:
-        """Everything is done at once."""
+        """Whether all is done: it is done at once."""
         return True
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """What has been launched here until now."""
+        """The event of what has been launched here until now."""
         event = event or Event()
         event.record(self)
         return event
@@ -124,20 +125,20 @@ class Event:
         self.before: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Of a stream until now."""
+        """Record what has been launched on a stream until now."""
         stream = stream or Stream.current
         self.before = {**stream.before, stream.stream_id: Stream.moment()}
 
     def wait(self, stream: Stream | None = None) -> None:
-        """A stream waits."""
+        """Have a stream wait for the event."""
         (stream or Stream.current).wait_event(self)
 
     def query(self) -> bool:
-        """It has happened."""
+        """Whether the event has happened: it is taken to have."""
         return True
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Wait for nothing: the event is taken to have happened."""
 
 
 @contextmanager
@@ -153,8 +154,8 @@ def _on(stream: Stream | None) -> Generator[None]:
 
 
 def _put_streams() -> None:
-    """In the place of ``torch.cuda``'s questions to a driver, answers for a Hopper card with
-    nothing on it.
+    """Put answers for a Hopper card with nothing on it in the place of ``torch.cuda``'s questions
+    to a driver.
     """
     cuda: Any = torch.cuda
     Stream.current = Stream()

@@ -32,7 +32,7 @@ _MOST_CALLERS = 64
 _ENGINES_SUM = b"_ZN5torch8autograd11InputBuffer3addE"
 """torch::autograd::InputBuffer::add, as it is called in PyTorch's library."""
 _LIBRARIES = b"/torch/lib/"
-"""In the path of each of PyTorch's own."""
+"""A part of the path of each of PyTorch's own libraries."""
 
 
 class _Counts(NamedTuple):
@@ -53,7 +53,7 @@ class GradientSums:
         self._heard: list[_Counts] | None = None
 
     def operator(self, func: Any, args: Sequence[Any]) -> Any:
-        """Another one where autograd takes another one."""
+        """The operator that is called: another one where autograd takes another one."""
         if func is _ADD:
             return _ADD_IN_PLACE if self._is_in_place(args) else func
         # The gradient of ``x[indices]``. Source: index_backward,
@@ -97,8 +97,8 @@ class GradientSums:
 
 
 def _counts(args: Sequence[Any]) -> _Counts:
-    """Of the first, which no variable may name meanwhile: nobody else holds it then but this
-    sequence.
+    """References to the first argument, which no variable may name meanwhile: nobody else holds it
+    then but the sequence of arguments.
     """
     storage = args[0].untyped_storage()._cdata
     to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
@@ -106,7 +106,7 @@ def _counts(args: Sequence[Any]) -> _Counts:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether it has each place of its memory once, in whatever order its dimensions are."""
+    """Whether a tensor has each place of its memory once, in whatever order its dimensions are."""
     places = 1
     for stride, size in sorted(
         (stride, size)
@@ -120,29 +120,29 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _alone(value: Tensor) -> Tensor:
-    """Nobody else holds the first of the two gradients."""
+    """A probe: nobody else holds the first of its two gradients."""
     return value * 2 + value * 3
 
 
 def _shared(value: Tensor) -> Tensor:
-    """The first one is also that of a value that was made before, for which it waits."""
+    """A probe: its first gradient is also that of a value made before, for which it waits."""
     before = torch.ones_like(value, requires_grad=True) * 1
     value = value * 1
     return value * 2 + (before + value) * 3
 
 
 def _held(value: Tensor) -> Tensor:
-    """Something in Python holds the first one."""
+    """A probe: something in Python holds its first gradient."""
     return value * 2 + _Kept.apply(value)
 
 
 def _viewed(value: Tensor) -> Tensor:
-    """The first one is another tensor's view."""
+    """A probe: its first gradient is another tensor's view."""
     return value * 2 + value.T * 3
 
 
 class _Kept(torch.autograd.Function):
-    """Doubles, and keeps its gradient."""
+    """A function that doubles, and keeps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def put(kernel: Kernel) -> None:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
     def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
-        """This rank's own in the place of the others', which nobody computes."""
+        """This rank's own values in the place of the others', which nobody computes."""
         return [list(values)] * mesh.size()
 
     def in_place(*_: Any, **__: Any) -> None:
@@ -122,8 +122,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Strided(torch.autograd.Function):
-    """Autograd goes back through a view that was written to by way of a gradient for the whole
-    tensor behind it: that one.
+    """The gradient for the whole tensor behind a view that was written to: autograd goes back
+    through the view by way of one.
 
     With fake tensors it goes back by the view's own operator, which allocates nothing.
     """

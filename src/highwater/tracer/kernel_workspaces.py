@@ -23,12 +23,14 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
-    """One workspace for all of it. Source: docs/results/lab/histories.json.gz."""
+    """Bytes of one workspace for all that flash attention takes piece by piece, and 256 more.
+    Source: docs/results/lab/histories.json.gz.
+    """
     return [sum(_in_flash_backward(args)) + 256]
 
 
 def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
-    """Past 3,072 tokens: float32 sums of ten sorted rows each. Source:
+    """Bytes of float32 sums of ten sorted rows each, past 3,072 tokens. Source:
     ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
     gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
@@ -37,9 +39,9 @@ def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
 
 
 def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
-    """Of sums over all dimensions but the last, where several blocks of threads share a column: a
-    float32 number of every thread for every column it has a part of, and a semaphore a row of
-    blocks.
+    """Bytes that sums over all dimensions but the last take, where several blocks of threads share
+    a column: for every column and every block that shares it as many float32 numbers as a block has
+    columns, and a semaphore for each group of blocks with the same columns.
 
     ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in
     ATen/native/cuda/Reduce.cuh; equal to what H200s recorded of 128 to 5,120 columns and 16,384 to
@@ -68,13 +70,14 @@ def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is no more."""
+    """The largest power of two that is no more than a number."""
     return 1 << (number.bit_length() - 1)
 
 
 _THREADS_OF_A_SUM, _WARP = 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""That a thread of a sum adds up before more blocks share a column."""
+"""Values that a thread of a sum adds up: the fewest where several blocks share a column, and the
+fewest that make several share one."""
 
 HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.embedding_dense_backward.default: _in_embedding_backward,

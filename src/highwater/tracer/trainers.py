@@ -33,4 +33,4 @@ TRACED: Mapping[Trainer, TracedTrainer] = {
         set_up=trinity_step.set_up, begin=trinity_step.begin, before_step=trinity_step.before_step
     ),
 }
-"""By the name that ``--trainer`` takes."""
+"""The traced step of each trainer, by the name that ``--trainer`` takes."""

@@ -38,7 +38,7 @@ from highwater.train.rank_context import RankContext, compute_dtype
 from highwater.train.step import Training
 
 TEMPERATURE = 1.0
-"""Of the reference's trials; it divides all the same."""
+"""Temperature of the reference's trials; logits are divided by it although it is 1."""
 
 
 def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
@@ -54,15 +54,15 @@ def begin(
     rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
     recorder: AllocationRecorder,
 ) -> Training:
-    """Its models built, and nothing more."""
+    """Build the models, and do nothing more."""
     training = assemble(spec, context)
     recorder.follow(training.policy)
     return training
 
 
 def before_step(recorder: AllocationRecorder) -> None:
-    """Give the cache back, as it does before it sends the weights to its explorer: once they are
-    there, and after each step.
+    """Give the cache back, as the trainer does before it sends the weights to its explorer: once
+    they are there, and after each step.
     """
     recorder.release()
 
@@ -125,7 +125,7 @@ class Actor(Decoder):
 
 
 def divided(logits_TV: Tensor) -> Tensor:
-    """By the temperature, in place, through a view of what the head made."""
+    """Divide logits by the temperature, in place, through a view of what the head made."""
     return logits_TV.div_(TEMPERATURE)
 
 
@@ -167,14 +167,14 @@ class _AdamW(torch.optim.AdamW):
 
 
 def _wait_for_gpu(*_: object) -> None:
-    """What other streams used and was given back is free then."""
+    """Wait for the GPU: what other streams used and was given back is free then."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def _wait_in_every_layer(policy: Decoder) -> None:
-    """The reference's attention reads the longest document's length from the GPU, so that its host
-    is never ahead by a layer.
+    """Have the host wait in every layer: the reference's attention reads the longest document's
+    length from the GPU, so that its host is never ahead by a layer.
     """
     for name, module in policy.named_modules():
         if name.endswith("self_attn"):
@@ -182,8 +182,8 @@ def _wait_in_every_layer(policy: Decoder) -> None:
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
-    """With our attention, which allocates what flash attention does, and Hugging Face's own
-    everything else.
+    """The actor on meta, with our attention, which allocates what flash attention does, and Hugging
+    Face's own everything else.
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
@@ -206,8 +206,8 @@ def on_fsdp1(
     seed: int = 0,
     use_orig_params: bool = False,
 ) -> Decoder:
-    """Recomputed layer by layer and sharded; verl's parameters are FSDP1's vectors. Weights as in
-    ``model.build``.
+    """The actor, recomputed layer by layer and sharded; verl's parameters are FSDP1's vectors.
+    Weights as in ``model.build``.
     """
     recompute_layers(actor.layers)
     with weights.opened(directory) as saved:
@@ -225,8 +225,8 @@ def on_fsdp1(
 def offloaded(
     actor: Actor, *, directory: str, mesh: DeviceMesh, compute_dtype: torch.dtype, seed: int = 0
 ) -> Decoder:
-    """Frozen, in host memory, with FSDP2: a layer is on the device at a time, as with FSDP1's
-    offload.
+    """The actor, frozen, in host memory, with FSDP2: a layer is on the device at a time, as with
+    FSDP1's offload.
     """
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)

@@ -29,7 +29,8 @@ class Document(NamedTuple):
     it."""
     reward: float = 0.0
     group: int = 0
-    """Sequences of one prompt, among those of all ranks' step: GRPO compares their rewards."""
+    """The number of the document's group: sequences of one prompt, among those of all ranks' step.
+    GRPO compares their rewards."""
     old_logprobs_L: Tensor | None = None
     """Log-probability of each token under the policy that sampled it; None: under the policy that
     is trained, before the step."""
@@ -41,25 +42,25 @@ class Batch:
 
     input_ids_T: Tensor
     position_ids_T: Tensor
-    """Counted from 0 in every document."""
+    """Positions of the tokens, counted from 0 in every document."""
     document_lengths: tuple[int, ...]
     trained_positions_N: Tensor
     """Positions from which a trained token is predicted: one before it."""
     labels_N: Tensor
     """The trained tokens."""
     documents_N: Tensor
-    """Which document each of them is in."""
+    """The number of the document that each trained token is in."""
     old_logprobs_N: Tensor | None
-    """Their log-probabilities when they were sampled: NaN in a document whose are not known; None
-    where no document's are."""
+    """Log-probabilities of the trained tokens when they were sampled: NaN in a document whose are
+    not known; None where no document's are."""
     ends_P: Tensor
     """Positions of documents' last tokens."""
     ended_P: Tensor
-    """Which document each of them is of."""
+    """The number of the document that each of these positions is in."""
     rewards: tuple[float, ...]
-    """Of each document."""
+    """The reward of each document."""
     groups: tuple[int, ...]
-    """Of each document."""
+    """The group of each document."""
     padding_tokens: int = 0
     """Tokens at the end of this rank's share that make all shares one length; no part of the
     micro-batch."""
@@ -67,7 +68,7 @@ class Batch:
     """The micro-batch that this is a rank's share of, on the host; None for a micro-batch
     itself."""
     trained_before: int = 0
-    """Trained tokens of it that earlier ranks have."""
+    """Trained tokens of the micro-batch that earlier ranks have."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""

@@ -26,15 +26,15 @@ from highwater.train.objectives import generalized_advantages, group_advantages,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """Of one micro-batch; None for what the objective does not ask for."""
+    """The experience of one micro-batch; None for what the objective does not ask for."""
 
     advantages_N: Tensor | None = None
-    """At least as precise as the log-probabilities."""
+    """Advantages of the trained tokens, at least as precise as the log-probabilities."""
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
-    """The critic's, before its update."""
+    """Values of the critic before its update."""
     returns_N: Tensor | None = None
-    """What the critic should have said."""
+    """Values that the critic should have said."""
 
 
 @torch.no_grad()
@@ -66,8 +66,8 @@ def group_experience(
     mesh: DeviceMesh,
     sequence: dist.ProcessGroup | None,
 ) -> list[Experience]:
-    """GRPO's: rewards against those of the group, over all micro-batches of all ranks, and the
-    reference's log-probabilities.
+    """The experience of GRPO: rewards against those of the group, over all micro-batches of all
+    ranks, and the reference's log-probabilities.
     """
     device = torch.device(mesh.device_type)
     advantages = iter(_group_advantages(micro_batches, mesh, sequence))
@@ -86,7 +86,7 @@ def group_experience(
 def _group_advantages(
     micro_batches: Sequence[Batch], mesh: DeviceMesh, sequence: dist.ProcessGroup | None
 ) -> list[float]:
-    """Of this rank's documents, whose groups go on in other ranks' micro-batches."""
+    """Advantages of this rank's documents, whose groups go on in other ranks' micro-batches."""
     rewards = process_mesh.every_ranks(
         [reward for batch in micro_batches for reward in batch.rewards], torch.float64, mesh
     )
@@ -105,7 +105,7 @@ def _group_advantages(
 def reference_experience(
     reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
 ) -> list[Experience]:
-    """DPO's: the reference's log-probabilities, and nothing of rewards."""
+    """The experience of DPO: the reference's log-probabilities, and nothing of rewards."""
     return [
         Experience(reference_logprobs_N=logprobs_N)
         for logprobs_N in forward_batch(reference, micro_batches, device=device)
@@ -120,8 +120,8 @@ def token_experience(
     sequence: dist.ProcessGroup | None,
     hyperparameters: Hyperparameters,
 ) -> list[Experience]:
-    """PPO's: generalized advantages, whitened over the trained tokens of all ranks; without a
-    critic from rewards alone.
+    """The experience of PPO: generalized advantages, whitened over the trained tokens of all ranks;
+    without a critic from rewards alone.
     """
     device = torch.device(mesh.device_type)
     if critic is None:
@@ -149,8 +149,8 @@ def token_experience(
 def _advantages(
     batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None, numbers: Hyperparameters
 ) -> Tensor:
-    """Of this rank's trained tokens; they depend on what follows, which other ranks of the sequence
-    may have.
+    """Advantages of this rank's trained tokens. They depend on what follows, which other ranks of
+    the sequence may have.
     """
     device = values_N.device
     positions_N = batch.trained_positions_N.to(device)
@@ -168,7 +168,9 @@ def _advantages(
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Mean 0 and variance 1 over all micro-batches of all ranks."""
+    """The advantages, shifted and scaled to mean 0 and variance 1 over all micro-batches of all
+    ranks.
+    """
     flat = torch.cat(list(raw)).double()
     count, sum_, squares = process_mesh.total(
         torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh

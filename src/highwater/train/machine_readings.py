@@ -86,7 +86,7 @@ class Stages:
         self._outside, self._allocated = outside, allocated
 
     def fullest(self) -> tuple[Reading, ...]:
-        """Of every reading, the largest of all ranks."""
+        """Every reading, with the largest numbers of all ranks."""
         numbers = [[reading.outside_bytes, reading.allocator_bytes] for reading in self.readings]
         largest = torch.tensor(numbers, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -150,7 +150,7 @@ def _sharded_step(mesh: dist.device_mesh.DeviceMesh) -> None:
 
 
 def _of_several(stages: Stages, gpus: int, device: torch.device) -> None:
-    """NCCL: the group of all ranks, then another of the same ranks."""
+    """Take the readings of NCCL: the group of all ranks, then another of the same ranks."""
     world = dist.group.WORLD
     assert world is not None, "joined above"
     part, full = torch.ones(1, device=device), torch.ones(gpus, device=device)

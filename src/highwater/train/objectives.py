@@ -21,10 +21,10 @@ from torch import Tensor
 from highwater.spec.hyperparameters import KlEstimator
 
 _MOST_LOG_RATIO = 20.0
-"""Log-ratios are cut off there, and have no gradient beyond: float32 cannot hold a ratio of e^89.
-As in verl."""
+"""Log-ratios are cut off at this size, and have no gradient beyond: float32 cannot hold a ratio of
+e^89. As in verl."""
 _MOST_K3 = 10.0
-"""So is the estimator k3 in verl."""
+"""Values of the estimator k3 are cut off at this size, as in verl."""
 _SMALL = 1e-6
 """Keeps a group of equal rewards from dividing by zero, as in verl."""
 
@@ -195,7 +195,9 @@ def _log_ratio(of_N: Tensor, to_N: Tensor) -> Tensor:
 
 
 def _mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """Of a group; one reward alone is compared with nothing."""
+    """The mean and the deviation of a group's rewards; one reward alone is compared with nothing,
+    so these are 0 and 1.
+    """
     if len(rewards) == 1:
         return 0.0, 1.0
     mean = sum(rewards) / len(rewards)

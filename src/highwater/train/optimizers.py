@@ -13,8 +13,8 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""In the names of norms and biases. Source: ``Trainer.get_decay_parameter_names``, transformers
-5.23."""
+"""Words in the names of norms and biases, which never decay. Source:
+``Trainer.get_decay_parameter_names``, transformers 5.23."""
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Where a rank stands: its device, its attention kernel, the groups it is in, and what joining them
+"""Rank contexts: a rank's device, its attention kernel, the groups it is in, and what joining them
 took of the device.
 """
 
@@ -37,7 +37,7 @@ class RankContext:
 
     @property
     def sequence_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among the ranks that share its sequences."""
         return self.mesh.get_local_rank() % self.sequence_degree
 
     @property

@@ -31,7 +31,7 @@ from highwater.train.experience import (
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
 Enter = Callable[[str], None]
-"""Told the name of each phase as it begins."""
+"""Listener that is told the name of each phase as it begins."""
 
 
 def _nobody(phase: str) -> None:
@@ -43,7 +43,7 @@ class Training:
     """What a step trains, what judges it, and where."""
 
     policy: Decoder
-    """What is trained; a ScalarModel where the objective has a scalar head."""
+    """The model that is trained; a ScalarModel where the objective has a scalar head."""
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     """All ranks, over which every model is sharded."""
@@ -55,7 +55,7 @@ class Training:
     critic: Decoder | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Decoder | None = None
-    """Frozen: what the policy is held to, where the objective has a reference."""
+    """The frozen model that the policy is held to, where the objective has a reference."""
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
 
     @property
@@ -74,7 +74,7 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Where activations live."""
+        """The device where activations live."""
         return torch.device(self.mesh.device_type)
 
 
@@ -150,12 +150,12 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
 
 
 class Counts(NamedTuple):
-    """What means of this step are taken over, on all ranks."""
+    """Counts over all ranks that means of this step are taken over."""
 
     trained: int
-    """Trained tokens, or pairs of documents: of the objective."""
+    """Trained tokens, or pairs of documents: those of the objective."""
     tokens: int
-    """All tokens, padding apart: of the routers' auxiliary loss."""
+    """All tokens, padding apart: those of the routers' auxiliary loss."""
 
 
 def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
@@ -207,8 +207,8 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
 def _policy_loss(
     training: Training, batch: Batch, experience: Experience | None, counted: Counts
 ) -> Tensor:
-    """This micro-batch's share, that of the routers included: the one place where an objective's
-    name is compared.
+    """This micro-batch's share of the policy's loss, that of the routers included: the one place
+    where an objective's name is compared.
     """
     match training.objective:
         case "sft":
@@ -284,8 +284,8 @@ def _clipped_loss(
 
 
 def _old_logprobs(batch: Batch, before_N: Tensor) -> Tensor:
-    """Of the policy that sampled the tokens; of a document of which nobody knows it, of the policy
-    before the step.
+    """Log-probabilities under the policy that sampled the tokens; in a document of which nobody
+    knows them, under the policy before the step.
     """
     if batch.old_logprobs_N is None:
         return before_N

@@ -162,8 +162,8 @@ class Trial:
         )
 
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
-        """After a step: the shards after the last one, Hugging Face weights after every one or the
-        last. Its peak counts.
+        """Save what is due after a step: the shards after the last one, Hugging Face weights after
+        every one or the last. The peak of saving counts.
         """
         settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), training.mesh
         directory = Path(self.spec.checkpoint_directory or "")

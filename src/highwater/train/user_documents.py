@@ -117,7 +117,7 @@ def _no_numbers(value: Any, field: str, source: str, meant: str) -> UsageError:
 
 
 def seen(value: Any) -> str:
-    """As much of a value as is told of it."""
+    """The text of a value, as much of it as is told."""
     text = repr(value)
     return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
 
