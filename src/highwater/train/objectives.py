@@ -162,8 +162,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 def generalized_advantages(
     rewards_N: Tensor, values_N: Tensor, documents_N: Tensor, *, discount: float, gae_lambda: float
 ) -> Tensor:
-    """GAE along each document's trained tokens; without a critic, the values are zeros and this is
-    the discounted return.
+    """GAE along each document's trained tokens. Without a critic the values are zeros, and with
+    ``gae_lambda`` 1 this is the discounted return.
 
     ``A[t] = sum over k of (discount * gae_lambda)^k * delta[t + k]``, summed by doubling: log2(N)
     passes, no loop over tokens. Source: Schulman et al., https://arxiv.org/abs/1506.02438.
