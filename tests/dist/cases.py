@@ -176,7 +176,7 @@ def run(
         pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)])
         for m in range(MICRO_BATCHES)
     ]
-    own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
+    own = [shard(batch, ulysses_degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),

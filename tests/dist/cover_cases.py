@@ -281,7 +281,7 @@ def run(
     own = [
         data.shard(
             data.pack([_ours(one) for one in micro_batch]),
-            degree=case.ulysses,
+            ulysses_degree=case.ulysses,
             rank=rank % case.ulysses,
         )
         for micro_batch in step[rank // case.ulysses]

@@ -194,7 +194,7 @@ def run(
         master_dtype=dtype,
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    own = [shard(batch, degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
+    own = [shard(batch, ulysses_degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
     loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
     found = _whole(model, optimizer.gradients)
     expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)

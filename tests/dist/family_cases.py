@@ -169,7 +169,7 @@ def _ours(
         master_dtype=dtype,
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    micro_batches = [shard(batch, degree=ulysses, rank=rank % ulysses) for batch in whole]
+    micro_batches = [shard(batch, ulysses_degree=ulysses, rank=rank % ulysses) for batch in whole]
     loss, (norm, *_) = train_step(
         Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches
     )

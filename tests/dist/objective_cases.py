@@ -157,7 +157,7 @@ def run(
     ]
     group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
     own = [
-        shard(pack(b), degree=case.ulysses, rank=rank % case.ulysses)
+        shard(pack(b), ulysses_degree=case.ulysses, rank=rank % case.ulysses)
         for b in ranks[rank // case.ulysses]
     ]
 

@@ -19,7 +19,7 @@ from highwater.attention.dense import register
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta, read_config
 from highwater.models.document_rope import DocumentRope, PhimoeRope, follow_documents
-from highwater.parallel.sequence import Part, parts_of
+from highwater.parallel.sequence_layout import Part, SequenceLayout
 
 SHAPE = {
     "hidden_size": 32,
@@ -77,9 +77,9 @@ def test_every_document_has_the_cosines_that_it_has_alone(
 
 
 def test_a_ranks_share_knows_the_whole_documents() -> None:
-    row = (5, 1, 6, 2)
-    shares = [parts_of(row, start=start, stop=start + 7) for start in (0, 7)]
-    assert shares == [[Part(5, 5), Part(1, 1), Part(6, 1)], [Part(6, 5), Part(2, 2)]]
+    layout = SequenceLayout((5, 1, 6, 2), ulysses_degree=2)
+    shares = [layout.share_of(rank).parts for rank in (0, 1)]
+    assert shares == [(Part(5, 5), Part(1, 1), Part(6, 1)), (Part(6, 5), Part(2, 2))]
 
 
 def test_nothing_of_the_last_documents_is_left_in_the_module() -> None:

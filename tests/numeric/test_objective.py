@@ -112,7 +112,7 @@ def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone() -> 
     assert found[[0, 4]].isnan().all()
     assert pack([unknown, unknown]).old_logprobs_N is None
     halves = [
-        shard(pack([unknown, sampled, unknown]), degree=2, rank=rank).old_logprobs_N
+        shard(pack([unknown, sampled, unknown]), ulysses_degree=2, rank=rank).old_logprobs_N
         for rank in (0, 1)
     ]
     assert torch.equal(torch.cat(halves).nan_to_num(1.0), found.nan_to_num(1.0))

@@ -24,7 +24,7 @@ from highwater.attention.dense import register
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta
 from highwater.models.decoder import LanguageModel
-from highwater.models.router import documents_of, follow_routers
+from highwater.models.router import follow_routers
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.train.data import Batch, Document, pack, shard
@@ -112,23 +112,19 @@ def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(
 def test_padding_is_no_token_of_the_micro_batch() -> None:
     model = built(CONFIGS["qwen3_moe"]())
     whole = pack([document(7)])
-    assert shard(whole, degree=1, rank=0).padding_tokens == 0
-    last = shard(whole, degree=4, rank=3)
+    assert shard(whole, ulysses_degree=1, rank=0).padding_tokens == 0
+    last = shard(whole, ulysses_degree=4, rank=3)
     assert (len(last.input_ids_T), last.padding_tokens) == (2, 1)
-    assert shard(pack([document(5)]), degree=4, rank=3).padding_tokens == 2
-    with_padding = pack(
-        [document(7), Document(torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long))]
+    assert shard(pack([document(5)]), ulysses_degree=4, rank=3).padding_tokens == 2
+    routers = model.routers
+    with_padding = pack([document(7), document(3)])
+    numbers_T = torch.tensor([0] * 7 + [1] * 3)
+    routers.begin(numbers_T, documents=1, is_padded=True)
+    model.hidden_states(
+        with_padding.input_ids_T, with_padding.position_ids_T, with_padding.document_lengths
     )
-    lost = model(*arguments(with_padding), 3).router_loss
+    lost = routers.loss(None)
     assert lost.item() == pytest.approx(forward(model, whole).item(), rel=1e-6)
-
-
-def test_every_token_of_a_slice_knows_its_document() -> None:
-    whole = documents_of((3, 1, 4), start=0, tokens=8)
-    assert whole.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
-    for start in range(8):
-        assert torch.equal(documents_of((3, 1, 4), start=start, tokens=8 - start), whole[start:])
-        assert torch.equal(documents_of((3, 1, 4), start=0, tokens=start), whole[:start])
 
 
 @pytest.mark.parametrize(

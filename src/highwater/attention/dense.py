@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from highwater.attention.ulysses import attend_sharded
 from highwater.errors import MachineError, ModelError
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.pieces import pieces
 
@@ -129,6 +130,16 @@ class Attention:
     """
     group: dist.ProcessGroup | None = None
     """The ranks that share each sequence; None where every rank has sequences of its own."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share a sequence."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
+        """How those ranks share a packed row of these documents."""
+        degree = 1 if self.group is None else dist.get_world_size(self.group)
+        return SequenceLayout(tuple(document_lengths), ulysses_degree=degree)
 
 
 def register(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -18,8 +17,8 @@ from highwater.errors import ModelError
 from highwater.models.document_rope import follow_documents
 from highwater.models.loss import token_statistics
 from highwater.models.requirements import not_by_attention
-from highwater.models.router import documents_of, follow_routers
-from highwater.parallel.sequence import parts_of
+from highwater.models.router import follow_routers
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.settings import Loss
 from highwater.spec.trial import Weights
 
@@ -58,24 +57,22 @@ class Decoder(nn.Module):
         self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
     ) -> Tensor:
         """The last hidden state of every token, normalised; of shape (T, E)."""
-        self._tell_documents(document_lengths, tokens=len(input_ids_T))
+        layout = self.attention.layout_of(document_lengths)
+        assert len(input_ids_T) == layout.tokens_per_rank, "a rank's tokens are its whole share"
+        if self.document_ropes:
+            self._tell_documents(layout)
         hidden_TE = self.backbone(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
             use_cache=False,
-            document_lengths=document_lengths,
+            document_lengths=layout.padded_lengths,
         ).last_hidden_state[0]
         self._check_callers()
         return hidden_TE
 
-    def _tell_documents(self, document_lengths: Sequence[int], *, tokens: int) -> None:
+    def _tell_documents(self, layout: SequenceLayout) -> None:
         """Tell rotary modules that depend on it which documents this rank's tokens are of."""
-        start = 0 if self.attention.group is None else tokens * dist.get_rank(self.attention.group)
-        parts = (
-            parts_of(document_lengths, start=start, stop=start + tokens)
-            if self.document_ropes
-            else []
-        )
+        parts = layout.share_of(self.attention.rank).parts
         for rope in self.document_ropes:
             rope.parts = parts
 
@@ -133,21 +130,21 @@ class LanguageModel(Decoder):
         trained_positions_N: Tensor,
         labels_N: Tensor,
         document_lengths: Sequence[int],
-        padding_tokens: int = 0,
         logprob_gradient: float | None = None,
     ) -> MicroBatchStatistics:
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
         float32 or wider.
 
-        ``padding_tokens`` are the last of this rank's tokens: no expert of theirs is counted.
         ``logprob_gradient`` as ``token_statistics`` has it.
         """
         routers = self.routers if torch.is_grad_enabled() else None
         if routers is not None:
-            documents_T = self._documents(input_ids_T, document_lengths)[
-                : len(input_ids_T) - padding_tokens
-            ]
-            routers.begin(documents_T, documents=len(document_lengths))
+            share = self.attention.layout_of(document_lengths).share_of(self.attention.rank)
+            routers.begin(
+                torch.from_numpy(share.documents_T).to(input_ids_T.device),
+                documents=len(document_lengths),
+                is_padded=share.padding_tokens > 0,
+            )
         hidden_NE = self.hidden_states(input_ids_T, position_ids_T, document_lengths).index_select(
             0, trained_positions_N
         )
@@ -156,12 +153,6 @@ class LanguageModel(Decoder):
         )
         router_loss = None if routers is None else routers.loss(self.attention.group)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
-
-    def _documents(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
-        """The number of the document that each of this rank's tokens is in."""
-        tokens, group = len(input_ids_T), self.attention.group
-        before = 0 if group is None else dist.get_rank(group) * tokens
-        return documents_of(document_lengths, start=before, tokens=tokens).to(input_ids_T.device)
 
 
 class ScalarModel(Decoder):

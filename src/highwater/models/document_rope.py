@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from highwater.errors import ModelError
-from highwater.parallel.sequence import Part
+from highwater.parallel.sequence_layout import Part
 
 _TOLD = "told by document"
 """The kind of RoPE that a family's module has meanwhile.

@@ -52,20 +52,23 @@ class Routers:
         self.coefficient = coefficient
         self._output = output
         self._documents_T = torch.empty(0, dtype=torch.long)
-        self._documents = 0
+        """The number of each token's document; that of padding is the number of documents."""
+        self._documents = self._rows = 0
         self._following = False
         self._seen: list[tuple[Tensor, Tensor]] = []
         for router in routers:
             router.register_forward_hook(self._follow)
 
-    def begin(self, documents_T: Tensor, *, documents: int) -> None:
+    def begin(self, documents_T: Tensor, *, documents: int, is_padded: bool) -> None:
         """Begin a forward pass over ``documents`` documents.
 
-        ``documents_T`` is the number of each token's document, without the padding behind them. The
-        backward pass has to come before the next forward pass begins.
+        ``documents_T`` is the number of each token's document; that of padding, which
+        ``is_padded`` says that there is, is ``documents``. The backward pass has to come before the
+        next forward pass begins.
         """
         self._seen, self._following = [], True
         self._documents_T, self._documents = documents_T, documents
+        self._rows = documents + is_padded
 
     def loss(self, group: dist.ProcessGroup | None) -> Tensor:
         """End a forward pass: this rank's share of its loss, times the coefficient.
@@ -79,8 +82,7 @@ class Routers:
         probabilities_DX = torch.stack([probabilities for _, probabilities in seen]).sum(dim=0)
         if group is not None:
             dist.all_reduce(chosen_DX, group=group)
-        # One at least: padding is a document without any choice.
-        rows_D = (chosen_DX.sum(dim=1) // self.experts_per_token).clamp_min(1)
+        rows_D = chosen_DX.sum(dim=1) // self.experts_per_token
         load_DX = chosen_DX.to(probabilities_DX.dtype) / rows_D[:, None]
         experts, layers = chosen_DX.shape[1], len(seen)
         return self.coefficient * experts / layers * (load_DX * probabilities_DX).sum()
@@ -89,13 +91,13 @@ class Routers:
         if not torch.is_grad_enabled():
             return
         logits_TX: Tensor = output[self._output] if isinstance(output, tuple) else output
-        logits_TX = logits_TX[: len(self._documents_T)]
         experts = logits_TX.shape[1]
         # Sums are taken here, since recomputation drops what they were taken of. It takes them
         # again, to no other end.
         wide = torch.promote_types(logits_TX.dtype, torch.float32)
         probabilities_TX = logits_TX.softmax(dim=-1, dtype=wide)
-        probabilities_DX = probabilities_TX.new_zeros(self._documents, experts).index_add(
+        rows = self._rows
+        probabilities_DX = probabilities_TX.new_zeros(rows, experts).index_add(
             0, self._documents_T, probabilities_TX
         )
         with torch.no_grad():
@@ -103,23 +105,11 @@ class Routers:
                 logits_TX.topk(self.experts_per_token, dim=-1).indices
                 + experts * self._documents_T[:, None]
             )
-            chosen = torch.zeros(
-                self._documents * experts, dtype=torch.long, device=chosen_TK.device
-            )
+            chosen = torch.zeros(rows * experts, dtype=torch.long, device=chosen_TK.device)
             chosen.scatter_add_(0, chosen_TK.flatten(), torch.ones_like(chosen_TK).flatten())
         if self._following:
-            self._seen.append((chosen.view(self._documents, experts), probabilities_DX))
-
-
-def documents_of(document_lengths: Sequence[int], *, start: int, tokens: int) -> Tensor:
-    """The number of each token's document, for ``tokens`` tokens from ``start`` on; on the host."""
-    overlaps: list[int] = []
-    first = 0
-    for length in document_lengths:
-        overlaps.append(max(0, min(first + length, start + tokens) - max(first, start)))
-        first += length
-    indices, counts = torch.arange(len(overlaps)), torch.tensor(overlaps)
-    return torch.repeat_interleave(indices, counts, output_size=tokens)
+            own = slice(self._documents)  # without the row of padding
+            self._seen.append((chosen.view(rows, experts)[own], probabilities_DX[own]))
 
 
 def follow_routers(causal_lm: nn.Module) -> Routers | None:

@@ -36,7 +36,6 @@ from highwater.tracer.fake_dispatch import QuickFakeMode
 from highwater.tracer.inplace_accumulation import GradientSums
 from highwater.tracer.kernel_workspaces import HIDDEN, in_column_sums
 from highwater.tracer.trainers import TRACED
-from highwater.train.data import shard
 from highwater.train.micro_batches import batches
 from highwater.train.rank_context import RankContext
 from highwater.train.step import train_step
@@ -95,10 +94,7 @@ def trace(order: TraceOrder) -> EventLog:
         training = trainer.begin(spec, context, rehearsal, recorder)
         for step in whole:
             with unset_fake_temporarily():
-                own = [
-                    shard(batch, degree=context.sequence_degree, rank=context.sequence_rank)
-                    for batch in step
-                ]
+                own = [context.share_of(batch) for batch in step]
             trainer.before_step(recorder)
             train_step(training, own, enter=recorder.enter)
         recorder.is_closed = True

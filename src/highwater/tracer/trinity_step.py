@@ -107,7 +107,6 @@ class Actor(Decoder):
         trained_positions_N: Tensor,
         labels_N: Tensor,
         document_lengths: Sequence[int],
-        padding_tokens: int = 0,  # noqa: ARG002 -- no experts to count
         # of `sft`, which the reference trains otherwise
         logprob_gradient: float | None = None,  # noqa: ARG002
     ) -> MicroBatchStatistics:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.parallel.sequence import slice_of
+from highwater.parallel.sequence_layout import PADDING, SequenceLayout
 
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
@@ -62,13 +62,9 @@ class Batch:
     groups: tuple[int, ...]
     """The group of each document."""
     padding_tokens: int = 0
-    """Tokens at the end of this rank's share that make all shares one length; no part of the
-    micro-batch."""
-    whole: "Batch | None" = None
-    """The micro-batch that this is a rank's share of, on the host; None for a micro-batch
-    itself."""
-    trained_before: int = 0
-    """Trained tokens of the micro-batch that earlier ranks have."""
+    """Tokens of this rank's share that make all shares one length; no part of the micro-batch."""
+    shared: "Shared | None" = None
+    """What this is a rank's share of; None for a whole micro-batch."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""
@@ -78,31 +74,42 @@ class Batch:
         )
 
 
-def shard(batch: Batch, *, degree: int, rank: int) -> Batch:
-    """One rank's slice of a micro-batch that ``degree`` ranks share.
+class Shared(NamedTuple):
+    """A micro-batch that several ranks share, as one of them needs to know it; on the host."""
 
-    What is predicted was fixed over the whole row, so that a slice's last token is still followed
-    by its true next one. Padding is a document of its own: nothing sees it, and it trains nothing.
+    whole: Batch
+    layout: SequenceLayout
+    trained_N: Tensor
+    """The number of each of the rank's trained tokens among those of the whole."""
+
+
+def shard(batch: Batch, *, ulysses_degree: int = 1, ring_degree: int = 1, rank: int) -> Batch:
+    """What one of the ranks that share a micro-batch holds of it, as its SequenceLayout says.
+
+    What is predicted was fixed over the whole row, so that the last token of a slice or chunk is
+    still followed by its true next one. Padding trains nothing, and nothing sees it.
     ``document_lengths`` stay those of the whole row.
     """
-    start, stop, padding = slice_of(len(batch.input_ids_T), degree=degree, rank=rank)
-    pad_ids, pad_positions = torch.zeros(padding, dtype=torch.long), torch.arange(padding)
-    mine_N = (batch.trained_positions_N >= start) & (batch.trained_positions_N < stop)
-    here_P = (batch.ends_P >= start) & (batch.ends_P < stop)
+    layout = SequenceLayout(batch.document_lengths, ulysses_degree, ring_degree)
+    share = layout.share_of(rank)
+    positions_T = torch.from_numpy(share.positions_T)
+    is_token_T = positions_T != PADDING
+    own_S = torch.full((layout.tokens,), PADDING)
+    own_S[positions_T[is_token_T]] = is_token_T.nonzero()[:, 0]
+    trained_N, ends_P = own_S[batch.trained_positions_N], own_S[batch.ends_P]
+    mine_N, here_P = trained_N != PADDING, ends_P != PADDING
     return replace(
         batch,
-        input_ids_T=torch.cat([batch.input_ids_T, pad_ids])[start:stop],
-        position_ids_T=torch.cat([batch.position_ids_T, pad_positions])[start:stop],
-        document_lengths=(*batch.document_lengths, padding) if padding else batch.document_lengths,
-        trained_positions_N=batch.trained_positions_N[mine_N] - start,
+        input_ids_T=batch.input_ids_T[positions_T].where(is_token_T, 0),
+        position_ids_T=torch.from_numpy(share.offsets_T),
+        trained_positions_N=trained_N[mine_N],
         labels_N=batch.labels_N[mine_N],
         documents_N=batch.documents_N[mine_N],
         old_logprobs_N=None if batch.old_logprobs_N is None else batch.old_logprobs_N[mine_N],
-        ends_P=batch.ends_P[here_P] - start,
+        ends_P=ends_P[here_P],
         ended_P=batch.ended_P[here_P],
-        padding_tokens=min(stop - start, max(0, stop - len(batch.input_ids_T))),
-        whole=batch,
-        trained_before=int((batch.trained_positions_N < start).sum()),
+        padding_tokens=share.padding_tokens,
+        shared=Shared(batch, layout, mine_N.nonzero()[:, 0]),
     )
 
 

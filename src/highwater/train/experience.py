@@ -56,7 +56,7 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
     inputs = (batch.input_ids_T, batch.position_ids_T, batch.trained_positions_N)
     if model.gives_scalars:
         return model(*inputs, batch.document_lengths)
-    return model(*inputs, batch.labels_N, batch.document_lengths, batch.padding_tokens).logprobs_N
+    return model(*inputs, batch.labels_N, batch.document_lengths).logprobs_N
 
 
 def group_experience(
@@ -152,11 +152,15 @@ def _advantages(
     """Advantages of this rank's trained tokens. They depend on what follows, which other ranks of
     the sequence may have.
     """
-    device = values_N.device
+    device, shared = values_N.device, batch.shared
     positions_N = batch.trained_positions_N.to(device)
     values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)
-    whole = batch.whole or batch
-    values = gather_rows(values_T, sequence)[whole.trained_positions_N.to(device)]
+    whole = batch if shared is None else shared.whole
+    values = gather_rows(values_T, sequence)
+    if sequence is not None:
+        assert shared is not None
+        values = shared.layout.restored(values)
+    values = values[whole.trained_positions_N.to(device)]
     documents = whole.documents_N.to(device)
     rewards = torch.tensor(batch.rewards, device=device, dtype=values_N.dtype)[
         documents
@@ -164,7 +168,10 @@ def _advantages(
     advantages = generalized_advantages(
         rewards, values, documents, discount=numbers.discount, gae_lambda=numbers.gae_lambda
     )
-    return advantages[batch.trained_before : batch.trained_before + len(values_N)]
+    if sequence is None:
+        return advantages
+    assert shared is not None
+    return advantages[shared.trained_N.to(device)]
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:

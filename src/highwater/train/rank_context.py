@@ -14,6 +14,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.spec.hardware import refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
+from highwater.train.data import Batch, shard
 from highwater.train.memory_log import outside_allocator_bytes
 
 
@@ -44,6 +45,10 @@ class RankContext:
     def data_rank(self) -> int:
         """Which of the data-parallel groups this rank is in."""
         return self.mesh.get_local_rank() // self.sequence_degree
+
+    def share_of(self, batch: Batch) -> Batch:
+        """What this rank holds of a micro-batch that it may share."""
+        return shard(batch, ulysses_degree=self.sequence_degree, rank=self.sequence_rank)
 
 
 def take_context(spec: TrialSpec) -> RankContext:

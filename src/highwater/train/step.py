@@ -240,7 +240,6 @@ def _statistics(
         batch.trained_positions_N,
         batch.labels_N,
         batch.document_lengths,
-        batch.padding_tokens,
         logprob_gradient,
     )
 

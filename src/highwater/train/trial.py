@@ -24,7 +24,7 @@ from highwater.spec.model import load_model
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.train import checkpoint
 from highwater.train.assemble import assemble
-from highwater.train.data import Batch, Document, digest, pack, shard
+from highwater.train.data import Batch, Document, digest, pack
 from highwater.train.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.train.micro_batches import batches
 from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
@@ -69,10 +69,7 @@ class Trial:
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             if self.spec.data is not None:
                 self._refuse_different(whole, context)
-            own = [
-                shard(batch, degree=context.sequence_degree, rank=context.sequence_rank)
-                for batch in whole
-            ]
+            own = [context.share_of(batch) for batch in whole]
             self._step(training, own)
             self._save_what_is_due(training, last=step == self.spec.steps)
         self.phase = "report"
@@ -226,7 +223,7 @@ def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
     documents = [Document(ids, ids)] * (
         spec.sequences * context.sequence_degree
     )  # none is longer than the trial's
-    return shard(pack(documents), degree=context.sequence_degree, rank=context.sequence_rank)
+    return context.share_of(pack(documents))
 
 
 def rehearse(training: Training, batch: Batch) -> None:
