@@ -21,7 +21,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.memory.interval.residuals import Method
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import memory_limit_of, predicted_question, unanswered
 from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, table_accuracy
 from highwater.memory.trace.exact import predict_exactly
@@ -33,7 +33,7 @@ from highwater.run.probe import environment, gpus_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
-from highwater.search.cell_search import CellAnswered, Event, TrialStarted, search_cells
+from highwater.search.cell_search import CellAnswered, SearchEvent, TrialStarted, search_cells
 from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
@@ -57,7 +57,7 @@ from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
 from highwater.units import parse_memory, parse_tokens
 
-Listener = Callable[[Event], None]
+Listener = Callable[[SearchEvent], None]
 
 
 def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> Study:
@@ -139,7 +139,7 @@ def predict(
     )
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    method: Method = "trace" if exact else "formula"
+    method: PredictionMethod = "trace" if exact else "formula"
     own = own_residuals(
         calibrate_with, method, memory_limit.constants, on_calibrate=on_calibrate, on_trace=on_trace
     )
@@ -353,7 +353,7 @@ def _search(
     return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes))
 
 
-def _is_recorded_start(event: Event, journal: Journal) -> bool:
+def _is_recorded_start(event: SearchEvent, journal: Journal) -> bool:
     """The start of a trial that will not start, because its result is in the journal: nobody needs
     to hear of it.
     """

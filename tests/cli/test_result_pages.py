@@ -28,7 +28,7 @@ TABLES = (
     (PREDICTIONS, "lab/events.py --table"),
     (PREDICTIONS, "lab/outside.py"),
     (PREDICTIONS, "lab/second_check.py --table"),
-    (PREDICTIONS, "lab/terms.py --table"),
+    (PREDICTIONS, "lab/breakdown.py --table"),
     ("lab/trinity.md", "lab/outside_scan.py --table"),
 )
 """A page below docs/results, and the command whose table it has."""

@@ -89,7 +89,8 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
             "problem": refusal.problem.replace(str(directory), "DIRECTORY"),
             "hint": refusal.hint,
         }
-    except Exception as error:  # noqa: BLE001 -- a family's failure is its result, and the others go on
+    # a family's failure is its result, and the others go on
+    except Exception as error:  # noqa: BLE001
         return {
             "outcome": "failed",
             "error": f"{type(error).__name__}: {error}"[:2000],

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 ENDS_S = 60
 """Bound on every wait, on a machine that is busy."""
 
-LEASH = (sys.executable, "-m", "highwater.run.reaper")
+REAPER = (sys.executable, "-m", "highwater.run.reaper")
 DEAF = "trap '' TERM; touch started-0; sleep 600"
 """Does not hear SIGTERM, once its file ``started-`` is there."""
 DAEMONS = (
@@ -26,26 +26,26 @@ DAEMONS = (
 )
 """Starts three processes in sessions of their own that do not hear SIGTERM, and waits for them."""
 
-OnLeash = Callable[[str], "subprocess.Popen[bytes]"]
+UnderReaper = Callable[[str], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def under_reaper(mark: str) -> OnLeash:
+def under_reaper(mark: str) -> UnderReaper:
     """Runs a shell script under the reaper."""
-    return lambda script: subprocess.Popen([*LEASH, str(os.getpid()), "sh", "-c", script])
+    return lambda script: subprocess.Popen([*REAPER, str(os.getpid()), "sh", "-c", script])
 
 
 @pytest.mark.parametrize(
     ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -6 $$", 134)]
 )
 def test_the_status_of_the_command_comes_through_as_a_shell_gives_it(
-    under_reaper: OnLeash, script: str, status: int
+    under_reaper: UnderReaper, script: str, status: int
 ) -> None:
     assert under_reaper(f"ulimit -c 0; {script}").wait(ENDS_S) == status
 
 
 def test_what_the_command_left_behind_is_gone_when_the_reaper_is(
-    under_reaper: OnLeash, mark: str, tmp_path: Path
+    under_reaper: UnderReaper, mark: str, tmp_path: Path
 ) -> None:
     assert under_reaper(f"{DAEMONS}; exit 3").wait(ENDS_S) == 3
     assert (tmp_path / "started-3").exists()
@@ -54,7 +54,7 @@ def test_what_the_command_left_behind_is_gone_when_the_reaper_is(
 
 @pytest.mark.parametrize("times", [1, 50])
 def test_a_reaper_that_is_told_to_end_takes_everything_with_it(
-    under_reaper: OnLeash, mark: str, tmp_path: Path, times: int
+    under_reaper: UnderReaper, mark: str, tmp_path: Path, times: int
 ) -> None:
     reaper = under_reaper(f"{DAEMONS}; {DEAF}")
     assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
@@ -72,7 +72,9 @@ def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(
         "import os, subprocess, sys; subprocess.Popen([*sys.argv[1:4], str(os.getpid()), "
         "*sys.argv[4:]]).wait()"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code, *LEASH, "sh", "-c", f"{DAEMONS}; {DEAF}"])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, *REAPER, "sh", "-c", f"{DAEMONS}; {DEAF}"]
+    )
     assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
     assert len(marked(mark)) >= 7
     owner.kill()
@@ -91,7 +93,7 @@ def test_a_directory_that_was_made_for_the_command_goes_with_it(
     (tmp_path / "mine" / "kept").touch()
     (own / "big").touch()
     (own / "link").symlink_to(tmp_path / "mine")
-    reaper = subprocess.Popen([*LEASH, str(os.getpid()), "--remove", str(own), "sh", "-c", script])
+    reaper = subprocess.Popen([*REAPER, str(os.getpid()), "--remove", str(own), "sh", "-c", script])
     if "setsid" in script:
         assert wait_until((tmp_path / "started-0").exists, within_s=ENDS_S)
         assert own.exists()
@@ -105,6 +107,6 @@ def test_an_owner_that_died_before_the_reaper_was_ready_is_noticed(
 ) -> None:
     long_gone = subprocess.Popen(["true"])
     long_gone.wait()
-    reaper = subprocess.Popen([*LEASH, str(long_gone.pid), "touch", "ran"])
+    reaper = subprocess.Popen([*REAPER, str(long_gone.pid), "touch", "ran"])
     assert reaper.wait(ENDS_S) == 128 + signal.SIGTERM
     assert not (tmp_path / "ran").exists()

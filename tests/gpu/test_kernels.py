@@ -133,7 +133,7 @@ def test_losses_equal_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "most"),
     [("full", 4.2), ("chunked", 0.05), ("full + entropy", 6.2), ("chunked + entropy", 0.05)],
 )
-def test_the_slope_of_a_loss_is_what_it_is_said_to_be(name: str, most: float) -> None:
+def test_the_gradient_of_a_loss_is_what_it_is_said_to_be(name: str, most: float) -> None:
     logprob_gradient = measure(name, CONTENDERS[name])["bytes_per_token_vocabulary"]
     assert isinstance(logprob_gradient, float)
     assert logprob_gradient <= most

@@ -25,10 +25,10 @@ sys.path.insert(0, sys.argv[1])
 from gradient_graphs import GRAPHS, loss
 from highwater.tracer import fake_cuda, inplace_accumulation as inplace_accumulation
 from highwater.tracer.fake_dispatch import QuickFakeMode
-from highwater.tracer.inplace_accumulation import GradientSums
+from highwater.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.tracer.allocation_recorder import AllocationRecorder
 
-class Listening(GradientSums):
+class Listening(InplaceAccumulation):
     def operator(self, func, args):
         chosen = super().operator(func, args)
         if func.name() == "aten::add.Tensor":

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.tracer.kernel_workspaces import HIDDEN, aten, in_column_sums
+from highwater.tracer.kernel_workspaces import WORKSPACES, aten, in_column_sums
 
 H200, A100 = 132 * 2048, 108 * 2048
 """Threads at once."""
@@ -60,7 +60,7 @@ def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one() -> No
         torch.empty(1, heads, 40_960, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 8)
     )
     flash, cudnn = (
-        HIDDEN[getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default](
+        WORKSPACES[getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default](
             (None, query, key)
         )
         for kernel in ("flash", "cudnn")

@@ -76,7 +76,7 @@ def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_a_known_slope_saves_computing_logits_twice(
+def test_a_known_gradient_saves_computing_logits_twice(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``full`` has them once anyway."""
@@ -96,9 +96,7 @@ def test_a_known_slope_saves_computing_logits_twice(
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
 
 
-def test_a_step_of_sft_tells_its_loss_the_slope_that_its_objective_has_and_no_other_step_does() -> (
-    None
-):
+def test_sft_tells_its_loss_the_gradient_that_its_objective_has_and_no_other_does() -> None:
     """Of all trained tokens, not of one micro-batch's."""
     batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
     for asked, logprob_gradient in (
@@ -119,7 +117,7 @@ def test_a_step_of_sft_tells_its_loss_the_slope_that_its_objective_has_and_no_ot
             if asked == "sft"
             else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches],
         )
-        assert policy.slopes == [logprob_gradient, logprob_gradient]
+        assert policy.gradients_told == [logprob_gradient, logprob_gradient]
 
 
 class Listening(torch.nn.Module):
@@ -130,17 +128,17 @@ class Listening(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.slopes: list[float | None] = []
+        self.gradients_told: list[float | None] = []
 
     def forward(self, *batch: Any) -> MicroBatchStatistics:
-        _, _, positions_N, _, _, _, logprob_gradient = batch
-        self.slopes.append(logprob_gradient)
+        _, _, positions_N, _, _, logprob_gradient = batch
+        self.gradients_told.append(logprob_gradient)
         return MicroBatchStatistics(
             self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None
         )
 
 
-def test_entropies_of_a_loss_with_a_slope_are_no_part_of_it() -> None:
+def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it() -> None:
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     statistics = token_statistics(
         hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
@@ -160,7 +158,7 @@ def test_what_was_made_forward_is_handed_over_once() -> None:
 
 
 @pytest.mark.parametrize("trained_tokens", [0, 1, 3, 30_719, 1_000_003])
-def test_the_slope_of_sft_is_what_autograd_finds(trained_tokens: int) -> None:
+def test_the_log_probability_gradient_of_sft_is_what_autograd_finds(trained_tokens: int) -> None:
     for dtype in (torch.float32, torch.float64):
         logprobs = torch.randn(5, dtype=dtype, requires_grad=True)
         (found,) = torch.autograd.grad(sft(logprobs, trained_tokens=trained_tokens), logprobs)

@@ -119,8 +119,8 @@ def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone() -> 
 
 
 def token(loss: Any, log_ratio: float, *rest: Any, **numbers: Any) -> tuple[float, float]:
-    """Loss of one token and its slope in the token's log-probability, where the other policy's is
-    0.
+    """Loss of one token and its gradient in the token's log-probability, where the other policy's
+    is 0.
     """
     logprobs = torch.tensor([log_ratio], requires_grad=True)
     value = loss(logprobs, torch.zeros(1), *rest, **numbers)

@@ -8,7 +8,7 @@ from highwater.errors import UsageError
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.recommend import recommend
-from highwater.spec.cluster import MOST_GPUS
+from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.hardware import gpu_catalog
 
 
@@ -18,7 +18,7 @@ def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_ar
     assert found.earlier == found.candidates
     more, larger, technique = found.alternatives
     assert (more.kind, larger.kind, technique.kind) == ("more GPUs", "a larger GPU", "technique")
-    counts = range(2, MOST_GPUS + 1)
+    counts = range(2, MOST_GPUS_OF_A_MACHINE + 1)
     fewest = next(
         n for n in counts if recommend("Qwen3-8B", gpus=f"{n}xA100-80GB", length="256k").chosen
     )
@@ -71,7 +71,7 @@ def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_t
     assert "several machines" in more.what
     hopeless = recommend("Qwen3-32B", gpus="16xRTX-3090", length="1m", offload=False)
     assert "more GPUs" not in {alternative.kind for alternative in hopeless.alternatives}
-    assert f"none of up to {MOST_GPUS} of this kind" in "\n".join(
+    assert f"none of up to {MOST_GPUS_OF_A_MACHINE} of this kind" in "\n".join(
         map(plain_table, recommendation_tables(hopeless))
     )
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.search.cell_search import CellAnswered, Event, TrialFinished
+from highwater.search.cell_search import CellAnswered, SearchEvent, TrialFinished
 from highwater.spec.trial import Outcome
 
 
 def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path: Path) -> None:
-    heard: list[Event] = []
+    heard: list[SearchEvent] = []
     study = highwater.find(
         "Qwen3-0.6B",
         gpus=[1, 2],

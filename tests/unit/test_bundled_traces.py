@@ -1,4 +1,4 @@
-"""The shipped traces of the reference system's step beside that step on H200s, in what an A100
+"""The bundled traces of the reference system's step beside that step on H200s, in what an A100
 leaves its allocator.
 """
 

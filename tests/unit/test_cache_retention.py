@@ -40,7 +40,7 @@ def found(model: str, gpus: int, length: int, settings: Settings = SFT) -> Footp
 def test_short_sequences_reserve_what_their_traces_do(
     model: str, gpus: int, length: int, settings: Settings, traced_gib: float
 ) -> None:
-    """Source: docs/results/lab/terms.json."""
+    """Source: docs/results/lab/breakdown.json."""
     assert found(model, gpus, length, settings).reserved_bytes / GIB == pytest.approx(
         traced_gib, abs=0.7
     )
@@ -117,8 +117,8 @@ def test_a_shard_that_comes_from_the_host_in_float32_leaves_a_block(
 def test_with_offload_several_gpus_reserve_what_their_traces_do(
     model: str, gpus: int, length: int, settings: Settings, traced_gib: float
 ) -> None:
-    """Source: docs/results/predict/traced.json and terms.json. Without that block the formula had
-    0.5 to 1.4 GiB less.
+    """Source: docs/results/predict/traced.json and breakdown.json. Without that block the formula
+    had 0.5 to 1.4 GiB less.
     """
     offloaded = msgspec.structs.replace(settings, offload=True)
     assert found(model, gpus, length, offloaded).reserved_bytes / GIB == pytest.approx(

@@ -121,9 +121,9 @@ def test_what_is_shipped_is_what_the_committed_results_say() -> None:
 
 def test_no_trial_that_is_held_out_is_shipped() -> None:
     rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
-    shipped = {each.trial for each in bundled_residuals()}
-    assert shipped <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
-    assert len(shipped) >= 18
+    bundled = {each.trial for each in bundled_residuals()}
+    assert bundled <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
+    assert len(bundled) >= 18
 
 
 def test_the_intervals_hold_every_trial_that_they_were_learned_from() -> None:
@@ -177,12 +177,12 @@ def test_trials_that_come_along_teach_nothing_twice() -> None:
 
 
 def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it() -> None:
-    question, shipped = highwater.open_study(STUDY).question, bundled_residuals()
+    question, bundled = highwater.open_study(STUDY).question, bundled_residuals()
     again = [
-        msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in shipped
+        msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in bundled
     ]
-    assert calibrate(question, "trace", shipped=shipped, own=again) == calibrate(
-        question, "trace", shipped=shipped
+    assert calibrate(question, "trace", bundled=bundled, own=again) == calibrate(
+        question, "trace", bundled=bundled
     )
 
 
@@ -195,7 +195,7 @@ def test_enough_own_trials_make_the_coverage_by_counting() -> None:
         )
         for number in range(40)
     ]
-    found = calibrate(question, "formula", shipped=bundled_residuals(), own=own).of("expandable")
+    found = calibrate(question, "formula", bundled=bundled_residuals(), own=own).of("expandable")
     assert found is not None
     assert not found.is_widened
     assert found.upper < max(

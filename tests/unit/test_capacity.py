@@ -43,7 +43,7 @@ def test_the_published_table_is_explained_by_replay_and_less_well_in_closed_form
     assert alone == {name: (exact, 8) for name, exact in zip(settings, closed, strict=True)}
     found = {row.settings: (row.exact, row.within_one_step) for row in table_accuracy.per_settings}
     assert found == dict(zip(settings, (vanilla, env, offloaded), strict=True))
-    assert offloaded[0] == closed[2], "no trace of it is shipped"
+    assert offloaded[0] == closed[2], "no trace of it is bundled"
     assert table_accuracy.replayed_cells == 16
     far = {miss.cell for miss in table_accuracy.misses if miss.steps_off not in (-1, 1)}
     assert {(cell.layout.gpus, cell.settings.allocator) for cell in far} == (
@@ -233,7 +233,7 @@ def test_a_search_begins_where_the_prediction_itself_fits():
         "Qwen3-4B", gpus=[1], memory="79.15GiB", device="cuda", dry_run=True, max_length="64k"
     ).question
     memory_limit = MemoryLimit(device_bytes=question.memory_budget_bytes)
-    known = calibrate(question, "formula", shipped=bundled_residuals())
+    known = calibrate(question, "formula", bundled=bundled_residuals())
     for cell, sure in zip(
         question.cells, predict_cells(question, memory_limit, likely_footprint, known), strict=True
     ):

@@ -14,12 +14,12 @@ from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
 from highwater.search.bracket import HINT_COST
 from highwater.search.cell_search import (
     CellAnswered,
-    Event,
+    SearchEvent,
     TrialFinished,
     TrialStarted,
     search_cells,
 )
-from highwater.search.memory_line import Line
+from highwater.search.memory_line import MemoryLine
 from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -65,7 +65,7 @@ def packs_up_to(held_tokens: int) -> Law:
     )
 
 
-def events_of(question: Question, law: Law) -> list[Event]:
+def events_of(question: Question, law: Law) -> list[SearchEvent]:
     return list(search_cells(question, SimulatedRunner(law)))
 
 
@@ -156,7 +156,7 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
 
     question = ask(cells=CELLS, device_total_bytes=memory_gib * GIB)
     events = search_cells(
-        question, SimulatedRunner(law), line_of=lambda *_: Line(fixed_bytes, bytes_per_token)
+        question, SimulatedRunner(law), line_of=lambda *_: MemoryLine(fixed_bytes, bytes_per_token)
     )
     answers = [event.answer for event in events if isinstance(event, CellAnswered)]
     assert [answer.capacity_tokens for answer in answers] == [

@@ -12,7 +12,7 @@ import pytest
 from highwater.cli.config import config_schema
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import commands, parse
-from highwater.spec.declaration import SWITCH, Command, Setting, words_of
+from highwater.spec.declaration import SWITCH, CommandName, Setting, words_of
 from highwater.spec.declared_settings import DECLARED, TOPICS, taken_by
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.request import Request, choices, request_from, setting_flags
@@ -22,14 +22,14 @@ ROWS = list(DECLARED.values())
 FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
 GRAMMAR = commands()
 REFERENCE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
-COMMANDS: tuple[Command, ...] = get_args(Command)
+COMMANDS: tuple[CommandName, ...] = get_args(CommandName)
 
 
 def each(rows: list[Setting]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
-def names(command: Command) -> list[str]:
+def names(command: CommandName) -> list[str]:
     return [row.name for row in taken_by(command)]
 
 

@@ -343,18 +343,18 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("field", "changes"),
-    [("ring_degree", {"ring_degree": 2}), ("replicate_degree", {"replicate_degree": 2})],
+    ("words", "changes"),
+    [("--ring 2", {"ring_degree": 2}), ("--copies 2", {"replicate_degree": 2})],
 )
 def test_a_layout_that_no_emitter_has_words_for_is_refused_by_name(
-    target: str, field: str, changes: dict[str, int]
+    target: str, words: str, changes: dict[str, int]
 ) -> None:
-    found, chosen = goal("areal" if TARGETS[target].predicted_for == "trinity" else "trl", "16k")
+    found, chosen = goal(target, "16k")
     layout = msgspec.structs.replace(chosen.cell.layout, ulysses_degree=1, **changes)
     other = msgspec.structs.replace(
         chosen, cell=msgspec.structs.replace(chosen.cell, layout=layout)
     )
-    with pytest.raises(UsageError, match=f"has no words for {field} 2"):
+    with pytest.raises(UsageError, match=f"has no words for {words}"):
         configured(target, found, other, model="Qwen3-4B")
 
 
@@ -362,14 +362,14 @@ def test_a_layout_that_no_emitter_has_words_for_is_refused_by_name(
 def test_a_setting_that_only_the_engine_has_is_refused_with_the_flag_to_leave_out(
     target: str,
 ) -> None:
-    found, chosen = goal("areal", "16k")
+    found, chosen = goal(target, "16k")
     settings = msgspec.structs.replace(chosen.cell.settings, mlp_tiles=4)
     other = msgspec.structs.replace(
         chosen, cell=msgspec.structs.replace(chosen.cell, settings=settings)
     )
-    with pytest.raises(UsageError, match="mlp_tiles 4") as refused:
+    with pytest.raises(UsageError, match="--mlp-tiles 4") as refused:
         configured(target, found, other, model="Qwen3-4B")
-    assert refused.value.hint == "leave `--mlp-tiles` out"
+    assert refused.value.hint == "leave `--mlp-tiles 4` out"
 
 
 @pytest.mark.parametrize("target", FILES)

@@ -134,7 +134,7 @@ def calibration(upper: float) -> Calibration:
         residuals=20,
         is_widened=False,
     )
-    known = calibrate(ask(), "trace", shipped=bundled_residuals())
+    known = calibrate(ask(), "trace", bundled=bundled_residuals())
     return msgspec.structs.replace(known, factors=(factors,))
 
 

@@ -93,7 +93,7 @@ def assert_no_less(one: Footprint, other: Footprint) -> None:
     of the host.
 
     What is only cached may shrink as activations grow, by a block that then finds room in what they
-    left: so it does in traces of 8B at 65,536 and 131,072 tokens (docs/results/lab/terms.json).
+    left: so it does in traces of 8B at 65,536 and 131,072 tokens (docs/results/lab/breakdown.json).
     """
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, other.phases, strict=True))
     for name in ("allocated_bytes", "needed_bytes", "host_bytes"):

@@ -1,5 +1,5 @@
-"""Foresight: a predicted edge costs two trials where it is right and changes no answer where it is
-wrong; refused files.
+"""Predicted start: a predicted edge costs two trials where it is right and changes no answer where
+it is wrong; refused files.
 """
 
 import json

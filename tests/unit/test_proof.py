@@ -18,12 +18,12 @@ from highwater.pages.text_table import plain_table
 from highwater.run.simulated import Law, SimulatedRunner, TimeLaw
 from highwater.search.cell_search import (
     CellAnswered,
-    Event,
+    SearchEvent,
     TrialFinished,
     TrialStarted,
     search_cells,
 )
-from highwater.search.memory_line import Line
+from highwater.search.memory_line import MemoryLine
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.spec.flops import step_flops
 from highwater.spec.grid import Grid
@@ -91,15 +91,15 @@ def runner(capacity: int, flops_per_s: float) -> SimulatedRunner:
     return SimulatedRunner(fits_up_to(capacity), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S)
 
 
-def events_of(question: Question, by: Runner) -> list[Event]:
+def events_of(question: Question, by: Runner) -> list[SearchEvent]:
     return list(search_cells(question, by))
 
 
-def finished(events: list[Event]) -> list[tuple[TrialSpec, TrialResult]]:
+def finished(events: list[SearchEvent]) -> list[tuple[TrialSpec, TrialResult]]:
     return [(event.spec, event.result) for event in events if isinstance(event, TrialFinished)]
 
 
-def answer_of(events: list[Event]) -> CellAnswer:
+def answer_of(events: list[SearchEvent]) -> CellAnswer:
     assert isinstance(events[-1], CellAnswered)
     return events[-1].answer
 
@@ -215,8 +215,8 @@ def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is
             law = fits_up_to(100 if spec.is_memory_only else 4)
             return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
 
-    def hint(question: Question, cell: Cell, usable_bytes: int) -> Line:
-        return Line(
+    def hint(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
+        return MemoryLine(
             0, (usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters) / (100 * STEP)
         )
 

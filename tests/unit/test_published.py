@@ -44,7 +44,8 @@ from highwater.spec.published import read_capacity_table, table_capacities
             "no model 'Qwen9-9B'",
         ),
         (
-            "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,2,1,Qwen3-0.6B,4096\nA100-80GB,env,2,2,Qwen3-0.6B,8192\n"
+            "gpu,settings,gpus,sp,model,max_model_len\n"
+            "A100-80GB,env,2,1,Qwen3-0.6B,4096\nA100-80GB,env,2,2,Qwen3-0.6B,8192\n"
             "A100-80GB,env,2,1,Qwen3-0.6B,8192\n",
             "lines 2 and 4 are both about A100-80GB, env, 2 GPUs, Qwen3-0.6B: 4096 and 8192",
         ),
@@ -60,7 +61,8 @@ def test_what_is_no_capacity_table_is_refused(content: str, said: str, tmp_path:
 def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text(
-        "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,env,1,1,Qwen3-0.6B,4096\nB200,env,1,1,Qwen3-0.6B,8192\n"
+        "gpu,settings,gpus,sp,model,max_model_len\n"
+        "A100-80GB,env,1,1,Qwen3-0.6B,4096\nB200,env,1,1,Qwen3-0.6B,8192\n"
     )
     table = read_capacity_table(path)
     assert [table.known_tokens(question, question.cells[0]) for question in table.questions] == [

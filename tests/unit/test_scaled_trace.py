@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.replay import replay
 from highwater.memory.trace.scaled_trace import scaled_trace
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
+from highwater.spec.events import (
+    Allocate,
+    Enter,
+    EventLog,
+    Free,
+    GiveBack,
+    ReleaseCached,
+    TraceEvent,
+)
 from highwater.spec.settings import Allocator
 
 STEPS = st.lists(
@@ -24,7 +32,7 @@ WORKSPACES = sum(CUBLAS_WORKSPACES_BYTES)
 
 
 def log(steps: list[tuple[int, int, int, bool]], tokens: int) -> EventLog:
-    events: list[Event] = [Enter("setup")]
+    events: list[TraceEvent] = [Enter("setup")]
     alive: list[int] = []
     for number, (fixed, slope, stream, is_freed) in enumerate(steps, start=7):
         events.append(Allocate(number, fixed + slope * tokens, stream, number % 2, 0))
@@ -41,7 +49,7 @@ def log(steps: list[tuple[int, int, int, bool]], tokens: int) -> EventLog:
 def renumbered(events: EventLog) -> EventLog:
     """Allocations count from 1: which number they have means nothing."""
     numbers: dict[int, int] = {}
-    fresh: list[Event] = []
+    fresh: list[TraceEvent] = []
     for event in events.events:
         match event:
             case Allocate():
@@ -112,7 +120,7 @@ def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_betw
 
 
 def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
-    def at(*ends: Event) -> EventLog:
+    def at(*ends: TraceEvent) -> EventLog:
         events = (Allocate(1, 512, 0, 0), Allocate(2, 512, 0, 0), *ends)
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
@@ -125,7 +133,7 @@ def test_events_that_differ_in_more_than_bytes_are_refused() -> None:
 
 def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed() -> None:
     def at(tokens: int) -> EventLog:
-        events: tuple[Event, ...] = (
+        events: tuple[TraceEvent, ...] = (
             *(
                 Allocate(1, 2**20 * tokens, 0, 0),
                 Allocate(2, 2**21, 1, 0),

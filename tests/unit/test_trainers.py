@@ -7,6 +7,9 @@ from typing import get_args
 from highwater.emit.emitted import Target
 from highwater.emit.targets import TARGETS
 from highwater.memory.trainers import MEMORY
+from highwater.spec.declared_settings import DECLARED
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
 from highwater.spec.trainer import TRAINERS, Trainer
 
 SRC = Path(__file__).parents[2] / "src" / "highwater"
@@ -43,3 +46,10 @@ def test_nobody_compares_a_trainer_with_a_name() -> None:
         )
     ]
     assert compared == []
+
+
+def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know() -> None:
+    fields = {row.rung_field for row in DECLARED.values()}
+    assert set(Settings.__struct_fields__) <= fields
+    names = {*DECLARED, *Layout().degree_settings}
+    assert all(row.knows <= names for row in TARGETS.values())

@@ -25,7 +25,7 @@ from highwater.api import prepare_trial
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
 from highwater.run.local import trial_environment
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, ReleaseCached
+from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent
 from highwater.spec.request import Request
 from highwater.spec.trial import TrialSpec
 from highwater.units import GIB, MIB, format_tokens
@@ -221,7 +221,7 @@ def record_trial(name: str) -> dict[str, Any]:
 
 def event_log(history: list[dict[str, Any]]) -> EventLog:
     """A history of PyTorch's, its marks read."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     streams: dict[int, int] = {}
     live: dict[int, int] = {}
     for number, entry in enumerate(history):

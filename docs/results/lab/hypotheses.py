@@ -21,7 +21,15 @@ from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
 from highwater.memory.trinity.bundled_traces import OUTSIDE_BYTES, bundled_trace
 from highwater.memory.trinity.closed_form import tokens_of_a_gpu
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
+from highwater.spec.events import (
+    Allocate,
+    Enter,
+    EventLog,
+    Free,
+    GiveBack,
+    ReleaseCached,
+    TraceEvent,
+)
 from highwater.spec.published import CapacityTable, read_capacity_table
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Cell, Question
@@ -244,7 +252,7 @@ def weights_sent(log: EventLog, gpus: int) -> EventLog:
     """
     numbers = fresh(log)
 
-    def send() -> list[Event]:
+    def send() -> list[TraceEvent]:
         return [
             *itertools.chain.from_iterable(gathered(unit, numbers, gpus) for unit in units(log)),
             ReleaseCached(),
@@ -257,7 +265,7 @@ def four_micro_batches(log: EventLog, gpus: int) -> EventLog:
     """And two more micro-batches a step: the trace's last, twice again."""
     log = weights_sent(log, gpus)
     numbers = fresh(log)
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     phases = split(log)
     for index, (phase, own) in enumerate(phases):
         events += own
@@ -275,7 +283,7 @@ def final_save(log: EventLog, gpus: int) -> EventLog:
         return log
     numbers = fresh(log)
     root, *layers = units(log)
-    events: list[Event] = [*log.events, Enter("save")]
+    events: list[TraceEvent] = [*log.events, Enter("save")]
     whole = next(numbers)
     events.append(Allocate(whole, root.bytes, COMPUTE, 0))
     for unit in layers:
@@ -317,7 +325,7 @@ def units(log: EventLog) -> list[Unit]:
 
 def gathered(
     unit: Unit, numbers: Iterator[int], gpus: int, copies: Sequence[int] | None = None
-) -> list[Event]:
+) -> list[TraceEvent]:
     """Whole, copied from one after the other, freed; without ``copies``: its shard is."""
     number = next(numbers)
     copied = itertools.chain.from_iterable(
@@ -326,16 +334,16 @@ def gathered(
     return [Allocate(number, unit.bytes, COMPUTE, 0), *copied, Free(number)]
 
 
-def held(size: int, numbers: Iterator[int]) -> list[Event]:
+def held(size: int, numbers: Iterator[int]) -> list[TraceEvent]:
     """For a moment."""
     number = next(numbers)
     return [Allocate(number, size, COMPUTE, 0), Free(number)]
 
 
-def again(events: Sequence[Event], numbers: Iterator[int]) -> list[Event]:
+def again(events: Sequence[TraceEvent], numbers: Iterator[int]) -> list[TraceEvent]:
     """The same with allocations of its own; what it frees of others' is gone already."""
     own: dict[int, int] = {}
-    found: list[Event] = []
+    found: list[TraceEvent] = []
     for event in events:
         match event:
             case Allocate():
@@ -348,22 +356,22 @@ def again(events: Sequence[Event], numbers: Iterator[int]) -> list[Event]:
     return found
 
 
-def before_steps(log: EventLog, more: Callable[[], list[Event]]) -> EventLog:
+def before_steps(log: EventLog, more: Callable[[], list[TraceEvent]]) -> EventLog:
     """With more events before each step and after the last."""
     parts = ([*more(), *own] if phase == "experience" else own for phase, own in split(log))
     return with_events(log, [*itertools.chain.from_iterable(parts), *more()])
 
 
-def first_step(log: EventLog) -> list[tuple[str, list[Event]]]:
+def first_step(log: EventLog) -> list[tuple[str, list[TraceEvent]]]:
     """What comes before the second one."""
     phases = split(log)
     second = [index for index, (phase, _) in enumerate(phases) if phase == "experience"][1]
     return phases[:second]
 
 
-def split(log: EventLog) -> list[tuple[str, list[Event]]]:
+def split(log: EventLog) -> list[tuple[str, list[TraceEvent]]]:
     """Events by phase, the one that begins it first."""
-    phases: list[tuple[str, list[Event]]] = [("setup", [])]
+    phases: list[tuple[str, list[TraceEvent]]] = [("setup", [])]
     for event in log.events:
         if isinstance(event, Enter):
             phases.append((event.phase, []))
@@ -376,7 +384,7 @@ def fresh(log: EventLog) -> Iterator[int]:
     return itertools.count(1 + max(event.id for event in log.events if isinstance(event, Allocate)))
 
 
-def with_events(log: EventLog, events: Sequence[Event]) -> EventLog:
+def with_events(log: EventLog, events: Sequence[TraceEvent]) -> EventLog:
     """The same log of other events."""
     return msgspec.structs.replace(log, events=tuple(events))
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.memory.trinity.bundled_traces import FILE, ShippedTrace
+from highwater.memory.trinity.bundled_traces import FILE, BundledTrace
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape, load_model
@@ -64,7 +64,7 @@ def cells() -> Iterator[tuple[str, Layout]]:
     yield from sorted(found, key=lambda cell: (cell[0], cell[1].gpus, cell[1].ulysses_degree))
 
 
-def traced(name: str, layout: Layout, folder: Path) -> ShippedTrace:
+def traced(name: str, layout: Layout, folder: Path) -> BundledTrace:
     """The lines of one cell."""
     path = folder / f"{name}-{layout.gpus}-{layout.ulysses_degree}.json"
     if not path.is_file():
@@ -79,7 +79,7 @@ def traced(name: str, layout: Layout, folder: Path) -> ShippedTrace:
         path.write_bytes(msgspec.json.encode(scaled_trace(logs)))
         print(f"{path.name}", flush=True)
     shape: ModelShape = load_model(name).shape
-    return ShippedTrace(
+    return BundledTrace(
         shape=shape, layout=layout, log=msgspec.json.decode(path.read_bytes(), type=ScaledTrace)
     )
 

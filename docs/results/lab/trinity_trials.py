@@ -174,7 +174,8 @@ class Worker:
         error = None
         try:
             self.steps()
-        except BaseException as raised:  # noqa: BLE001 -- the process edge: the error is in the report
+        # the process edge: the error is in the report
+        except BaseException as raised:  # noqa: BLE001
             error = f"{self.phase}: {type(raised).__name__}: {raised}"
         self.report.write_text(json.dumps(self.told() | {"error": error}))
         self.write_history()

@@ -16,7 +16,7 @@ import highwater
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import Factors, factors_of, interval
 from highwater.memory.interval.residuals import (
-    Method,
+    PredictionMethod,
     Residual,
     bundled_residuals,
     residual,
@@ -57,7 +57,7 @@ class Tally:
         self,
         spec: TrialSpec,
         result: TrialResult,
-        method: Method,
+        method: PredictionMethod,
         needed_bytes: int,
         factors: Factors,
         *,
@@ -82,7 +82,7 @@ def main() -> None:
     """A row for each way to predict, and each allocator."""
     rows: dict[str, dict[str, Any]] = json.loads(ROWS.read_text())
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
-    ways: tuple[tuple[Method, bool], ...] = (
+    ways: tuple[tuple[PredictionMethod, bool], ...] = (
         ("formula", False),
         ("formula", True),
         ("trace", False),
@@ -99,7 +99,10 @@ def main() -> None:
 
 
 def judged(
-    method: Method, allocator: Allocator, from_others: bool, rows: dict[str, dict[str, Any]]
+    method: PredictionMethod,
+    allocator: Allocator,
+    from_others: bool,
+    rows: dict[str, dict[str, Any]],
 ) -> Tally:
     """Every held-out trial that tells."""
     tally = Tally()
@@ -157,7 +160,7 @@ def judged(
     return tally
 
 
-def is_of(each: Residual, method: Method, allocator: Allocator) -> bool:
+def is_of(each: Residual, method: PredictionMethod, allocator: Allocator) -> bool:
     """Of this way to predict and this allocator."""
     return (each.method, each.allocator) == (method, allocator)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from highwater.bench.environment import environment
-from highwater.bench.step import CONTENDERS, Step, same_weights, sequences_of
+from highwater.bench.step import CONTENDERS, TimedStep, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {
     "attention": r"flash|fmha|sdpa|cudnn::fusion",
@@ -83,7 +83,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def profiled(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> Kernels:
+def profiled(step: TimedStep, sequences: list[tuple[Tensor, Tensor]]) -> Kernels:
     """The kernels of one step, the second: the first one compiles."""
     step(sequences)
     torch.cuda.synchronize()

@@ -47,7 +47,7 @@ Two bfloat16 paths from the same weights are a few steps of bfloat16 rounding ap
 STEPS_ALONE = 2
 """Timed steps in a process of its own, after one that warms up."""
 
-Step = Callable[[list[tuple[Tensor, Tensor]]], float]
+TimedStep = Callable[[list[tuple[Tensor, Tensor]]], float]
 
 
 class Alone(NamedTuple):
@@ -127,7 +127,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
 
 
-def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "layer") -> Step:
+def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "layer") -> TimedStep:
     """A step of our engine on one GPU."""
     device = torch.device("cuda", 0)
     shape = load_model(directory).shape
@@ -158,17 +158,17 @@ def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "la
     return step
 
 
-def hugging_face(directory: str, _longest: int) -> Step:
+def hugging_face(directory: str, _longest: int) -> TimedStep:
     """A step of plain Hugging Face."""
     return HuggingFacePeer(directory).step
 
 
-def liger(directory: str, _longest: int) -> Step:
+def liger(directory: str, _longest: int) -> TimedStep:
     """A step of Hugging Face with Liger's kernels."""
     return LigerPeer(directory).step
 
 
-CONTENDERS: dict[str, Callable[[str, int], Step]] = {
+CONTENDERS: dict[str, Callable[[str, int], TimedStep]] = {
     "hugging face": hugging_face,
     "liger": liger,
     "full": lambda directory, longest: ours(directory, longest, loss="full"),
@@ -237,7 +237,7 @@ def sequences_of(model: str, length: int, micro_batches: int) -> list[tuple[Tens
     return sequences
 
 
-def _timed(step: Step, sequences: list[tuple[Tensor, Tensor]]) -> float:
+def _timed(step: TimedStep, sequences: list[tuple[Tensor, Tensor]]) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     step(sequences)

@@ -42,7 +42,8 @@ def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of the answer went away: nobody is left to tell
         console.write_no_more(sys.stdout)
         return EXIT_USER
-    except Exception as error:  # noqa: BLE001 -- the edge of the process: whatever it is, 1 would say that nothing fits
+    # the edge of the process: whatever it is, 1 would say that nothing fits
+    except Exception as error:  # noqa: BLE001
         refused = _refused_by_the_machine(error)
         if refused is None:
             console.bug(error)

@@ -15,7 +15,7 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.pages.terminal import folded, terminal_table, terminal_text
 from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
-from highwater.search.cell_search import Event
+from highwater.search.cell_search import SearchEvent
 from highwater.spec.codec import to_json
 from highwater.spec.secrets import kept, without_secrets
 from highwater.spec.study import Question
@@ -184,14 +184,14 @@ def _answering() -> Generator[None]:
 
 
 @contextmanager
-def progress(question: Question) -> Generator[Callable[[Event], None]]:
+def progress(question: Question) -> Generator[Callable[[SearchEvent], None]]:
     """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
     who hears the events.
     """
     state = Progress(question)
     if not sys.stderr.isatty():
 
-        def say(event: Event) -> None:
+        def say(event: SearchEvent) -> None:
             state.hear(event)
             talk(state.line(event))
 

@@ -6,13 +6,13 @@ from typing import Any
 from msgspec.structs import fields
 
 from highwater.errors import UsageError
-from highwater.spec.declaration import SWITCH, Command, Setting
+from highwater.spec.declaration import SWITCH, CommandName, Setting
 from highwater.spec.declared_settings import DECLARED, TOPICS, Topic
 from highwater.spec.request import Request, choices
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, command: Command, *topics: Topic, heading: str
+    parser: argparse.ArgumentParser, command: CommandName, *topics: Topic, heading: str
 ) -> None:
     """Give the parser the flags of these topics that a command takes; one that is not typed leaves
     no trace in the namespace.
@@ -84,7 +84,7 @@ def _metavar(row: Setting) -> str | None:
     return row.metavar or row.kind.metavar
 
 
-def _help(row: Setting, command: Command) -> str:
+def _help(row: Setting, command: CommandName) -> str:
     """What the setting is, and its default unless that is nothing, or said already."""
     default = next(field.default for field in fields(Request) if field.name == row.name)
     named = row.defaults.get(command)

@@ -11,7 +11,7 @@ from highwater.cli.flags import add_settings
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
-from highwater.spec.declaration import Command
+from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
@@ -117,7 +117,7 @@ def _try_flags(parser: Parser) -> None:
     _hyperparameters(parser, "try")
 
 
-def _hyperparameters(parser: Parser, command: Command) -> None:
+def _hyperparameters(parser: Parser, command: CommandName) -> None:
     add_settings(parser, command, "optimizer", heading="the optimizer, which changes no memory")
     add_settings(
         parser,

@@ -9,7 +9,7 @@ from textwrap import shorten
 from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.search.cell_search import CellAnswered, Event, TrialFinished, TrialStarted
+from highwater.search.cell_search import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -44,7 +44,7 @@ class Progress:
         self._is_recorded = False
         """Whether the last trial that finished had not started: a resumed study had its result."""
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: SearchEvent) -> None:
         """Take in one event."""
         match event:
             case TrialStarted():
@@ -92,7 +92,7 @@ class Progress:
         running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
         return max(0.0, self._trials_left * sum(scaled_s) / len(scaled_s) - running_s)
 
-    def line(self, event: Event) -> str:
+    def line(self, event: SearchEvent) -> str:
         """One line about an event, for a log or a pipe."""
         cell = event.answer.cell if isinstance(event, CellAnswered) else event.cell
         name = cell.label_on(self._question.device)

@@ -24,12 +24,13 @@ from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.pages.study.published_layout import published_line
 from highwater.run.probe import probe
-from highwater.search.cell_search import CellAnswered, Event
+from highwater.search.cell_search import CellAnswered, SearchEvent
 from highwater.spec.allocator import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.hardware import Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.spec.plan import Plan
 from highwater.spec.request import Request, request_from, values_of
+from highwater.spec.search_lengths import CEILING_TOKENS
 from highwater.spec.settings import Allocator, Settings
 from highwater.spec.study import Question
 from highwater.spec.trial import Device
@@ -41,9 +42,6 @@ _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""
 _CPU_MEMORY = "1GiB"
 """Memory that a process on the CPU may take, where there is no GPU."""
-_CPU_CEILING_TOKENS = 8192
-"""Longest length of a search on the CPU, unless it starts beyond: attention's square is felt
-there."""
 _NO_CEILING = "16m"
 """Longest length of a search on GPUs, for a model without a window: the published scan has no
 ceiling."""
@@ -113,11 +111,11 @@ def _notes(
     )
 
 
-def _listener(question: Question) -> Callable[[Event], None]:
+def _listener(question: Question) -> Callable[[SearchEvent], None]:
     """Says each event on stderr, and each answered cell on stdout as the original does."""
     progress = Progress(question)
 
-    def hear(event: Event) -> None:
+    def hear(event: SearchEvent) -> None:
         progress.hear(event)
         console.talk(progress.line(event))
         if isinstance(event, CellAnswered):
@@ -187,7 +185,7 @@ def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, 
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
     if machine.gpus or machine.unreadable_gpus or not small:
         return {"device": "cuda"} if window else {"device": "cuda", "max_length": _NO_CEILING}
-    longest = max(_CPU_CEILING_TOKENS, start_tokens)
+    longest = max(CEILING_TOKENS["cpu"], start_tokens)
     return {"device": "cpu", "max_length": min(longest, window or longest), "memory": _CPU_MEMORY}
 
 

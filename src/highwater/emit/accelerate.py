@@ -74,12 +74,13 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
     settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
     shared = f", over {degree} GPUs" if degree > 1 else ""
     entropy = "" if settings.entropy == "none" else f" and {settings.entropy} entropy"
+    critic = ", and a critic that is trained along" if settings.critic else ""
     tokens = f"{settings.sequences_per_micro_batch} x {found.length_tokens} tokens{shared}"
     said = [
         f"the token budget of {chosen.token_budget_tokens} a GPU: the script makes micro-batches, "
         f"of {tokens}",
-        f"the objective {settings.objective} with {settings.loss} loss{entropy}: they are the "
-        "script's",
+        f"the objective {settings.objective} with {settings.loss} loss{entropy}{critic}: they are "
+        "the script's",
     ]
     if degree > 1 and settings.recompute != "none":
         said.append(

@@ -1,5 +1,6 @@
 """Targets: a row for every trainer that a configuration is emitted for."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from highwater.emit.trinity import trinity
 from highwater.emit.trl import trl
 from highwater.emit.verl import verl
 from highwater.errors import UsageError
+from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.layout import Layout
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
@@ -44,15 +45,15 @@ class EmitTarget:
     """The trainer whose step is predicted: verl's actor for trainers with GRPO in whole logits,
     else this engine."""
     knows: frozenset[str]
-    """Fields of ``Settings`` and ``Layout`` that its configuration sets, or says that it cannot.
+    """Settings, by the names that users type, that its configuration sets, or says that it cannot.
     Any other has to be at its default, so that a new setting is refused until somebody wrote here
     what the trainer does with it."""
 
 
 _ALL = frozenset(
     (
-        *("gpus", "ulysses_degree", "strategy", "allocator", "offload", "objective", "rope"),
-        *("sequences_per_micro_batch", "token_budget_tokens", "entropy"),
+        *("ulysses", "strategy", "allocator", "offload", "objective", "rope", "entropy"),
+        *("sequences_per_micro_batch", "token_budget"),
         *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
     )
 )
@@ -83,18 +84,25 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
     Raises UsageError for what the trainer has no words for.
     """
     row, path = TARGETS[target], Path(model).expanduser()
-    _refuse_unknown(row, chosen.cell)
-    return row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    made = row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
+    if unknown:
+        words = shlex.join(words_of(unknown))
+        raise UsageError(
+            f"{row.name}'s configuration has no words for {words}", hint=f"leave `{words}` out"
+        )
+    return made
 
 
-def _refuse_unknown(row: EmitTarget, cell: Cell) -> None:
-    """Raise UsageError for a setting that nobody has said what the trainer makes of."""
-    for named, default in ((cell.settings, Settings()), (cell.layout, Layout())):
-        for field in set(named.__struct_fields__) - row.knows:
-            value = getattr(named, field)
-            if value != getattr(default, field):
-                flags = [each.flag for each in DECLARED.values() if each.rung_field == field]
-                raise UsageError(
-                    f"{row.name}'s configuration has no words for {field} {value}",
-                    hint=f"leave `{flags[0]}` out" if flags else f"leave {field} at its default",
-                )
+def named(cell: Cell) -> dict[str, object]:
+    """What a cell has other than by default, by the names that users type, in their order."""
+    default = Settings()
+    values = {
+        row.name: row.rung_field for row in DECLARED.values() if hasattr(default, row.rung_field)
+    }
+    differs: dict[str, object] = {
+        name: getattr(cell.settings, field)
+        for name, field in values.items()
+        if getattr(cell.settings, field) != getattr(default, field)
+    }
+    return differs | {name: n for name, n in cell.layout.degree_settings.items() if n > 1}

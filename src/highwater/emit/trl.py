@@ -126,6 +126,8 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
     said: list[str] = []
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
+    if settings.entropy != "none":
+        said.append(f"{settings.entropy} entropy: no loss of its has that term")
     if is_ulysses(chosen):
         said.append(
             "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "

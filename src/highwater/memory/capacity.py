@@ -11,7 +11,7 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineC
 from highwater.memory.formula.formula import Formula
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
-from highwater.memory.interval.residuals import Method
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
 from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Record
@@ -125,7 +125,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     length_tokens: int | None
     """The length that was asked about; None: the longest that fits was asked for."""
     cells: tuple[CellPrediction, ...]
-    method: Method = "formula"
+    method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None
     """What the intervals were learned from; None: there are none."""

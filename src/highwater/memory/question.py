@@ -16,7 +16,7 @@ from highwater.memory.capacity import (
     Prediction,
 )
 from highwater.memory.formula.constants import MachineConstants
-from highwater.memory.interval.residuals import Method
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
 from highwater.spec.bounds import MOST_STATE_BYTES
 from highwater.spec.cells import ulysses_obstacle
@@ -107,7 +107,7 @@ def unanswered(
     where: Cluster,
     memory_limit: MemoryLimit,
     trainer: Trainer,
-    method: Method,
+    method: PredictionMethod,
     length_tokens: int | None,
 ) -> Prediction:
     """What is predicted, of what and how, before any of it is."""

@@ -18,7 +18,7 @@ from highwater.spec.trainer import OURS, Trainer
 _Predict = Callable[[Question, MemoryLimit], tuple[CellPrediction, ...]]
 
 
-class SettingsScore(Record, frozen=True, kw_only=True):
+class SettingsAccuracy(Record, frozen=True, kw_only=True):
     """How predictions of one rung of a known table compare with it."""
 
     settings: str
@@ -46,14 +46,14 @@ class Miss(Record, frozen=True, kw_only=True):
 class TableAccuracy(Record, frozen=True, kw_only=True):
     """A trainer's predictions beside a table of known capacities."""
 
-    per_settings: tuple[SettingsScore, ...]
+    per_settings: tuple[SettingsAccuracy, ...]
     misses: tuple[Miss, ...]
     trainer: Trainer = OURS
     replayed_cells: int = 0
     """Cells that were answered by replay of a trace."""
     formula_cells: int = 0
     """Cells that were answered by the closed form: all others."""
-    closed_form: tuple[SettingsScore, ...] = ()
+    closed_form: tuple[SettingsAccuracy, ...] = ()
     """Scores of the closed form alone, where cells were replayed; empty where none was."""
 
 
@@ -143,7 +143,7 @@ def _accuracy(
             if off:
                 misses.append(_miss(name, question, predicted, known_tokens, off))
     scores = (
-        SettingsScore(
+        SettingsAccuracy(
             settings=name,
             cells=len(offs),
             exact=offs.count(0),

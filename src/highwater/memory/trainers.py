@@ -13,7 +13,7 @@ import msgspec
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction, predict_cells
 from highwater.memory.formula.formula import Formula, likely_footprint
 from highwater.memory.interval.calibration import Calibration, calibrate
-from highwater.memory.interval.residuals import Method, Residual, bundled_residuals
+from highwater.memory.interval.residuals import PredictionMethod, Residual, bundled_residuals
 from highwater.memory.trinity import bundled_traces, closed_form
 from highwater.memory.trinity.published_fields import published_fields
 from highwater.spec.model import ModelShape
@@ -115,7 +115,7 @@ def calibration_of(
     memory_limit: MemoryLimit,
     trainer: Trainer,
     *,
-    method: Method = "formula",
+    method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
     """What the intervals of a question are learned from; None for a trainer whose trials nobody
@@ -127,7 +127,7 @@ def calibration_of(
     return calibrate(
         question,
         method,
-        shipped=residuals(),
+        bundled=residuals(),
         own=own,
         state_bytes_per_parameter=memory_limit.state_bytes_per_parameter,
     )

@@ -77,10 +77,10 @@ class _Answering(nn.Module):
     def forward(self, input_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
         """Return the hidden states, whatever the tokens are."""
         self.heard.append(input_ids)
-        return _Output(last_hidden_state=cast(Any, self.hidden_1TE))
+        return _HeadOutput(last_hidden_state=cast(Any, self.hidden_1TE))
 
 
-class _Output(BaseModelOutputWithPast):
+class _HeadOutput(BaseModelOutputWithPast):
     """An output of which everything else that a family reads is None."""
 
     def __getattr__(self, _: str) -> None:

@@ -10,7 +10,7 @@ from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.breakdown import Phase, Term
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.calibration import Calibration, least_residuals
-from highwater.memory.interval.residuals import Method
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
@@ -22,7 +22,7 @@ from highwater.units import GIB, format_bytes, format_tokens
 
 _BAR = 16
 """Characters of the longest bar."""
-_METHODS: dict[Method, str] = {
+_METHODS: dict[PredictionMethod, str] = {
     "formula": "formula, nothing was run",
     "trace": "traced steps, replayed; nothing was trained",
 }

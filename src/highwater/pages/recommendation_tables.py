@@ -11,7 +11,7 @@ from highwater.memory.trainers import MEMORY
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.spec.cluster import MOST_GPUS
+from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
 from highwater.spec.trainer import OURS
@@ -177,7 +177,8 @@ def _alternative_table(found: Recommendation) -> TextTable:
         rows.append(
             (
                 "more GPUs",
-                f"none of up to {MOST_GPUS} of this kind, nor twice or four times that",
+                f"none of up to {MOST_GPUS_OF_A_MACHINE} of this kind, nor twice or four times "
+                "that",
                 "-",
                 "-",
             )

@@ -10,7 +10,7 @@ import msgspec
 
 from highwater.memory.trainers import predict_by_formula
 from highwater.recommendation.candidates import Goal, first_fit
-from highwater.spec.cluster import MOST_GPUS, Cluster
+from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE, Cluster
 from highwater.spec.declaration import flag_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
 from highwater.spec.recommendation import Alternative, Candidate
@@ -39,14 +39,14 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
 
     Counts within one machine come first, then twice a machine's GPUs, and twice that.
     """
-    doublings = (MOST_GPUS_TRIED // MOST_GPUS).bit_length()
-    larger = (MOST_GPUS << doubled for doubled in range(1, doublings))
-    for gpus in (*range(goal.where.gpus + 1, MOST_GPUS + 1), *larger):
+    doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
+    larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
+    for gpus in (*range(goal.where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
         where = msgspec.structs.replace(goal.where, gpus=gpus)
         found = first_fit(replace(goal, where=where))
         if found is not None:
             what = f"{gpus} x {where.device_name}"
-            if gpus > MOST_GPUS:
+            if gpus > MOST_GPUS_OF_A_MACHINE:
                 what += ", on several machines, where nothing was ever measured"
             return _alternative("more GPUs", what, found, _gpu_flags(where, gpus + rollout_gpus))
     return None
@@ -131,7 +131,7 @@ def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...])
 
 def _gpu_flags(where: Cluster, gpus: int) -> tuple[str, ...]:
     """Flags that name these GPUs; none for more GPUs than one may ask about."""
-    if gpus > MOST_GPUS:
+    if gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
     is_known = kind_of(where.device_name) is not None
     return ("--gpus", f"{gpus}x{where.device_name}" if is_known else str(gpus))

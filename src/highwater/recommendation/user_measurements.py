@@ -17,7 +17,7 @@ import msgspec
 from highwater.errors import ModelError, UsageError
 from highwater.memory.formula.constants import MachineConstants, machine_constants
 from highwater.memory.interval.residuals import (
-    Method,
+    PredictionMethod,
     Residual,
     leave_out,
     refuse_silent,
@@ -102,7 +102,7 @@ def _is_whole(read: Constants) -> bool:
 
 def own_residuals(
     studies: Sequence[str | Path],
-    method: Method,
+    method: PredictionMethod,
     constants: MachineConstants | None,
     *,
     on_calibrate: OnCalibrate | None,

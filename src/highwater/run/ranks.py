@@ -64,7 +64,7 @@ class Ranks:
             )
         self.pids = {process.pid: rank for rank, process in enumerate(self._processes)}
         # Only now: a process that has threads had better not fork.
-        self._outputs = [_Output() for _ in self._processes]
+        self._outputs = [_RankOutput() for _ in self._processes]
         self._copying = [
             Thread(target=output.copy, args=(process.stdout,), daemon=True)
             for output, process in zip(self._outputs, self._processes, strict=True)
@@ -96,7 +96,7 @@ def read_exits(folder: Path) -> tuple[RankExit, ...]:
         return ()
 
 
-class _Output:
+class _RankOutput:
     """Passes on what a rank writes, and keeps its end."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class SimulatedRunner:
         self._step_time = step_time
         self._timeout_s = timeout_s
 
-    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002 (a law knows no repeats)
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
         """The result by the laws. Raises what they raise."""
         result = self._by_memory(spec, attempt)
         if result.outcome is not Outcome.FIT:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from highwater.search.bracket import Bracket
-from highwater.search.recorded_trials import MAX_ATTEMPTS, AskedTrial
+from highwater.search.recorded_trials import MAX_ATTEMPTS, WantedTrial
 from highwater.spec.packing import packed_tokens
 from highwater.spec.study import Cell, CellAnswer, Limit, MemoryOnlyFit, Question
 from highwater.spec.trial import Outcome, TrialResult
@@ -31,7 +31,7 @@ class CellOutcomes:
         self.crashed: int | None = None
         """The index whose trials crashed, each of them."""
 
-    def take_in(self, asked: AskedTrial, result: TrialResult) -> None:
+    def take_in(self, asked: WantedTrial, result: TrialResult) -> None:
         """Take in the last result of a trial, for the bracket and for the answer."""
         index, fits = asked.index, self._question.counts_as_fit(result)
         is_late = result.outcome is Outcome.TIMEOUT

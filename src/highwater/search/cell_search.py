@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 from highwater.search.bracket import Bracket
 from highwater.search.cell_outcomes import CellOutcomes
-from highwater.search.memory_line import LineOf, engine_line
+from highwater.search.memory_line import MemoryLineOf, engine_line
 from highwater.search.proof import FullTrials
 from highwater.search.recorded_trials import (
     MAX_ATTEMPTS,
-    AskedTrial,
+    WantedTrial,
     allowed_timeouts,
     recorded_trials,
 )
@@ -69,17 +69,17 @@ class CellAnswered:
     answer: CellAnswer
 
 
-Event = TrialStarted | TrialFinished | CellAnswered
+SearchEvent = TrialStarted | TrialFinished | CellAnswered
 
 
 def search_cells(
     question: Question,
     runner: Runner,
     *,
-    line_of: LineOf = engine_line,
+    line_of: MemoryLineOf = engine_line,
     expected: Callable[[Cell], int | None] = lambda _: None,
     past: Callable[[Cell], Past] = lambda _: Past(),
-) -> Iterator[Event]:
+) -> Iterator[SearchEvent]:
     """Answer every cell of ``question`` in its order; ends with the answer of the last one.
 
     ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
@@ -120,7 +120,7 @@ def _first_index(
     question: Question,
     cell: Cell,
     finished: list[CellAnswer],
-    line_of: LineOf,
+    line_of: MemoryLineOf,
     expected_tokens: int | None,
 ) -> int | None:
     """The index at which the search of a cell begins; None for the shortest length."""
@@ -156,7 +156,7 @@ class _CellSearch:
         self._full_trials = FullTrials(question) if question.proof == "memory" else None
         self._begins_in_full = self._full_trials is not None
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[SearchEvent]:
         """Run trials until the cell has an answer, or a trial that only crashes."""
         while self._outcomes.crashed is None and (asked := self._next()) is not None:
             result = yield from self._try(asked)
@@ -171,7 +171,7 @@ class _CellSearch:
         """The answer that the trials so far prove."""
         return self._outcomes.answer()
 
-    def _next(self) -> AskedTrial | None:
+    def _next(self) -> WantedTrial | None:
         """The next trial; None when the cell is answered.
 
         Before a new one that is not the first in full, and before the end, all that is recorded is
@@ -188,7 +188,7 @@ class _CellSearch:
         self._recorded.remove(recorded)
         return replace(recorded, after_edge=asked is not None and asked.after_edge)
 
-    def _as_recorded(self, asked: AskedTrial) -> AskedTrial | None:
+    def _as_recorded(self, asked: WantedTrial) -> WantedTrial | None:
         """The same trial as it was recorded; None where it was not.
 
         A memory-only one counts too while the edge is still to be found.
@@ -198,28 +198,28 @@ class _CellSearch:
         same = (each for each in self._recorded if (each.index, each.repeat) == place)
         return next((each for each in same if not (in_full and each.memory_only)), None)
 
-    def _wanted(self) -> AskedTrial | None:
+    def _wanted(self) -> WantedTrial | None:
         """The trial that the bracket asks for, else one that confirms its answer, else a full one.
 
         Full trials after the edge only say how much of it is trained.
         """
         if self._begins_in_full and self._question.method == "bisect":
-            return AskedTrial(1)
+            return WantedTrial(1)
         index = self._bracket.ask()
         if index is not None:
-            return AskedTrial(index, memory_only=self._is_too_long(index))
+            return WantedTrial(index, memory_only=self._is_too_long(index))
         for index, repeat in self._confirmations_left():
             memory_only = index in self._outcomes.memory_only or self._is_too_long(index)
-            return AskedTrial(index, repeat, memory_only=memory_only)
+            return WantedTrial(index, repeat, memory_only=memory_only)
         return self._next_in_full()
 
-    def _next_in_full(self) -> AskedTrial | None:
+    def _next_in_full(self) -> WantedTrial | None:
         """A full trial of what memory-only trials proved, if it may be expected to end in time."""
         outcomes = self._outcomes
         if self._full_trials is None or outcomes.untold or outcomes.after_edge == _MOST_FULL_TRIALS:
             return None
         index = self._full_trials.next_index(self._bracket.fits, self._question.grid.length)
-        return None if index is None else AskedTrial(index, after_edge=True)
+        return None if index is None else WantedTrial(index, after_edge=True)
 
     def _is_too_long(self, index: int) -> bool:
         """Whether full trials so far say that one of this length would not end in time."""
@@ -242,7 +242,7 @@ class _CellSearch:
         tried = {(index, repeat) for index, repeat, _ in self._outcomes.results}
         return [asked for asked in wanted if asked not in tried]
 
-    def _try(self, asked: AskedTrial) -> Generator[Event, None, TrialResult]:
+    def _try(self, asked: WantedTrial) -> Generator[SearchEvent, None, TrialResult]:
         """Launch a trial until an attempt tells whether the length fits, as often as is allowed.
 
         Returns the last result.

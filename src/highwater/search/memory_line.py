@@ -14,7 +14,7 @@ from highwater.spec.study import Cell, Question
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MemoryLine:
     """Bytes of one GPU, besides the states, as a line over the tokens on it."""
 
     fixed_bytes: float
@@ -25,11 +25,11 @@ class Line:
         return self.fixed_bytes + self.bytes_per_token * tokens
 
 
-LineOf = Callable[[Question, Cell, int], Line]
+MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
 """The line of a trainer in a cell before any trial: question, cell, usable bytes of a GPU."""
 
 
-def engine_line(question: Question, cell: Cell, usable_bytes: int) -> Line:
+def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of our engine, through two predictions.
 
     They are at the predicted capacity and at twice that length.
@@ -47,10 +47,10 @@ def engine_line(question: Question, cell: Cell, usable_bytes: int) -> Line:
     tokens = length_tokens * settings.sequences_per_micro_batch / layout.context_degree
     bytes_per_token = (beyond - at) / tokens
     states = device_state_bytes(shape, settings, device=question.device) / layout.shard_degree
-    return Line(at - states - bytes_per_token * tokens, bytes_per_token)
+    return MemoryLine(at - states - bytes_per_token * tokens, bytes_per_token)
 
 
-def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> Line:
+def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """The line of another trainer: the geometric mean of the least and the most a token costs.
 
     Per token x vocabulary 2 bytes (ours) to 12.4 (Hugging Face's loss, measured on an H200 in
@@ -63,4 +63,4 @@ def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> L
         inputs * layer_input_bytes(shape) + logits * vocabulary
         for inputs, logits in ((1, 2.0), (4, 12.4))
     )
-    return Line(0.1 * usable_bytes, (least * most) ** 0.5)
+    return MemoryLine(0.1 * usable_bytes, (least * most) ** 0.5)

@@ -12,7 +12,7 @@ MAX_TIMEOUTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AskedTrial:
+class WantedTrial:
     """A trial that a search asks for: where, for which time, and how."""
 
     index: int
@@ -22,17 +22,17 @@ class AskedTrial:
     """The edge is known: this full trial only says how much of it is trained."""
 
 
-def recorded_trials(question: Question, known: Past) -> list[AskedTrial]:
+def recorded_trials(question: Question, known: Past) -> list[WantedTrial]:
     """Trials that told; and where time counts, those that ran out of no less than there is.
 
     The latter had as many launches as are allowed. Each trial stands here once, however often it
     was launched, and none of them needs another launch.
     """
-    ends: dict[AskedTrial, dict[int, Outcome]] = {}
+    ends: dict[WantedTrial, dict[int, Outcome]] = {}
     for trial in known.trials:
         if trial.result is not None:
             index = question.grid.index_at_most(trial.spec.length_tokens)
-            asked = AskedTrial(index, trial.repeat, memory_only=trial.spec.is_memory_only)
+            asked = WantedTrial(index, trial.repeat, memory_only=trial.spec.is_memory_only)
             ends.setdefault(asked, {})[trial.attempt] = trial.result.outcome
     return [
         asked
@@ -41,7 +41,7 @@ def recorded_trials(question: Question, known: Past) -> list[AskedTrial]:
     ]
 
 
-def _is_late(question: Question, asked: AskedTrial, outcomes: dict[int, Outcome]) -> bool:
+def _is_late(question: Question, asked: WantedTrial, outcomes: dict[int, Outcome]) -> bool:
     """Whether a trial had its launches, as many as are allowed, and the last ran out of time."""
     found = [outcomes.get(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
     launched = found.index(None) if None in found else MAX_ATTEMPTS
@@ -51,7 +51,7 @@ def _is_late(question: Question, asked: AskedTrial, outcomes: dict[int, Outcome]
     return question.timeout_s is not None and has_ended and is_last_late
 
 
-def allowed_timeouts(question: Question, asked: AskedTrial) -> int:
+def allowed_timeouts(question: Question, asked: WantedTrial) -> int:
     """Launches of a trial that may run out of time.
 
     It is one where a memory-only trial takes its place.

@@ -14,7 +14,7 @@ are inevitable.
 
 from collections.abc import Sequence
 
-from highwater.search.memory_line import Line, LineOf, engine_line
+from highwater.search.memory_line import MemoryLine, MemoryLineOf, engine_line
 from highwater.spec.footprint import device_state_bytes
 from highwater.spec.grid import Grid
 from highwater.spec.study import Cell, CellAnswer, Question
@@ -34,7 +34,10 @@ Later ones may undo a little of what earlier ones taught.
 
 
 def first_index(
-    question: Question, cell: Cell, finished: Sequence[CellAnswer], line_of: LineOf = engine_line
+    question: Question,
+    cell: Cell,
+    finished: Sequence[CellAnswer],
+    line_of: MemoryLineOf = engine_line,
 ) -> int | None:
     """The index of the grid to try first, at least 1; None when the memory is unknown.
 
@@ -71,8 +74,8 @@ def _learned_line(
     cell: Cell,
     finished: Sequence[CellAnswer],
     usable_bytes: int,
-    line_of: LineOf,
-) -> Line:
+    line_of: MemoryLineOf,
+) -> MemoryLine:
     """The trainer's line, moved to agree with the finished cells.
 
     First come the cells of other rungs where a token costs the same, then those of this rung.
@@ -94,8 +97,8 @@ def _learned_line(
 
 
 def _moved(
-    line: Line, line_of: Line, taken_bytes: float, usable_bytes: int, answer: CellAnswer
-) -> Line:
+    line: MemoryLine, line_of: MemoryLine, taken_bytes: float, usable_bytes: int, answer: CellAnswer
+) -> MemoryLine:
     """The line, moved to take ``taken_bytes`` in the middle between what fit and what did not.
 
     A line that does so anywhere in between stays as it is.
@@ -116,7 +119,7 @@ def _moved(
     # Contradicting cells must not turn the line around: a token always costs something.
     moved = line.bytes_per_token + step * token_weight * tokens
     bytes_per_token = max(moved, line_of.bytes_per_token / 10)
-    return Line(line.fixed_bytes + step * fixed_weight, bytes_per_token)
+    return MemoryLine(line.fixed_bytes + step * fixed_weight, bytes_per_token)
 
 
 def _are_kin(one: Cell, other: Cell) -> bool:

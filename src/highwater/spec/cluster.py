@@ -22,7 +22,7 @@ from highwater.units import GIB, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
-MOST_GPUS = 16
+MOST_GPUS_OF_A_MACHINE = 16
 """GPUs of one machine at the most."""
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
@@ -141,9 +141,9 @@ def _parse(text: str | None) -> tuple[int | None, str | None]:
 
 
 def _counted(digits: str, text: str) -> int:
-    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS:
+    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_OF_A_MACHINE:
         raise UsageError(
-            f"{text!r}: a prediction is about 1 to {MOST_GPUS} GPUs of one machine",
+            f"{text!r}: a prediction is about 1 to {MOST_GPUS_OF_A_MACHINE} GPUs of one machine",
             hint=f"for example {_EXAMPLE}",
         )
     return int(digits)
@@ -157,7 +157,7 @@ def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
-    gpus = min(max(1, int(counted[1])), MOST_GPUS) if counted else count or 1
+    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else count or 1
     if found is None:
         known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
         raise UsageError(

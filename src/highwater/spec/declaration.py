@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-Command = Literal["find", "try", "predict", "recommend", "emit"]
+CommandName = Literal["find", "try", "predict", "recommend", "emit"]
 """Commands that take settings of a request."""
 
 
@@ -50,7 +50,7 @@ class Setting:
     """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the
     flag."""
     kind: ValueKind | None
-    commands: tuple[Command, ...]
+    commands: tuple[CommandName, ...]
     """Commands that take the setting."""
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
@@ -61,7 +61,7 @@ class Setting:
     """Example in the place of the kind's; None: the kind's."""
     in_base_units: str | None = None
     """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``."""
-    defaults: Mapping[Command, str] = field(default_factory=dict[Command, str])
+    defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])
     """A value's part of a rung's label, by the value."""

@@ -24,20 +24,20 @@ from highwater.spec.declaration import (
     SWITCH,
     TIME,
     TOKENS,
-    Command,
+    CommandName,
     Setting,
 )
 
 Topic = Literal["model", "trial", "lengths", "search", "optimizer", "objective"]
 
-_FIND: tuple[Command, ...] = ("find",)
-_TRY: tuple[Command, ...] = ("try",)
-_RUN: tuple[Command, ...] = ("find", "try")
+_FIND: tuple[CommandName, ...] = ("find",)
+_TRY: tuple[CommandName, ...] = ("try",)
+_RUN: tuple[CommandName, ...] = ("find", "try")
 """Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
 ``memory``, in the place of which predictions have flags of their own."""
-_LENGTHS: tuple[Command, ...] = ("find", "predict")
-_PREDICT: tuple[Command, ...] = ("find", "try", "predict")
-_ALL: tuple[Command, ...] = ("find", "try", "predict", "recommend", "emit")
+_LENGTHS: tuple[CommandName, ...] = ("find", "predict")
+_PREDICT: tuple[CommandName, ...] = ("find", "try", "predict")
+_ALL: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
 
 
 def _number(name: str, metavar: str, help_: str) -> Setting:
@@ -324,7 +324,7 @@ IN_A_LABEL: tuple[Setting, ...] = (
 """Settings that the label of a rung tells, in its order."""
 
 
-def taken_by(command: Command, *, but_not: Command | None = None) -> tuple[Setting, ...]:
+def taken_by(command: CommandName, *, but_not: CommandName | None = None) -> tuple[Setting, ...]:
     """The settings that a command takes, without those that another takes too, in the order in
     which its help lists them.
     """

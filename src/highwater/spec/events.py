@@ -48,7 +48,7 @@ class ReleaseCached(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """The allocator is told to give back what is cached, as ``torch.cuda.empty_cache`` does."""
 
 
-Event = Allocate | Free | GiveBack | Enter | ReleaseCached
+TraceEvent = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
 class TraceOrder(Record, frozen=True, kw_only=True):
@@ -78,4 +78,4 @@ class EventLog(Record, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ("",)
     """Names of modules of the model, by the index that events name: the innermost one whose forward
     pass, or recomputation, was running; empty for none."""
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]

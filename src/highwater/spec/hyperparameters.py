@@ -108,15 +108,15 @@ NAMES: tuple[str, ...] = Hyperparameters.__struct_fields__
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyperparameters)}
 
 
-class _Range(NamedTuple):
+class _NumberRange(NamedTuple):
     words: str
     holds: Callable[[float], bool]
 
 
-_NOT_NEGATIVE = _Range("0 or more", lambda value: value >= 0)
-_POSITIVE = _Range("above 0", lambda value: value > 0)
-_SHARE = _Range("between 0 and 1", lambda value: 0 <= value <= 1)
-_BETA = _Range("0 or more and below 1", lambda value: 0 <= value < 1)
+_NOT_NEGATIVE = _NumberRange("0 or more", lambda value: value >= 0)
+_POSITIVE = _NumberRange("above 0", lambda value: value > 0)
+_SHARE = _NumberRange("between 0 and 1", lambda value: 0 <= value <= 1)
+_BETA = _NumberRange("0 or more and below 1", lambda value: 0 <= value < 1)
 _RANGES = {
     "learning_rate": _NOT_NEGATIVE,
     "adam_beta1": _BETA,
@@ -126,7 +126,7 @@ _RANGES = {
     "max_grad_norm": _NOT_NEGATIVE,
     "clip_ratio_low": _SHARE,
     "clip_ratio_high": _NOT_NEGATIVE,
-    "dual_clip": _Range("above 1, or 0 for none", lambda value: value == 0 or value > 1),
+    "dual_clip": _NumberRange("above 1, or 0 for none", lambda value: value == 0 or value > 1),
     "kl_coefficient": _NOT_NEGATIVE,
     "entropy_coefficient": _NOT_NEGATIVE,
     "dpo_beta": _POSITIVE,

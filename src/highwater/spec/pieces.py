@@ -11,7 +11,7 @@ from typing import NamedTuple
 from highwater.spec.trial import Device
 
 
-class _Range(NamedTuple):
+class _PieceRange(NamedTuple):
     """Lengths that a piece may have on a device."""
 
     shortest: int
@@ -20,13 +20,13 @@ class _Range(NamedTuple):
     """Rows that the kernels round up to in what they allocate."""
 
 
-_RANGES: Mapping[Device, _Range] = {
+_RANGES: Mapping[Device, _PieceRange] = {
     # What is cut has more than 16,384 tokens: even with a single head no kernel then splits keys
     # for want of work.
-    "cuda": _Range(4096, 16384, 128),
+    "cuda": _PieceRange(4096, 16384, 128),
     # From 768 on PyTorch's scratch does not depend on the length. Source: ATen,
     # FlashAttentionKernel.cpp.
-    "cpu": _Range(768, 1535, 1),
+    "cpu": _PieceRange(768, 1535, 1),
 }
 _MOST_PADDING = 0.005
 """Share by which rounded pieces may take larger buffers than the rounded whole."""

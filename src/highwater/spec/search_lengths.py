@@ -11,7 +11,7 @@ from highwater.spec.settings import Rope
 from highwater.spec.trial import Device
 from highwater.units import format_tokens
 
-_CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
+CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
 """Longest length to try unless the user names one. On the CPU, where attention's square is felt, a
 search has to end."""
 
@@ -41,7 +41,7 @@ def _longest(
     where nothing scales the positions past it, and at most a sliding window.
     """
     native = model.shape.native_length_tokens
-    longest, notes = request.max_tokens or _CEILING_TOKENS[device], ()
+    longest, notes = request.max_tokens or CEILING_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
         longest = max(longest, request.start_tokens)
         notes = (

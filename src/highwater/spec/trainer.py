@@ -25,9 +25,8 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     step: str
     """The step that is predicted, and what is particular about it, for readers of a
     configuration."""
-    runner: Literal["local"] | None
-    """The runner of its trials, by a name of this package's runners. None: nothing here runs them,
-    and no trial of ours says anything about it."""
+    is_run: bool
+    """Whether its trials are run here. If not, no trial of ours says anything about it."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
     grid of lengths, and what takes no memory. None: every field."""
@@ -45,11 +44,6 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
         """Whether any field of ``Request`` may be named for it."""
         return self.settings is None
 
-    @property
-    def is_run(self) -> bool:
-        """Whether its trials are run here, and tell about it."""
-        return self.runner is not None
-
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that may not be named for this trainer, in
         alphabetical order.
@@ -62,14 +56,14 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
     "highwater": TrainerTraits(
         title="highwater",
         step="highwater's own engine, with its tiles, chunks and kernels",
-        runner="local",
+        is_run=True,
         has_windows=False,
         traces="made",
     ),
     "trinity": TrainerTraits(
         title="Trinity-RFT",
         step="Trinity-RFT's trainer, which is verl's actor",
-        runner=None,
+        is_run=False,
         settings=frozenset(
             (
                 *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from highwater.models.weight_names import name_in_files
-from highwater.spec.events import Allocate, Enter, Event, Free, GiveBack, ReleaseCached
+from highwater.spec.events import Allocate, Enter, Free, GiveBack, ReleaseCached, TraceEvent
 from highwater.tracer import fake_cuda
-from highwater.tracer.inplace_accumulation import GradientSums
-from highwater.tracer.kernel_workspaces import HIDDEN
+from highwater.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.tracer.kernel_workspaces import WORKSPACES
 
 aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
@@ -47,12 +47,12 @@ class _GivenBack:
 class AllocationRecorder(TorchDispatchMode):
     """Every storage on the device that an operator returns: its birth, its resizing, its end."""
 
-    def __init__(self, sums: GradientSums | None = None) -> None:
+    def __init__(self, sums: InplaceAccumulation | None = None) -> None:
         """Make a recorder without events. Where ``sums`` have not learned, or there are none,
         gradients are added up in copies.
         """
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.operators: dict[str, int] = {}
         self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
@@ -73,8 +73,8 @@ class AllocationRecorder(TorchDispatchMode):
         """Allocations that are not free yet, the oldest first."""
         self._launches = 0
         self.most_awaited: int | None = None
-        self.hidden = HIDDEN
-        self._sums = sums or GradientSums()
+        self.hidden = WORKSPACES
+        self._sums = sums or InplaceAccumulation()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -43,7 +43,7 @@ class _Counts(NamedTuple):
     to_storage: int
 
 
-class GradientSums:
+class InplaceAccumulation:
     """What an operator that a dispatch mode is asked for would be on plain tensors; sums stay as
     they are until it has learned.
     """

@@ -1,5 +1,5 @@
-"""Stand-ins: for the tracer, what allocates as a kernel does in the place of what does not run on
-fake tensors of a CPU build.
+"""Kernel stubs: for the tracer, what allocates as a kernel does in the place of what does not run
+on fake tensors of a CPU build.
 
 For the tracer's own process only: nothing here is undone.
 """
@@ -36,7 +36,7 @@ def put(kernel: Kernel) -> None:
         x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None
     ) -> Tensor:
         return (
-            _RmsNorm.apply(x, weight)
+            _RmsNormStub.apply(x, weight)
             if x.device.type == "cuda"
             else norm(x, list(shape), weight, eps)
         )
@@ -104,7 +104,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_real_tensors
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNormStub(torch.autograd.Function):
     """The allocations of PyTorch's fused RMS norm."""
 
     @staticmethod

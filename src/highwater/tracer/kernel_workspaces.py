@@ -1,5 +1,5 @@
-"""Hidden bytes: what a kernel takes of the allocator for itself, and gives back before it returns.
-No fake tensor shows it.
+"""Kernel workspaces: what a kernel takes of the allocator for itself, and gives back before it
+returns. No fake tensor shows it.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 """Values that a thread of a sum adds up: the fewest where several blocks share a column, and the
 fewest that make several share one."""
 
-HIDDEN: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
+WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.embedding_dense_backward.default: _in_embedding_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,

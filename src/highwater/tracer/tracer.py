@@ -33,8 +33,8 @@ from highwater.spec.trial import TrialSpec
 from highwater.tracer import fake_cuda, kernel_stubs
 from highwater.tracer.allocation_recorder import AllocationRecorder
 from highwater.tracer.fake_dispatch import QuickFakeMode
-from highwater.tracer.inplace_accumulation import GradientSums
-from highwater.tracer.kernel_workspaces import HIDDEN, in_column_sums
+from highwater.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.tracer.kernel_workspaces import WORKSPACES, in_column_sums
 from highwater.tracer.trainers import TRACED
 from highwater.train.micro_batches import batches
 from highwater.train.rank_context import RankContext
@@ -54,7 +54,8 @@ def main() -> None:
         unfinished.write_bytes(msgspec.json.encode(trace(order)))
         unfinished.replace(target)
         exit_code = 0
-    except Exception:  # noqa: BLE001 -- the edge of the process, which has to end as the next line has it
+    # the edge of the process, which has to end as the next line has it
+    except Exception:  # noqa: BLE001
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,10 +75,10 @@ def trace(order: TraceOrder) -> EventLog:
     source = batches(spec, vocab_size=_vocab_size(spec), data_rank=context.data_rank)
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]
     rehearsal = rehearsal_batch(spec, context)
-    sums = GradientSums()
+    sums = InplaceAccumulation()
     sums.learn(AllocationRecorder(sums))
     recorder = AllocationRecorder(sums)
-    recorder.hidden = HIDDEN | {
+    recorder.hidden = WORKSPACES | {
         aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
     }
     trainer = TRACED[order.trainer]

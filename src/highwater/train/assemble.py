@@ -1,4 +1,4 @@
-"""Assemble: the models and optimizers that a trial's settings ask for, as one Trainer."""
+"""Assemble: the models and optimizers that a trial's settings ask for, as one Training."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ from highwater.train.experience import (
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
-Enter = Callable[[str], None]
+EnterPhase = Callable[[str], None]
 """Listener that is told the name of each phase as it begins."""
 
 
@@ -79,7 +79,7 @@ class Training:
 
 
 def train_step(
-    training: Training, micro_batches: Sequence[Batch], *, enter: Enter = _nobody
+    training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One step on this rank's micro-batches; returns the policy's loss over the whole batch, and
     the gradients' norms.
@@ -99,7 +99,7 @@ def train_step(
 
 
 def backward_of(
-    training: Training, micro_batches: Sequence[Batch], *, enter: Enter = _nobody
+    training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
 ) -> Tensor:
     """Add the gradients of all micro-batches to the shards; returns this rank's share of the
     policy's loss.
@@ -357,7 +357,7 @@ def _critic_loss(
     )
 
 
-def _backward(share: Tensor, model: nn.Module, enter: Enter) -> Tensor:
+def _backward(share: Tensor, model: nn.Module, enter: EnterPhase) -> Tensor:
     enter("backward")
     with adding_up(model):
         share.backward()

@@ -1,4 +1,4 @@
-"""One trial on one rank: take a place, build, divide the budget, take the steps; a report can be
+"""One trial on one rank: join the group, build, divide the budget, take the steps; a report can be
 made of it at any time.
 """
 

@@ -22,7 +22,7 @@ as large as those.
 
 The gradients themselves are 1; the root as it was gathered and its gradients in bfloat16, which cut
 what activations left into holes, half of that each; the rest is what lies between. Source: traces
-in docs/results/lab/terms.json; of 8B there is a new block at 49,152 tokens on 4 GPUs and none
+in docs/results/lab/breakdown.json; of 8B there is a new block at 49,152 tokens on 4 GPUs and none
 at 65,536, on 8 GPUs at 65,536 and none at 131,072.
 """
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from highwater.memory.interval.residuals import Method, Residual, traits_of
+from highwater.memory.interval.residuals import PredictionMethod, Residual, traits_of
 from highwater.spec.codec import Record
 from highwater.spec.hardware import kind_name
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
@@ -81,18 +81,18 @@ class Calibration(Record, frozen=True, kw_only=True):
 
 def calibrate(
     question: Question,
-    method: Method,
+    method: PredictionMethod,
     *,
-    shipped: Sequence[Residual],
+    bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
     coverage: float = COVERAGE,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Calibration:
-    """The intervals of a question's predictions. A trial that is in both ``shipped`` and ``own``,
+    """The intervals of a question's predictions. A trial that is in both ``bundled`` and ``own``,
     or twice in one, counts once.
     """
     known: dict[object, Residual] = {}
-    for each in (*shipped, *own):
+    for each in (*bundled, *own):
         if each.method == method:
             known.setdefault((each.trial, each.device_name, each.measured_bytes), each)
     both = list(known.values())
@@ -111,7 +111,7 @@ def calibrate(
     return Calibration(
         coverage=coverage,
         factors=tuple(factors for factors in learned if factors is not None),
-        own_trials=sum(residual not in shipped for residual in used),
+        own_trials=sum(residual not in bundled for residual in used),
         device_names=_distinct(residual.device_name for residual in used),
         model_names=_distinct(residual.model_name for residual in used),
         gpus=tuple(sorted({residual.gpus for residual in used})),

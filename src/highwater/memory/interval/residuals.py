@@ -23,7 +23,7 @@ from highwater.spec.study import Question, RecordedTrial, Study, counted_ranks
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
-Method = Literal["formula", "trace"]
+PredictionMethod = Literal["formula", "trace"]
 """Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
 
 MOST_TRACED = 8
@@ -39,7 +39,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     default, that of all trials before it, and is written where it is another.
     """
 
-    method: Method
+    method: PredictionMethod
     trial: str
     """Digest of the trial's specification."""
     measured_bytes: int
@@ -209,7 +209,7 @@ def _workspaces_bytes(result: TrialResult, own: MachineConstants | None) -> tupl
 def residual(
     spec: TrialSpec,
     result: TrialResult,
-    method: Method,
+    method: PredictionMethod,
     needed_bytes: int,
     *,
     cached_bytes: int = 0,

@@ -1,5 +1,5 @@
-"""Affine: one trace for every length. Where the events of two lengths differ in bytes alone, those
-are lines over the tokens.
+"""Scaled trace: one trace for every length. Where the events of two lengths differ in bytes alone,
+those are lines over the tokens.
 
 A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same
 order at any length. What a kernel takes for itself may end at some size: a line with a ceiling.
@@ -10,7 +10,15 @@ from fractions import Fraction
 
 from highwater.memory.trace.allocator import round_size
 from highwater.spec.codec import Record
-from highwater.spec.events import Allocate, Enter, Event, EventLog, Free, GiveBack, ReleaseCached
+from highwater.spec.events import (
+    Allocate,
+    Enter,
+    EventLog,
+    Free,
+    GiveBack,
+    ReleaseCached,
+    TraceEvent,
+)
 
 
 class Kind(Record, frozen=True, kw_only=True):
@@ -45,7 +53,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
         """The log of a micro-batch of so many tokens on the rank."""
         first_phase, release = len(self.kinds), len(self.kinds) + len(self.phases)
         sizes = self._sizes(tokens)
-        events: list[Event] = []
+        events: list[TraceEvent] = []
         count = 0
         for code in self.events:
             if code < 0:

@@ -42,7 +42,7 @@ H200s have 1.6 and 2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outsi
 allocator)."""
 
 
-class ShippedTrace(Record, frozen=True, kw_only=True):
+class BundledTrace(Record, frozen=True, kw_only=True):
     """The step of one model on one layout, on the fullest rank."""
 
     shape: ModelShape
@@ -134,5 +134,5 @@ def _needed(place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator)
 
 @cache
 def _logs() -> dict[tuple[ModelShape, Layout], ScaledTrace]:
-    traces = from_json(lzma.decompress(FILE.read_bytes()), tuple[ShippedTrace, ...])
+    traces = from_json(lzma.decompress(FILE.read_bytes()), tuple[BundledTrace, ...])
     return {(trace.shape, trace.layout): trace.log for trace in traces}

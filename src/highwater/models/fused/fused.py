@@ -201,7 +201,8 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
             # A scale that comes from the head's size would be the small one's.
             if features is None or features.get("scaling") != getattr(module, "scaling", None):
                 return None
-    except Exception:  # noqa: BLE001 -- whatever it needs besides, ours does not give it: left alone
+    # whatever it needs besides, ours does not give it: left alone
+    except Exception:  # noqa: BLE001
         return None
     return None if _rotates_a_part(theirs, inputs, cosines[..., ::2], sines[..., ::2]) else features
 
@@ -316,7 +317,8 @@ def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) ->
         with torch.no_grad():
             expected = theirs(inputs)
             ours = GatedMlp(small, tiles=None)(inputs)
-    except Exception:  # noqa: BLE001 -- whatever it needs besides its projections, ours does not give it: left alone
+    # whatever it needs besides its projections, ours does not give it: left alone
+    except Exception:  # noqa: BLE001
         return False
     return expected.shape == ours.shape and bool(
         torch.allclose(ours, expected, rtol=1e-10, atol=1e-10)

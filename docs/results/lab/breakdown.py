@@ -1,10 +1,11 @@
 """The formula beside traces where no search has a trial: peaks of allocated bytes, and of reserved
 ones where sequences are short.
 
-``python docs/results/lab/terms.py`` (no GPU, half a minute a trace) goes on with ``terms.json``
-beside it; ``--table`` only prints. The file holds what the traces said, the table asks the formula
-of today. Traces of what was tried, on one to four H200s, have every peak of allocated bytes to the
-byte (``traced.py``); these are the only ones with nothing measured behind them.
+``python docs/results/lab/breakdown.py`` (no GPU, half a minute a trace) goes on with
+``breakdown.json`` beside it; ``--table`` only prints. The file holds what the traces said, the
+table asks the formula of today. Traces of what was tried, on one to four H200s, have every peak of
+allocated bytes to the byte (``traced.py``); these are the only ones with nothing measured behind
+them.
 """
 
 import argparse
