@@ -34,7 +34,6 @@ ELSEWHERE = {
 """Words that mean what the field means by them there."""
 SHARED = {
     "build": "puts together what its room is about",
-    "allocator": "PyTorch's: the flag, and its replay",
     "environment": "what a process is started in: a trial's, a benchmark's",
     "guide": "the command and its page",
     "recommend": "the command and what it answers",

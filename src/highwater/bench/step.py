@@ -28,7 +28,7 @@ from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer, LigerPeer
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
-from highwater.spec.allocator import allocator_environment
+from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model

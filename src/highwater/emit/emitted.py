@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.allocator import allocator_environment
+from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.codec import Record
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation

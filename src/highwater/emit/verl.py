@@ -21,7 +21,7 @@ from highwater.emit.emitted import (
     yarn_lines,
 )
 from highwater.errors import UsageError
-from highwater.spec.allocator import ENV_IN_WORDS
+from highwater.spec.allocator_variables import ENV_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.9.1"

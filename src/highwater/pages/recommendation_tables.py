@@ -10,7 +10,7 @@ from dataclasses import replace
 from highwater.memory.trainers import MEMORY
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn

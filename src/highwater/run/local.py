@@ -21,7 +21,7 @@ from highwater.run.private_folder import private_folder
 from highwater.run.probe import busy_gpus, probe, refuse_busy_gpus
 from highwater.run.ranks import read_exits
 from highwater.run.reaper import module, under_reaper
-from highwater.spec.allocator import ALLOCATOR_VARIABLES, allocator_environment
+from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import read_file
 from highwater.spec.flops import step_flops

@@ -3,7 +3,7 @@
 What has no name here is not recorded.
 """
 
-from highwater.spec.allocator import ALLOCATOR_VARIABLES
+from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Record
 
 RECORDED_VARIABLES = (

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-from highwater.spec.allocator import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.rope import yarn_parameters
 
 WORDS: Mapping[str, str] = {

@@ -6,7 +6,7 @@ from highwater.pages.study.capacity_figures import place
 from highwater.pages.study.study_order import file_and_folder, ordered_by
 from highwater.pages.study.study_report import StudyReport
 from highwater.pages.text_table import TextTable
-from highwater.spec.allocator import ALLOCATOR_VARIABLES
+from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
 from highwater.spec.study import Question, Study
 from highwater.units import format_bytes, format_seconds, format_tokens

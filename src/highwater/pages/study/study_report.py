@@ -13,7 +13,7 @@ import msgspec
 
 from highwater.pages.study.study_commands import Command, commands
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
-from highwater.spec.allocator import ALLOCATOR_VARIABLES
+from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Record
 from highwater.spec.secrets import study_without_secrets, without_secrets
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
