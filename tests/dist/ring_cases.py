@@ -1,0 +1,132 @@
+"""Run by test_ring.py on each rank: attention by a ring, by Ulysses around it too, beside the
+reference over the whole row.
+"""
+
+import json
+import sys
+import traceback
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from highwater.attention.reference import reference_attention
+from highwater.attention.ring import attend_in_ring
+from highwater.attention.ulysses import attend_sharded
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.sequence_layout import PADDING, SequenceLayout
+
+ROWS = {
+    "one": (17,),
+    "odd": (5, 5, 1, 30),
+    "equal": (64, 64),
+    "shorter than the ring": (1, 2, 3),
+    "long and short": (101, 7),
+}
+HEADS = {"groups": (4, 2), "all": (4, 4), "one key": (4, 1)}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+HEAD_SIZE, SCALING = 8, 0.3
+
+
+class Case(NamedTuple):
+    """One row of documents, cut in one way."""
+
+    row: str
+    heads: str
+    dtype: str
+    ulysses: int
+
+    @property
+    def name(self) -> str:
+        return ", ".join((self.row, self.heads, self.dtype, f"Ulysses {self.ulysses}"))
+
+
+def cases_for(processes: int) -> list[Case]:
+    degrees = [n for n in (1, 2) if processes % n == 0 and processes // n > 1]
+    return [Case(*each) for each in product(ROWS, HEADS, DTYPES, degrees)]
+
+
+def main() -> None:
+    result = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    process_mesh.join(torch.device("cpu"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = {degree: _groups(degree, world) for degree in (1, 2) if world % degree == 0}
+    results: dict[str, dict[str, float | str]] = {}
+    for case in cases_for(world):
+        try:
+            results[case.name] = run(case, rank, world, *groups[case.ulysses])
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    every = [None] * world
+    dist.all_gather_object(every, results)
+    if rank == 0:
+        result.write_text(json.dumps(every))
+    process_mesh.leave()
+
+
+def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's neighbours, which exchange heads, and its ring."""
+    neighbours = [list(range(first, first + ulysses)) for first in range(0, world, ulysses)]
+    rings = [list(range(first, world, ulysses)) for first in range(ulysses)]
+    own = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (neighbours, rings)]
+    return own[0], own[1]
+
+
+def run(
+    case: Case, rank: int, world: int, neighbours: dist.ProcessGroup, ring: dist.ProcessGroup
+) -> dict[str, float | str]:
+    """Largest deviations on this rank: output, and the three gradients."""
+    lengths, dtype = ROWS[case.row], DTYPES[case.dtype]
+    whole, gradient = _inputs(lengths, *HEADS[case.heads], dtype)
+    layout = SequenceLayout(lengths, case.ulysses, world // case.ulysses)
+    expected = reference_attention(*whole, document_lengths=lengths, scaling=SCALING)
+    wanted = torch.autograd.grad(expected, whole, gradient.double())
+    positions_T = torch.from_numpy(layout.share_of(rank).positions_T)
+    is_token_T = positions_T != PADDING
+
+    def held(tensor_SXD: Tensor) -> Tensor:
+        """What this rank holds of a tensor of the row, as the engine has it: BXTD."""
+        own_TXD = tensor_SXD.detach()[positions_T] * is_token_T[:, None, None]
+        return own_TXD.transpose(0, 1)[None]
+
+    own = [held(tensor).requires_grad_() for tensor in whole]
+    attend = partial(
+        attend_in_ring,
+        held_lengths=[length // layout.ring_degree for length in layout.padded_lengths],
+        scaling=SCALING,
+        group=ring,
+    )
+    found_BTHD = (
+        attend(*own) if case.ulysses == 1 else attend_sharded(*own, group=neighbours, attend=attend)
+    )
+    got = torch.autograd.grad(found_BTHD, own, held(gradient).transpose(1, 2))
+    pairs = {"output": (found_BTHD.transpose(1, 2), expected)} | {
+        name: (mine, theirs)
+        for name, mine, theirs in zip(("query", "key", "value"), got, wanted, strict=True)
+    }
+    return {
+        name: float((mine - held(theirs))[:, :, is_token_T].abs().max()) if is_token_T.any() else 0
+        for name, (mine, theirs) in pairs.items()
+    }
+
+
+def _inputs(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values of the row, and a gradient of the output; SXD."""
+    random = torch.Generator().manual_seed(0)
+
+    def tensor(count: int) -> Tensor:
+        return torch.randn(sum(lengths), count, HEAD_SIZE, generator=random, dtype=dtype)
+
+    whole = [tensor(count).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+    return whole, tensor(heads)
+
+
+if __name__ == "__main__":
+    main()

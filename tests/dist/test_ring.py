@@ -1,0 +1,50 @@
+"""Attention by a ring equals the reference: the output and every gradient, for rows of documents of
+any lengths, on rings of two, three and four, with Ulysses around them.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from rank_groups import RankGroups
+from ring_cases import cases_for
+
+from highwater.attention.ring import Block, block_of
+
+TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
+"""Of numbers around one: a few roundings of each."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_attention_by_a_ring_equals_the_reference(
+    processes: int, ranks: RankGroups, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    ranks.run("ring_cases.py", processes, result)
+    every, cases = json.loads(result.read_text()), cases_for(processes)
+    assert len(every) == processes
+    wrong = {
+        f"rank {rank}: {case.name}": found[case.name]
+        for rank, found in enumerate(every)
+        for case in cases
+        if "error" in found[case.name] or not max(found[case.name].values()) < TOLERANCE[case.dtype]
+    }
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything() -> None:
+    length, degree = 12, 4
+    seen = [
+        [block_of(length, rank=rank, source=(rank - step) % degree) for step in range(degree)]
+        for rank in range(degree)
+    ]
+    for step in range(1, degree):
+        sizes = {_pairs(blocks[step], length) for blocks in seen}
+        assert sizes == {length * length // 2}
+    assert all(blocks[0] == Block(slice(0, 12), slice(0, 12), is_causal=True) for blocks in seen)
+
+
+def _pairs(block: Block, length: int) -> int:
+    queries, keys = (len(range(length)[part]) for part in (block.queries, block.keys))
+    return queries * keys
