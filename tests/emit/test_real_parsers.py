@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -119,13 +119,15 @@ def written(target: Target, case: Case) -> tuple[Path, Emitted]:
     return folder, emitted
 
 
-def run(target: Target, folders: list[Path]) -> subprocess.CompletedProcess[str]:
+def run(
+    target: Target, words: Sequence[str | Path], *, reader: str | None = None
+) -> subprocess.CompletedProcess[str]:
     quiet = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
-    elsewhere = {"MODEL_PATH": str(folders[-1] / "model"), "DATASET": "/data/prompts"}
+    elsewhere = {"MODEL_PATH": str(Path(words[-1], "model")), "DATASET": "/data/prompts"}
     left_out = ("PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     return subprocess.run(
-        [python_of(target), READERS / f"read_{target}.py", *folders],
+        [python_of(target), READERS / (reader or f"read_{target}.py"), *words],
         env=environment | quiet | elsewhere,
         capture_output=True,
         text=True,
@@ -187,6 +189,33 @@ def test_accelerate_says_what_is_the_scripts(name: str) -> None:
     )
     if found.yarn is not None:
         assert block_in(emitted) == found.yarn.block
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("dpo", {"objective": "dpo"}),
+        ("reward", {"objective": "rw"}),
+        ("grpo", {"objective": "grpo"}),
+        ("grpo", {"objective": "grpo", "entropy": "full"}),
+    ],
+)
+def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(
+    command: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    # one GPU: a generation batch is of all processes, and the parser runs in one
+    found = recommend(MODEL, length="4k", gpus="1xH200-141GB", **settings)
+    assert found.chosen is not None
+    emitted = TARGETS["trl"].emit(found, found.chosen, model_path="/models/mine")
+    assert emitted.command.startswith(f"trl {command} ")
+    for name, text in {FILES["trl"]: emitted.text, **emitted.beside}.items():
+        (tmp_path / name).write_text(text)
+    done = run("trl", [command, tmp_path], reader="read_trl_command.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (parsed,) = json.loads(done.stdout.splitlines()[-1])
+    of_the_launcher = {"accelerate_config"}
+    names = {name for name in emitted.values if "." not in name} - of_the_launcher
+    assert {name: parsed[name] for name in names} == {name: emitted.values[name] for name in names}
 
 
 @pytest.mark.parametrize("target", ["trl", "accelerate"])

@@ -27,6 +27,7 @@ from highwater.emit.trl import trl
 from highwater.errors import UsageError
 from highwater.recommendation.recommend import recommend
 from highwater.spec.codec import from_json, to_json
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.model import catalog_names
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -128,6 +129,13 @@ def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
     assert emitted.values["precompute_ref_log_probs"] is True
     assert emitted.values["max_length"] == found.length_tokens
     assert "# precompute_ref_log_probs: " in emitted.text
+
+
+@pytest.mark.parametrize("entropy", ["none", "full", "chunked"])
+def test_grpo_has_entropy_in_trls_loss_where_it_was_predicted_so(entropy: str) -> None:
+    values = trl(*goal(objective="grpo", length="16k", ulysses=[1], entropy=entropy)).values
+    expected = None if entropy == "none" else Hyperparameters().entropy_coefficient
+    assert values.get("entropy_coef") == expected
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])

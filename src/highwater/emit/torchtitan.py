@@ -125,8 +125,6 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
             f"Ulysses: {degree} GPUs share each sequence by context parallelism, which gathers "
             "keys and values of all heads"
         )
-    if settings.entropy != "none":
-        said.append(f"{settings.entropy} entropy: its loss has no such term")
     if settings.strategy == "fsdp":
         said.append("FSDP1: it shards with FSDP2")
     if settings.loss == "chunked" and not is_own:

@@ -23,6 +23,7 @@ from highwater.emit.emitted import (
     refuse_other_objectives,
 )
 from highwater.errors import UsageError
+from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -126,8 +127,6 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
     said: list[str] = []
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
-    if settings.entropy != "none":
-        said.append(f"{settings.entropy} entropy: no loss of its has that term")
     if is_ulysses(chosen):
         said.append(
             "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "
@@ -173,6 +172,8 @@ def _batch_values(
     if command.generates:
         together = rows * chosen.cell.layout.gpus
         values["gradient_accumulation_steps"] = math.lcm(GENERATIONS, together) // together
+        if settings.entropy != "none":
+            values["entropy_coef"] = Hyperparameters().entropy_coefficient
         return values | ({"use_vllm": True, "vllm_mode": "server"} if found.rollout_gpus else {})
     values["max_length"] = found.length_tokens
     if command.precomputes:
