@@ -19,7 +19,7 @@ import torch.distributed as dist
 from reference import Documents, reference_gradients, reference_training
 from torch import Tensor, nn
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models import random_weights
 from highwater.models.build import build, build_on_meta, read_config
 from highwater.models.decoder import LanguageModel
@@ -30,7 +30,7 @@ from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack, shard
+from highwater.train.data import Batch, Document, pack, share_of
 from highwater.train.optimizers import make_optimizer
 from highwater.train.step import Training, train_step
 
@@ -144,7 +144,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
     groups = {
-        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
+        u: process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=u), mesh)
         for u in (1, 2, 4)
         if world % u == 0
     }
@@ -165,7 +165,11 @@ def main() -> None:
 
 
 def run(
-    case: Case, directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int
+    case: Case,
+    directory: Path,
+    mesh: dist.DeviceMesh,
+    shared: process_mesh.SequenceGroups | None,
+    rank: int,
 ) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, gradient norm, and the worst parameter's gradient
     (or change).
@@ -176,12 +180,12 @@ def run(
         pack([Document(*pair) for pair in documents(case.batch, rank // case.ulysses, m)])
         for m in range(MICRO_BATCHES)
     ]
-    own = [shard(batch, ulysses_degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
+    own = [share_of(batch, shared) for batch in whole]
     model = build(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register("flash", group=group),
+        attention=register("flash", shared=shared),
         strategy=case.strategy,
         offload=case.offload,
         loss=case.loss,
@@ -330,7 +334,7 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
 
 
 def made_elsewhere(
-    directory: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None, rank: int
+    directory: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None, rank: int
 ) -> dict[str, float]:
     """By strategy and offload, the worst deviation of saved weights that are trained on."""
     ulysses = min(2, mesh.size())
@@ -344,7 +348,7 @@ def made_elsewhere(
     worst = {}
     for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):
         case = Case(model="diffllama", strategy=strategy, offload=offload, ulysses=ulysses, **how)
-        found = run(case, directory, mesh, group, rank)
+        found = run(case, directory, mesh, shared, rank)
         worst[f"{strategy} {offload}"] = max(found[what] for what in ("loss", "norm", "gradient"))
     return worst
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models import pretrained
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder

@@ -31,7 +31,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.models.weight_names import name_in_files
@@ -91,9 +91,23 @@ THEIRS = {
 NOWHERE = ("-",)
 """The value of a factor that an objective does not have."""
 
+RANKS = (
+    "1",
+    "2",
+    "2 ulysses 2",
+    "2 ring 2",
+    "3 ring 3",
+    "4 ulysses 2",
+    "4 ring 2",
+    "4 ring 4",
+    "4 ulysses 2 ring 2",
+    "6 ulysses 2 ring 3",
+    "8 ulysses 2 ring 2",
+)
+"""Processes, and the degrees by which they share sequences."""
 _EVERYWHERE: Box = {
     "strategy": ("fsdp", "fsdp2"),
-    "ranks": ("1", "2", "2 ulysses 2", "4 ulysses 2"),
+    "ranks": RANKS,
     "offload": ("no", "offload"),
     "recompute": ("none", "layer", "all-but-attention"),
     "micro-batches": ("1", "3"),
@@ -127,7 +141,7 @@ BOXES: tuple[Box, ...] = (
         **_RATIOS,
         **_GROUPS,
         "objective": ("grpo",),
-        "ranks": ("2", "4 ulysses 2"),
+        "ranks": ("2", "4 ulysses 2", "4 ring 2"),
         "groups": ("split",),
     },
 )
@@ -149,12 +163,15 @@ class Case:
         return self.values[factor]
 
     @property
-    def processes(self) -> int:
-        return int(self["ranks"].split()[0])
-
-    @property
-    def ulysses(self) -> int:
-        return int(self["ranks"].split()[-1]) if "ulysses" in self["ranks"] else 1
+    def layout(self) -> Layout:
+        """How they share sequences: ``4 ulysses 2 ring 2``."""
+        gpus, *words = self["ranks"].split()
+        degrees = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        return Layout(
+            gpus=int(gpus),
+            ulysses_degree=degrees.get("ulysses", 1),
+            ring_degree=degrees.get("ring", 1),
+        )
 
     @property
     def objective(self) -> str:
@@ -200,7 +217,7 @@ def cases(strength: int) -> tuple[Case, ...]:
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:
-    return [case for case in cases(strength) if case.processes == processes]
+    return [case for case in cases(strength) if case.layout.gpus == processes]
 
 
 def save_models(folder: Path) -> None:
@@ -251,15 +268,12 @@ def main() -> None:
     process_mesh.join(device)
     world = dist.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    groups = {
-        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
-        for u in (1, 2)
-        if world % u == 0
-    }
+    layouts = dict.fromkeys(case.layout for case in cases_for(world, strength))
+    groups = {layout: process_mesh.sequence_groups(layout, mesh) for layout in layouts}
     results: dict[str, Any] = {}
     for case in cases_for(world, strength):
         try:
-            results[case.name] = run(case, weights, mesh, groups[case.ulysses])
+            results[case.name] = run(case, weights, mesh, groups[case.layout])
         except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
             results[case.name] = {"error": traceback.format_exc()}
     if dist.get_rank() == 0:
@@ -268,7 +282,7 @@ def main() -> None:
 
 
 def run(
-    case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+    case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> dict[str, float | str]:
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of
     rank 0, which knows them.
@@ -276,17 +290,13 @@ def run(
     rank = dist.get_rank()
     step = [
         [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
-        for data_rank in range(mesh.size() // case.ulysses)
+        for data_rank in range(case.layout.data_parallel_degree)
     ]
     own = [
-        data.shard(
-            data.pack([_ours(one) for one in micro_batch]),
-            ulysses_degree=case.ulysses,
-            rank=rank % case.ulysses,
-        )
-        for micro_batch in step[rank // case.ulysses]
+        data.share_of(data.pack([_ours(one) for one in micro_batch]), shared)
+        for micro_batch in step[rank // case.layout.context_degree]
     ]
-    training = train(case, weights, mesh, group)
+    training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
     ours = {
         "policy": gradients(training.policy),
@@ -315,7 +325,7 @@ def run(
 
 
 def train(
-    case: Case, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+    case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> Training:
     """As highwater.train.assemble does, in float64, and each model with weights of its own."""
     settings = case.settings
@@ -326,7 +336,7 @@ def train(
             read_config(str(weights / name), length_tokens=LENGTH_TOKENS, rope="auto"),
             directory=str(weights / name),
             mesh=mesh,
-            attention=register("flash", group=group),
+            attention=register("flash", shared=shared),
             compute_dtype=torch.float64,
             master_dtype=torch.float64,
             **how,
@@ -348,7 +358,7 @@ def train(
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters()),
         mesh=mesh,
-        sequence=group,
+        sequence=shared and shared.every,
         objective=settings.objective,
         entropy=settings.entropy != "none",
         critic=critic,

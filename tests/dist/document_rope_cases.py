@@ -28,12 +28,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Document, pack, shard
+from highwater.train.data import Document, pack, share_of
 from highwater.train.step import Training, train_step
 
 VOCABULARY = 97
@@ -176,7 +176,7 @@ def run(
 ) -> dict[str, float | str]:
     """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
     dtype = getattr(torch, case.dtype)
-    group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
+    shared = process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
     data_rank, data_ranks = rank // case.ulysses, world // case.ulysses
     whole = [
         pack([Document(ids, ids) for ids in documents(lengths, data_rank)])
@@ -186,7 +186,7 @@ def run(
         read_config(str(directory), length_tokens=64, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register("flash", group=group),
+        attention=register("flash", shared=shared),
         strategy=case.strategy,
         loss="full",
         recompute=case.recompute,
@@ -194,7 +194,7 @@ def run(
         master_dtype=dtype,
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    own = [shard(batch, ulysses_degree=case.ulysses, rank=rank % case.ulysses) for batch in whole]
+    own = [share_of(batch, shared) for batch in whole]
     loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
     found = _whole(model, optimizer.gradients)
     expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)

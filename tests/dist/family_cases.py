@@ -21,7 +21,7 @@ from float64 import Lifted
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import HighwaterError
 from highwater.models.build import build, read_config
 from highwater.models.weight_names import name_in_files
@@ -29,7 +29,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.train.data import Document, pack, shard
+from highwater.train.data import Document, pack, share_of
 from highwater.train.step import Training, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def _ours(
     """Loss, norm before clipping and every gradient, by the engine."""
     device, rank, ulysses = torch.device("cpu"), dist.get_rank(), layout.get("ulysses", 1)
     mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    group = process_mesh.sequence_group(
+    shared = process_mesh.sequence_groups(
         Layout(gpus=dist.get_world_size(), ulysses_degree=ulysses), mesh
     )
     whole = [
@@ -160,7 +160,7 @@ def _ours(
         read_config(str(directory), length_tokens=LONGEST, rope="auto"),
         directory=str(directory),
         mesh=mesh,
-        attention=register("flash", group=group),
+        attention=register("flash", shared=shared),
         strategy=layout["strategy"],
         offload=layout.get("offload", False),
         loss="chunked",
@@ -170,9 +170,10 @@ def _ours(
         master_dtype=dtype,
     )
     optimizer = RecordGradients(model.parameters(), lr=0.0)
-    micro_batches = [shard(batch, ulysses_degree=ulysses, rank=rank % ulysses) for batch in whole]
+    micro_batches = [share_of(batch, shared) for batch in whole]
     loss, (norm, *_) = train_step(
-        Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=group), micro_batches
+        Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every),
+        micro_batches,
     )
     return loss, norm, _whole(model, optimizer.gradients)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.weight_names import name_in_files
 from highwater.parallel import mesh as process_mesh

@@ -15,7 +15,7 @@ import torch
 from plain_objectives import Plain, plain
 from torch import Tensor, nn
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.models.weight_names import name_in_files
@@ -26,7 +26,7 @@ from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.objective import TRAITS
 from highwater.tracer import trinity_step
-from highwater.train.data import Document, pack, shard
+from highwater.train.data import Document, pack, share_of
 from highwater.train.step import Training, backward_of
 
 MICRO_BATCHES = 2
@@ -155,11 +155,8 @@ def run(
         [documents(r, m, case.documents) for m in range(MICRO_BATCHES)]
         for r in range(world // case.ulysses)
     ]
-    group = process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
-    own = [
-        shard(pack(b), ulysses_degree=case.ulysses, rank=rank % case.ulysses)
-        for b in ranks[rank // case.ulysses]
-    ]
+    shared = process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
+    own = [share_of(pack(b), shared) for b in ranks[rank // case.ulysses]]
 
     def model(name: str, loss: str | None) -> Decoder:
         dtype = getattr(torch, case.dtype)
@@ -167,7 +164,7 @@ def run(
             read_config(str(weights / name), length_tokens=64, rope="auto"),
             directory=str(weights / name),
             mesh=mesh,
-            attention=register("flash", group=group),
+            attention=register("flash", shared=shared),
             loss=loss,
             recompute="layer",
             compute_dtype=dtype,
@@ -177,7 +174,7 @@ def run(
         )
 
     if case.trainer == "trinity":
-        policy = trinity_actor(case, weights / case.model, mesh, group)
+        policy = trinity_actor(case, weights / case.model, mesh, shared)
     else:
         policy = model("scalar", None) if case.objective == "rw" else model(case.model, case.loss)
     critic = model("scalar", None) if case.critic else None
@@ -185,7 +182,7 @@ def run(
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters()),
         mesh=mesh,
-        sequence=group,
+        sequence=shared and shared.every,
         objective=case.objective,
         entropy=case.entropy,
         critic=critic,
@@ -209,7 +206,7 @@ def run(
 
 
 def trinity_actor(
-    case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, group: object
+    case: Case, folder: Path, mesh: torch.distributed.DeviceMesh, shared: object
 ) -> Decoder:
     """The reference system's model; its parameters keep their names, so that they can be
     compared.
@@ -217,7 +214,7 @@ def trinity_actor(
     dtype = getattr(torch, case.dtype)
     config = read_config(str(folder), length_tokens=64, rope="auto")
     actor = trinity_step.actor_on_meta(
-        config, attention=register("flash", group=group), dtype=dtype
+        config, attention=register("flash", shared=shared), dtype=dtype
     )
     return trinity_step.on_fsdp1(
         actor, directory=str(folder), mesh=mesh, compute_dtype=dtype, use_orig_params=True

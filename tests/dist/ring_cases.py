@@ -5,19 +5,23 @@ reference over the whole row.
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from highwater.attention import ring
 from highwater.attention.reference import reference_attention
-from highwater.attention.ring import attend_in_ring
+from highwater.attention.ring import Ring, attend_in_ring
 from highwater.attention.ulysses import attend_sharded
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.collectives import pass_on
 from highwater.parallel.sequence_layout import PADDING, SequenceLayout
 
 ROWS = {
@@ -78,7 +82,7 @@ def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGr
 
 
 def run(
-    case: Case, rank: int, world: int, neighbours: dist.ProcessGroup, ring: dist.ProcessGroup
+    case: Case, rank: int, world: int, neighbours: dist.ProcessGroup, around: dist.ProcessGroup
 ) -> dict[str, float | str]:
     """Largest deviations on this rank: output, and the three gradients."""
     lengths, dtype = ROWS[case.row], DTYPES[case.dtype]
@@ -95,12 +99,13 @@ def run(
         return own_TXD.transpose(0, 1)[None]
 
     own = [held(tensor).requires_grad_() for tensor in whole]
-    attend = partial(
-        attend_in_ring,
-        held_lengths=[length // layout.ring_degree for length in layout.padded_lengths],
+    of_calls = Ring(
+        held_lengths=tuple(length // layout.ring_degree for length in layout.padded_lengths),
         scaling=SCALING,
-        group=ring,
+        kernel="flash",
+        group=around,
     )
+    attend = partial(attend_in_ring, ring=of_calls)
     found_BTHD = (
         attend(*own) if case.ulysses == 1 else attend_sharded(*own, group=neighbours, attend=attend)
     )
@@ -109,10 +114,39 @@ def run(
         name: (mine, theirs)
         for name, mine, theirs in zip(("query", "key", "value"), got, wanted, strict=True)
     }
-    return {
+    found = {
         name: float((mine - held(theirs))[:, :, is_token_T].abs().max()) if is_token_T.any() else 0
         for name, (mine, theirs) in pairs.items()
     }
+    upstream = held(gradient).transpose(1, 2)
+    return found | (_kept(own, attend, upstream, got) if case.ulysses == 1 else {})
+
+
+def _kept(
+    own: list[Tensor], attend: partial[Tensor], upstream: Tensor, expected: Sequence[Tensor]
+) -> dict[str, float | str]:
+    """The largest deviation of a gradient where the call is recomputed and keeps what it attended;
+    and how often something was passed on besides keys and values twice, their gradients once.
+    """
+    passed = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal passed
+        passed += 1
+        return pass_on(*arguments)
+
+    ring.pass_on = counted
+    try:
+        found_BTHD = checkpoint(
+            attend, *own, use_reentrant=False, context_fn=ring.kept_in_recompute
+        )
+        got = torch.autograd.grad(found_BTHD, own, upstream)
+    finally:
+        ring.pass_on = pass_on
+    degree = attend.keywords["ring"].degree
+    pairs = zip(got, expected, strict=True)
+    off = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    return {"kept": off, "passed besides": abs(passed - 2 * (degree - 1) - degree)}
 
 
 def _inputs(

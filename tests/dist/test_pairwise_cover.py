@@ -48,10 +48,8 @@ def test_cases_lie_within_the_constraints() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "processes",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.corpus
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
 def test_every_combination_of_two_equals_its_reference(
     processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
 ) -> None:
@@ -60,7 +58,7 @@ def test_every_combination_of_two_equals_its_reference(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
 def test_every_combination_of_three_equals_its_reference(
     processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rank_groups import RankGroups
 from ring_cases import cases_for
 
-from highwater.attention.ring import Block, block_of
+from highwater.attention.ring import Pairing, pairing_of
 
 TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""
@@ -36,15 +36,15 @@ def test_attention_by_a_ring_equals_the_reference(
 def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything() -> None:
     length, degree = 12, 4
     seen = [
-        [block_of(length, rank=rank, source=(rank - step) % degree) for step in range(degree)]
+        [pairing_of(length, rank=rank, source=(rank - step) % degree) for step in range(degree)]
         for rank in range(degree)
     ]
     for step in range(1, degree):
         sizes = {_pairs(blocks[step], length) for blocks in seen}
         assert sizes == {length * length // 2}
-    assert all(blocks[0] == Block(slice(0, 12), slice(0, 12), is_causal=True) for blocks in seen)
+    assert all(blocks[0] == Pairing(slice(0, 12), slice(0, 12), is_causal=True) for blocks in seen)
 
 
-def _pairs(block: Block, length: int) -> int:
+def _pairs(block: Pairing, length: int) -> int:
     queries, keys = (len(range(length)[part]) for part in (block.queries, block.keys))
     return queries * keys

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import register, select_kernel
+from highwater.attention.dense import select_kernel
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard

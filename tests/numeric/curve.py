@@ -10,7 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.dense import register, select_kernel
+from highwater.attention.dense import select_kernel
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters

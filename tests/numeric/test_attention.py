@@ -6,9 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from highwater.attention.dense import attend, register, select_kernel
+from highwater.attention.dense import attend, select_kernel
 from highwater.attention.reference import reference_attention
+from highwater.attention.registry import register
 from highwater.errors import ModelError
+from highwater.parallel.sequence_layout import SequenceLayout
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""
@@ -69,7 +71,7 @@ def test_the_kernel_of_a_cpu_is_flash() -> None:
     ("arguments", "said"),
     [
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
-        ({"document_lengths": None}, "see each other"),
+        ({"sequence_layout": None}, "see each other"),
         ({"sliding_window": 3}, "sliding window"),
         ({"softcap": 30.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
@@ -86,7 +88,7 @@ def test_what_is_not_computed_is_refused(arguments: dict[str, object], said: str
             q,
             q,
             q,
-            **{"attention_mask": None, "document_lengths": (4,), **arguments},
+            **{"attention_mask": None, "sequence_layout": SequenceLayout((4,)), **arguments},
         )
 
 

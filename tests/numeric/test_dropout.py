@@ -11,7 +11,7 @@ from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, SeedOssConfi
 
 from highwater.activations.dropout import draws_in_training, seeded
 from highwater.activations.recompute import recompute_layers
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build_on_meta
 from highwater.models.decoder import Decoder
 from highwater.models.fill import Fill
@@ -36,11 +36,13 @@ NONE = Qwen3Config(**SHAPE, **HEADS, head_dim=8)
 
 
 def built(config: PreTrainedConfig, *, recompute: str = "none") -> Decoder:
-    model = build_on_meta(
-        config, attention=register("flash"), loss="full", master_dtype=torch.float32
-    )
+    attention = register("flash")
+    model = build_on_meta(config, attention=attention, loss="full", master_dtype=torch.float32)
     if recompute != "none":
-        recompute_layers(model.layers, keep_attention=recompute == "all-but-attention")
+        recompute_layers(
+            model.layers,
+            keeping=attention.kept_in_recompute if recompute == "all-but-attention" else None,
+        )
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     return model.train()
 

@@ -23,7 +23,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from highwater.activations.recompute import PREFIX, recompute_layers
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.kernels import gates as gate_kernels
 from highwater.models.build import build_on_meta, tile_mlps

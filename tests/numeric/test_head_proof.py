@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta
 from highwater.models.head_proof import prove_head

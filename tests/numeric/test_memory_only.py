@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from highwater.attention import dense
-from highwater.attention.dense import attend, register
+from highwater.attention.dense import attend
+from highwater.attention.registry import register
 from highwater.errors import ModelError
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.pieces import pieces
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
@@ -172,7 +174,11 @@ def test_only_the_last_layers_attend_over_whole_documents(depth: int) -> None:
     tokens = 4096
     assert (pieces(tokens, "cpu") or 0) > 1
     q = torch.randn(1, 2, tokens, 8)
-    arguments = {"attention_mask": None, "document_lengths": (tokens,), "scaling": 0.3}
+    arguments = {
+        "attention_mask": None,
+        "sequence_layout": SequenceLayout((tokens,)),
+        "scaling": 0.3,
+    }
     whole = attend(q, q, q, document_lengths=(tokens,), scaling=0.3, kernel="flash")
     for index in range(3):
         layer.layer_idx = index
@@ -187,4 +193,6 @@ def test_a_module_that_does_not_know_its_layer_is_refused() -> None:
     interface = ALL_ATTENTION_FUNCTIONS[register("flash", depth=1).name]
     q = torch.randn(1, 2, 4, 4)
     with pytest.raises(ModelError, match="does not know its layer"):
-        interface(torch.nn.Identity(), q, q, q, attention_mask=None, document_lengths=(4,))
+        interface(
+            torch.nn.Identity(), q, q, q, attention_mask=None, sequence_layout=SequenceLayout((4,))
+        )

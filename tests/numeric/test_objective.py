@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.train import objectives
 from highwater.train.data import Document, pack, shard
 
@@ -111,8 +112,9 @@ def test_documents_without_logprobs_leave_those_of_their_micro_batch_alone() -> 
     assert found[1:4].tolist() == known[1:].tolist()
     assert found[[0, 4]].isnan().all()
     assert pack([unknown, unknown]).old_logprobs_N is None
+    row = pack([unknown, sampled, unknown])
     halves = [
-        shard(pack([unknown, sampled, unknown]), ulysses_degree=2, rank=rank).old_logprobs_N
+        shard(row, SequenceLayout(row.document_lengths, 2), rank=rank).old_logprobs_N
         for rank in (0, 1)
     ]
     assert torch.equal(torch.cat(halves).nan_to_num(1.0), found.nan_to_num(1.0))

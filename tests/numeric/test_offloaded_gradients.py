@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.decoder import LanguageModel
 from highwater.parallel import mesh as process_mesh

@@ -17,7 +17,7 @@ from transformers import (
     Trainer,
 )
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build_on_meta
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters

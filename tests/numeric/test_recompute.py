@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from highwater.activations.recompute import recompute_layers
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.parallel.sequence_layout import SequenceLayout
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LAYERS, TOKENS, HEADS, SIZE = 3, 24, 4, 8
@@ -59,7 +60,9 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
     hidden = x
     with Calls() as calls:
         for layer in layers:
-            hidden = layer(hidden, position_embeddings=positions, document_lengths=(20, 4))
+            hidden = layer(
+                hidden, position_embeddings=positions, sequence_layout=SequenceLayout((20, 4))
+            )
         hidden.square().sum().backward()
     return hidden, [x.grad, *(p.grad for p in layers.parameters())], calls.count
 
@@ -71,7 +74,9 @@ def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradien
     plain = run(layers_of())
     layers = layers_of()
     if keep_attention is not None:
-        recompute_layers(layers, keep_attention=keep_attention)
+        recompute_layers(
+            layers, keeping=register("flash").kept_in_recompute if keep_attention else None
+        )
     ours = run(layers)
     assert ours[2][ATTENTION] == 2 * LAYERS * times, "two runs of documents in each layer"
     assert torch.equal(ours[0], plain[0])

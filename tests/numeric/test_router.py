@@ -20,12 +20,13 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from highwater.activations.recompute import recompute_layers
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta
 from highwater.models.decoder import LanguageModel
 from highwater.models.router import follow_routers
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.layout import Layout
 from highwater.train.data import Batch, Document, pack, shard
 from highwater.train.step import Training, backward_of
@@ -112,10 +113,10 @@ def test_a_steps_loss_is_one_value_for_any_split_into_micro_batches(
 def test_padding_is_no_token_of_the_micro_batch() -> None:
     model = built(CONFIGS["qwen3_moe"]())
     whole = pack([document(7)])
-    assert shard(whole, ulysses_degree=1, rank=0).padding_tokens == 0
-    last = shard(whole, ulysses_degree=4, rank=3)
+    assert shard(whole, SequenceLayout(whole.document_lengths), rank=0).padding_tokens == 0
+    last = shard(whole, SequenceLayout(whole.document_lengths, 4), rank=3)
     assert (len(last.input_ids_T), last.padding_tokens) == (2, 1)
-    assert shard(pack([document(5)]), ulysses_degree=4, rank=3).padding_tokens == 2
+    assert shard(pack([document(5)]), SequenceLayout((5,), 4), rank=3).padding_tokens == 2
     routers = model.routers
     with_padding = pack([document(7), document(3)])
     numbers_T = torch.tensor([0] * 7 + [1] * 3)

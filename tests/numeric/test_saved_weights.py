@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.models import weights
 from highwater.models.build import build_on_meta, read_config

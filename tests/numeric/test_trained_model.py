@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.models.build import build_on_meta, read_config
 from highwater.models.fused.fused import fuse_norms

@@ -191,7 +191,6 @@ class Worker:
         import torch
 
         from highwater.tracer import trinity_step
-        from highwater.train.data import shard
         from highwater.train.micro_batches import batches
         from highwater.train.rank_context import take_context
         from highwater.train.step import train_step
@@ -216,10 +215,7 @@ class Worker:
             if context.device.type == "cuda":
                 torch.cuda.empty_cache()
             whole = [next(source) for _ in range(self.spec.micro_batches)]
-            own = [
-                shard(batch, degree=context.sequence_degree, rank=context.sequence_rank)
-                for batch in whole
-            ]
+            own = [context.share_of(batch) for batch in whole]
             loss, _ = train_step(training, own, enter=self.enter)
             if not math.isfinite(float(loss)):
                 raise FloatingPointError(f"the loss is {float(loss)}")

@@ -91,7 +91,8 @@ def trainer_of(name: str, length: int) -> Any:
     """Random weights, in host memory."""
     import torch
 
-    from highwater.attention.dense import register, select_kernel
+    from highwater.attention.dense import select_kernel
+    from highwater.attention.registry import register
     from highwater.models.build import build, read_config
     from highwater.parallel import mesh as process_mesh
     from highwater.spec.layout import Layout

@@ -8,7 +8,10 @@ but the first is half of the row's square, on every rank, without a mask.
 
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
 log-sum-exp, in float32 at least. Going backward keys and values pass once more, and their gradients
-with them: after the last step these are where they belong.
+with them: after the last step these are where they belong. A layer that is recomputed and keeps
+what was attended passes nothing in its recomputation (``kept_in_recompute``).
+
+In a memory-only trial a step attends within pieces of what it would (docs/decisions/006).
 
 Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head size  d documents of
                    a run of equal lengths  l tokens held of one of them  R ranks of the ring
@@ -16,7 +19,9 @@ Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; the merge 
         as in Dao et al., FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,38 +30,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-aten: Any = torch.ops.aten
+from highwater.attention.block_attention import Block
+from highwater.parallel.collectives import pass_on
+from highwater.spec.hardware import Kernel
+from highwater.spec.pieces import pieces
 
 
-def attend_in_ring(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    *,
-    held_lengths: Sequence[int],
-    scaling: float,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD.
-
-    ``held_lengths`` are the tokens that this rank holds of each document, the same on every rank,
-    and even: its first chunk, then its second.
-    """
-    assert sum(held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
-    assert not any(length % 2 for length in held_lengths), "two chunks of one length"
-    assert query_BHSD.device.type == "cpu", "its kernels on GPUs have run on none yet"
-    ring = Ring(tuple(held_lengths), scaling, group)
-    output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, ring)
-    return output_BHSD.transpose(1, 2)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """What every step of one attention call has in common."""
 
     held_lengths: tuple[int, ...]
+    """Tokens that this rank holds of each document, the same on every rank, and even: its first
+    chunk, then its second."""
     scaling: float
+    kernel: Kernel
     group: dist.ProcessGroup
+    in_pieces: bool = False
+    """For memory alone: the kernel runs on the same tokens as a batch of short pieces."""
 
     @property
     def rank(self) -> int:
@@ -70,19 +61,14 @@ class Ring:
 
     def begin_pass(self, tensors: Sequence[Tensor]) -> "Passing":
         """Begin to send tensors to the next rank, and to receive the previous one's."""
-        after, before = (
-            dist.get_global_rank(self.group, (self.rank + step) % self.degree) for step in (1, -1)
-        )
-        sent = [tensor.contiguous() for tensor in tensors]
-        received = [torch.empty_like(tensor) for tensor in sent]
-        transfers = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in sent]
-        transfers += [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in received]
-        return Passing(sent, received, dist.batch_isend_irecv(transfers))
+        # heads lie next to each other for each token, as projections leave them
+        sent = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+        return Passing(sent, *pass_on(sent, self.group))
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Tensors on their way around the ring."""
+    """Tensors on their way around the ring, BSKD."""
 
     sent: list[Tensor]
     """Kept until they have arrived."""
@@ -90,13 +76,24 @@ class Passing:
     work: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """The previous rank's tensors, once they are here."""
+        """The previous rank's tensors, BKSD, once they are here."""
         for each in self.work:
             each.wait()
-        return self.received
+        self.sent.clear()
+        return [tensor.transpose(1, 2) for tensor in self.received]
 
 
-class Block(NamedTuple):
+def attend_in_ring(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, ring: Ring
+) -> Tensor:
+    """Causal attention of each document over itself, shape BSHD."""
+    assert sum(ring.held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
+    assert not any(length % 2 for length in ring.held_lengths), "two chunks of one length"
+    output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, ring)
+    return output_BHSD.transpose(1, 2)
+
+
+class Pairing(NamedTuple):
     """Queries and keys of one step that see each other: slices of the tokens held of a document."""
 
     queries: slice
@@ -104,30 +101,45 @@ class Block(NamedTuple):
     is_causal: bool
 
 
-def block_of(length: int, *, rank: int, source: int) -> Block:
+def pairing_of(length: int, *, rank: int, source: int) -> Pairing:
     """What a rank computes with the keys of rank ``source``, of a document of which both hold
     ``length`` tokens.
     """
     whole, half = slice(0, length), length // 2
     if source == rank:
-        return Block(whole, whole, is_causal=True)
+        return Pairing(whole, whole, is_causal=True)
     if source < rank:
-        return Block(whole, slice(0, half), is_causal=False)
-    return Block(slice(half, length), whole, is_causal=False)
+        return Pairing(whole, slice(0, half), is_causal=False)
+    return Pairing(slice(half, length), whole, is_causal=False)
 
 
 class Run(NamedTuple):
     """Documents of one length next to each other, and what a step computes of each."""
 
+    ring: Ring
     start: int
     stop: int
     documents: int
-    block: Block
+    pairing: Pairing
 
-    def of(self, tensor_BXSn: Tensor, part: slice) -> Tensor:
-        """A view of some tokens of each of the documents, as a batch: dXl, and whatever follows."""
+    def block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:
+        """The block of attention that is computed, of the keys and values at hand."""
+        key, value = (self.keys_of(tensor) for tensor in at_hand)
+        query = self.queries_of(query_BHSD)
+        return Block(query, key, value, self.pairing.is_causal, self.ring.scaling, self.ring.kernel)
+
+    def queries_of(self, tensor_BXSn: Tensor) -> Tensor:
+        """A view of the tokens whose queries are in it, dXl and whatever follows."""
+        return self._of(tensor_BXSn, self.pairing.queries)
+
+    def keys_of(self, tensor_BXSn: Tensor) -> Tensor:
+        """A view of the tokens whose keys are in it, dXl and whatever follows."""
+        return self._of(tensor_BXSn, self.pairing.keys)
+
+    def _of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
-        return row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)[:, :, part]
+        documents_dXln = row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
+        return documents_dXln[:, :, tokens]
 
 
 def _runs(ring: Ring, step: int) -> Iterator[Run]:
@@ -135,9 +147,22 @@ def _runs(ring: Ring, step: int) -> Iterator[Run]:
     source, start = (ring.rank - step) % ring.degree, 0
     for length, run in groupby(ring.held_lengths):
         documents = len(list(run))
-        block = block_of(length, rank=ring.rank, source=source)
-        yield Run(start, start + documents * length, documents, block)
-        start += documents * length
+        stop = start + documents * length
+        if ring.in_pieces:
+            documents, length = _pieces(ring, start, stop, documents, length)
+        pairing = pairing_of(length, rank=ring.rank, source=source)
+        yield Run(ring, start, stop, documents, pairing)
+        start = stop
+
+
+def _pieces(ring: Ring, start: int, stop: int, documents: int, length: int) -> tuple[int, int]:
+    """How many pieces of which length stand for a run of documents."""
+    tokens = stop - start
+    device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
+    count = pieces(tokens, device) or 1
+    if count <= documents or tokens // count % 2:
+        return documents, length
+    return count, tokens // count
 
 
 class _RingAttention(torch.autograd.Function):
@@ -147,31 +172,12 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, ring: Ring
     ) -> Tensor:
-        wide = torch.promote_types(query_BHSD.dtype, torch.float32)
-        output_BHSD = torch.zeros(query_BHSD.shape, dtype=wide, device=query_BHSD.device)
-        log_sums_BHS = torch.full_like(output_BHSD[..., 0], -torch.inf)
-        at_hand: list[Tensor] = [key_BKSD, value_BKSD]
-        for step in range(ring.degree):
-            passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
-            for run in _runs(ring, step):
-                queries, keys = run.block.queries, run.block.keys
-                key, value = (run.of(tensor, keys) for tensor in at_hand)
-                partial_dHlD, log_sums_dHl = _forward(
-                    run.of(query_BHSD, queries),
-                    key,
-                    value,
-                    is_causal=run.block.is_causal,
-                    scaling=ring.scaling,
-                )
-                _merge(
-                    run.of(output_BHSD, queries),
-                    run.of(log_sums_BHS, queries),
-                    partial_dHlD,
-                    log_sums_dHl,
-                )
-            if passing is not None:
-                at_hand = passing.wait()
-        attended_BHSD = output_BHSD.to(query_BHSD.dtype)
+        kept = _KEPT.get()
+        attended_BHSD, log_sums_BHS = (
+            _pass_forward(query_BHSD, key_BKSD, value_BKSD, ring)
+            if kept is None
+            else kept(lambda: _pass_forward(query_BHSD, key_BKSD, value_BKSD, ring))
+        )
         ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, attended_BHSD, log_sums_BHS)
         ctx.ring = ring
         return attended_BHSD
@@ -179,83 +185,123 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query_BHSD, key_BKSD, value_BKSD, attended_BHSD, log_sums_BHS = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        wide = log_sums_BHS.dtype
-        query_gradient = torch.zeros_like(query_BHSD, dtype=wide)
-        travelling = [torch.zeros_like(t, dtype=wide) for t in (key_BKSD, value_BKSD)]
-        at_hand, homewards = [key_BKSD, value_BKSD], None
-        for step in range(ring.degree):
-            passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
-            own = [torch.zeros_like(t) for t in travelling]
-            for run in _runs(ring, step):
-                queries, keys = run.block.queries, run.block.keys
-                key, value = (run.of(tensor, keys) for tensor in at_hand)
-                found = _backward(
-                    run.of(gradients[0], queries),
-                    run.of(query_BHSD, queries),
-                    key,
-                    value,
-                    run.of(attended_BHSD, queries),
-                    run.of(log_sums_BHS, queries),
-                    is_causal=run.block.is_causal,
-                    scaling=ring.scaling,
-                )
-                run.of(query_gradient, queries).add_(found[0])
-                for mine, gradient in zip(own, found[1:], strict=True):
-                    run.of(mine, keys).add_(gradient)
-            if homewards is not None:
-                travelling = homewards.wait()
-            for there, mine in zip(travelling, own, strict=True):
-                there.add_(mine)
-            if ring.degree > 1:
-                homewards = ring.begin_pass(travelling)
-            if passing is not None:
-                at_hand = passing.wait()
-        if homewards is not None:
-            travelling = homewards.wait()
-        dtype = query_BHSD.dtype
-        return query_gradient.to(dtype), travelling[0].to(dtype), travelling[1].to(dtype), None
+        own = (query_BHSD, key_BKSD, value_BKSD)
+        return (*_pass_backward(gradients[0], own, attended_BHSD, log_sums_BHS, ctx.ring), None)
+
+
+def _pass_forward(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, ring: Ring
+) -> tuple[Tensor, Tensor]:
+    """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
+    wide = torch.promote_types(query_BHSD.dtype, torch.float32)
+    output_BHSD = torch.empty_like(query_BHSD, dtype=wide)
+    log_sums_BHS = torch.empty(query_BHSD.shape[:-1], dtype=wide, device=query_BHSD.device)
+    at_hand: list[Tensor] = [key_BKSD, value_BKSD]
+    for step in range(ring.degree):
+        passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
+        for run in _runs(ring, step):
+            found = run.block(query_BHSD, at_hand).forward()
+            output, log_sums = run.queries_of(output_BHSD), run.queries_of(log_sums_BHS)
+            if step == 0:  # every query, over this rank's own keys
+                output.copy_(found[0])
+                log_sums.copy_(found[1])
+            else:
+                _merge(output, log_sums, *found)
+        if passing is not None:
+            at_hand = passing.wait()
+    return output_BHSD.to(query_BHSD.dtype), log_sums_BHS
 
 
 def _merge(output_dHlD: Tensor, log_sums_dHl: Tensor, partial: Tensor, its_sums: Tensor) -> None:
     """Add what more keys give to an output, in place: each weighs as the exponentials it summed."""
     both = torch.logaddexp(log_sums_dHl, its_sums)
-    output_dHlD.mul_((log_sums_dHl - both).exp()[..., None])
-    output_dHlD.add_(partial * (its_sums - both).exp()[..., None])
+    output_dHlD.mul_((log_sums_dHl - both).exp_()[..., None])
+    output_dHlD.addcmul_(partial, (its_sums - both).exp_()[..., None])
     log_sums_dHl.copy_(both)
 
 
-def _forward(
-    query_dHlD: Tensor, key_dKlD: Tensor, value_dKlD: Tensor, *, is_causal: bool, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attention over the keys at hand, and the logarithm of each query's sum of exponentials."""
-    repeats = query_dHlD.shape[1] // key_dKlD.shape[1]
-    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key_dKlD, value_dKlD))
-    output, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(
-        query_dHlD, key, value, 0.0, is_causal, scale=scaling
-    )
-    return output, log_sums
-
-
-def _backward(
-    gradient_dHlD: Tensor,
-    query_dHlD: Tensor,
-    key_dKlD: Tensor,
-    value_dKlD: Tensor,
-    output_dHlD: Tensor,
-    log_sums_dHl: Tensor,
-    *,
-    is_causal: bool,
-    scaling: float,
+def _pass_backward(
+    gradient_BHSD: Tensor,
+    own: tuple[Tensor, Tensor, Tensor],
+    attended_BHSD: Tensor,
+    log_sums_BHS: Tensor,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, of what these keys are of the whole output."""
-    heads = key_dKlD.shape[1]
-    repeats = query_dHlD.shape[1] // heads
-    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key_dKlD, value_dKlD))
-    query_gradient, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(gradient_dHlD, query_dHlD, key, value, output_dHlD, log_sums_dHl),
-        *(0.0, is_causal),
-        scale=scaling,
-    )
-    key_gradient, value_gradient = (t.unflatten(1, (heads, -1)).sum(dim=2) for t in others)
-    return query_gradient, key_gradient, value_gradient
+    """Gradients of this rank's own queries, keys and values.
+
+    A rank adds its part to the gradients of the keys and values at hand, and sends them on: they
+    come one step behind these.
+    """
+    query_BHSD, *keys_and_values = own
+    query_gradient = torch.empty_like(query_BHSD, dtype=log_sums_BHS.dtype)
+    at_hand = keys_and_values
+    homewards: Passing | None = None
+    for step in range(ring.degree):
+        passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
+        parts: list[tuple[Run, tuple[Tensor, Tensor]]] = []
+        for run in _runs(ring, step):
+            tensors = (gradient_BHSD, attended_BHSD, log_sums_BHS)
+            of_queries, *others = run.block(query_BHSD, at_hand).backward(
+                *(run.queries_of(tensor) for tensor in tensors)
+            )
+            mine = run.queries_of(query_gradient)
+            mine.copy_(of_queries) if step == 0 else mine.add_(of_queries)
+            del of_queries
+            parts.append((run, (others[0], others[1])))
+        homewards = _send_on(parts, homewards, keys_and_values, ring)
+        if passing is not None:
+            at_hand = passing.wait()
+    assert homewards is not None
+    dtype = query_BHSD.dtype
+    key_gradient, value_gradient = homewards.wait()
+    return query_gradient.to(dtype), key_gradient.to(dtype), value_gradient.to(dtype)
+
+
+def _send_on(
+    parts: Sequence[tuple[Run, tuple[Tensor, Tensor]]],
+    homewards: Passing | None,
+    own: Sequence[Tensor],
+    ring: Ring,
+) -> Passing:
+    """Add a step's parts to the gradients that came, of keys and of values, and send these on."""
+    if homewards is None:  # the first step's are of all of this rank's own keys
+        wide = torch.promote_types(own[0].dtype, torch.float32)
+        travelling = [torch.empty_like(tensor, dtype=wide) for tensor in own]
+    else:
+        travelling = homewards.wait()
+    for run, gradients in parts:
+        for sum_, gradient in zip(travelling, gradients, strict=True):
+            mine = run.keys_of(sum_)
+            mine.copy_(gradient) if homewards is None else mine.add_(gradient)
+    return ring.begin_pass(travelling)
+
+
+Attended = tuple[Tensor, Tensor]
+Kept = Callable[[Callable[[], Attended]], Attended]
+"""Function that is given how to attend, and gives what was attended."""
+_KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)
+
+
+def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Two contexts for a layer's forward pass and its recomputation: what a ring attended in the
+    first is what it gives in the second, where nothing passes. For ``torch.utils.checkpoint``.
+    """
+    kept: list[Attended] = []
+
+    def keep(attend: Callable[[], Attended]) -> Attended:
+        kept.append(attend())
+        return kept[-1]
+
+    def give(_: Callable[[], Attended]) -> Attended:
+        return kept.pop(0)
+
+    return _with(keep), _with(give)
+
+
+@contextmanager
+def _with(kept: Kept) -> Generator[None]:
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from highwater.attention.dense import register, select_kernel
+from highwater.attention.dense import select_kernel
+from highwater.attention.registry import register
 from highwater.bench.environment import environment
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.attention.dense import register, select_kernel
+from highwater.attention.dense import select_kernel
+from highwater.attention.registry import register
 from highwater.bench.environment import environment
 from highwater.bench.peers import HuggingFacePeer, LigerPeer
 from highwater.models.build import build, read_config

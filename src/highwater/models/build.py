@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from highwater.activations.recompute import recompute_layers
-from highwater.attention.dense import Attention
+from highwater.attention.registry import Attention
 from highwater.errors import ModelError
 from highwater.models import weights
 from highwater.models.decoder import Decoder, LanguageModel, ScalarModel
@@ -73,7 +73,7 @@ def build(
     have ``score.weight``. What is sharded is a model without storage. With FSDP2 a rank never holds
     more than its own shards; FSDP1 cuts one layer after the other (parallel/fsdp1.py), and its
     model is a wrapper in which every attribute of the model is found. ``attention`` is what
-    dense.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
+    registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     # Without recomputation the products that tiles compute twice would cost time: only on demand.
@@ -81,7 +81,8 @@ def build(
         tile_mlps(model, mlp_tiles)
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
     if recompute != "none":
-        recompute_layers(model.layers, keep_attention=recompute == "all-but-attention")
+        keeps = recompute == "all-but-attention"
+        recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:
         saved = (

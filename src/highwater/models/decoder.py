@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from highwater.attention.dense import Attention
+from highwater.attention.registry import Attention
 from highwater.errors import ModelError
 from highwater.models.document_rope import follow_documents
 from highwater.models.loss import token_statistics
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
             use_cache=False,
-            document_lengths=layout.padded_lengths,
+            sequence_layout=layout,
         ).last_hidden_state[0]
         self._check_callers()
         return hidden_TE
@@ -151,7 +151,7 @@ class LanguageModel(Decoder):
         statistics = token_statistics(
             hidden_NE, self.head.weight, labels_N, loss=self.loss, logprob_gradient=logprob_gradient
         )
-        router_loss = None if routers is None else routers.loss(self.attention.group)
+        router_loss = None if routers is None else routers.loss(self.attention.sequence)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
 
 

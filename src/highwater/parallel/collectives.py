@@ -1,6 +1,6 @@
 """Collectives that autograd can pass through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     Differentiable: a part's gradient is the sum of the gradients that all ranks have for the sum.
     """
     return tensor if group is None else _SelfAdjoint.apply(tensor, group, _all_reduce)
+
+
+def pass_on(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup
+) -> tuple[list[Tensor], list[dist.Work]]:
+    """Begin to send contiguous tensors to the next rank of a ring; returns where the previous
+    one's, of the same shapes, arrive, and what to wait for.
+    """
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (dist.get_global_rank(group, (rank + step) % degree) for step in (1, -1))
+    received = [torch.empty_like(tensor) for tensor in tensors]
+    transfers = [dist.P2POp(dist.isend, tensor, after, group) for tensor in tensors]
+    transfers += [dist.P2POp(dist.irecv, tensor, before, group) for tensor in received]
+    return received, dist.batch_isend_irecv(transfers)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from highwater.parallel.collectives import gather_rows
+from highwater.parallel.collectives import gather_rows, pass_on
+from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.layout import Layout
 from highwater.spec.rank import STORE_VARIABLE
 
@@ -66,52 +68,129 @@ def alone(device: torch.device) -> Generator[None]:
 
 
 def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The one-dimensional mesh that parameters, gradients and optimizer states are sharded over."""
-    assert layout.replicate_degree == 1, "copies of the shards are not built yet"
-    return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
+    """The mesh that parameters, gradients and optimizer states are sharded over, in one dimension;
+    with copies of the shards in two, the copies first: neighbours hold one copy together.
+    """
+    if layout.replicate_degree == 1:
+        return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device.type,
+        (layout.replicate_degree, layout.shard_degree),
+        mesh_dim_names=("replicate", "shard"),
+    )
 
 
-def sequence_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The neighbouring ranks that share this rank's sequences; None where it shares them with none.
+def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, which are those of the trial."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
-    Where they are all ranks it is the mesh's own group: a second one would cost NCCL's buffers once
+
+def copies(mesh: DeviceMesh) -> int:
+    """How many copies of each shard there are."""
+    return 1 if mesh.ndim == 1 else mesh.size(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroups:
+    """The ranks that share this rank's sequences.
+
+    They are neighbours; a rank among them is ``ring rank * ulysses_degree + ulysses rank``.
+    """
+
+    every: dist.ProcessGroup
+    """All that share them."""
+    ulysses: dist.ProcessGroup | None
+    """Those that trade heads; None where the degree is 1."""
+    ring: dist.ProcessGroup | None
+    """Those that keys and values go around; None where the degree is 1."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all of them."""
+        return dist.get_rank(self.every)
+
+    @property
+    def degree(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.every)
+
+    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
+        """How they share a packed row of these documents."""
+        ulysses_degree, ring_degree = (
+            1 if group is None else dist.get_world_size(group)
+            for group in (self.ulysses, self.ring)
+        )
+        return SequenceLayout(tuple(document_lengths), ulysses_degree, ring_degree)
+
+
+def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups | None:
+    """The groups of the ranks that share this rank's sequences; None where it shares them with
+    none.
+
+    Where a group is of all ranks it is the mesh's own: a second one would cost NCCL's buffers once
     more.
     """
-    degree = layout.context_degree
+    degree, ulysses = layout.context_degree, layout.ulysses_degree
     if degree == 1:
         return None
-    if degree == layout.gpus:
-        return mesh.get_group()
+    firsts = range(0, layout.gpus, degree)
+    every = _own_group([range(first, first + degree) for first in firsts], mesh)
+    if ulysses in (1, degree):
+        return SequenceGroups(every, *((None, every) if ulysses == 1 else (every, None)))
+    neighbours = [range(first, first + ulysses) for first in range(0, layout.gpus, ulysses)]
+    rings = [
+        range(first + rank, first + degree, ulysses) for first in firsts for rank in range(ulysses)
+    ]
+    return SequenceGroups(every, _own_group(neighbours, mesh), _own_group(rings, mesh))
+
+
+def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The one of these groups, which together are all ranks, that this rank is in."""
+    if len(every) == 1:
+        return all_ranks(mesh)
     # Every rank makes every group, in one order: making one is itself a collective of all ranks.
-    neighbours = [list(range(first, first + degree)) for first in range(0, layout.gpus, degree)]
-    own, _ = dist.new_subgroups_by_enumeration(neighbours)
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
     return own
 
 
-def warm_up(mesh: DeviceMesh, sequence: dist.ProcessGroup | None) -> None:
+def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
     """Run each collective of a step once, on a few numbers.
 
     Its buffers then exist before memory is measured.
     """
     if mesh.size() == 1:
         return
-    group = mesh.get_group()
-    full = torch.ones(mesh.size(), device=mesh.device_type)
-    part = torch.ones(1, device=mesh.device_type)
-    # Under the names that torch 2.11 knows too.
-    dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
-    dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
-    dist.all_reduce(part, group=group)
-    if sequence is not None:
-        row = torch.ones(dist.get_world_size(sequence), device=mesh.device_type)
-        dist.all_to_all_single(torch.empty_like(row), row, group=sequence)
+    device = mesh.device_type
+    part = torch.ones(1, device=device)
+    for dimension in range(mesh.ndim):
+        group = mesh.get_group(dimension)
+        full = torch.ones(mesh.size(dimension), device=device)
+        # Under the names that torch 2.11 knows too.
+        dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
+        dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
+        dist.all_reduce(part, group=group)
+    dist.all_reduce(part, group=all_ranks(mesh))
+    if shared is None:
+        return
+    if shared.ulysses is not None:
+        row = torch.ones(dist.get_world_size(shared.ulysses), device=device)
+        dist.all_to_all_single(torch.empty_like(row), row, group=shared.ulysses)
+    if shared.ring is not None:
+        for passed in pass_on([part], shared.ring)[1]:
+            passed.wait()
+        if shared.ulysses is not None:
+            dist.all_reduce(part, group=shared.every)
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum a tensor over the mesh, in place; each rank had its share."""
     if mesh.size() > 1:
-        dist.all_reduce(tensor, group=mesh.get_group())
+        dist.all_reduce(tensor, group=all_ranks(mesh))
     return tensor
 
 
@@ -121,12 +200,12 @@ def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -
         return [list(values)]
     own = torch.tensor(values, dtype=dtype)
     own_count = torch.tensor([len(own)], device=mesh.device_type)
-    counts = gather_rows(own_count, mesh.get_group()).tolist()
+    counts = gather_rows(own_count, all_ranks(mesh)).tolist()
     # A gather takes tensors of one shape: all are padded to the longest, and cut afterwards.
     rows = F.pad(own, (0, max(counts) - len(own)))[None].to(mesh.device_type)
     return [
         row[:count]
-        for row, count in zip(gather_rows(rows, mesh.get_group()).tolist(), counts, strict=True)
+        for row, count in zip(gather_rows(rows, all_ranks(mesh)).tolist(), counts, strict=True)
     ]
 
 

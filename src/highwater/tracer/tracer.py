@@ -132,7 +132,7 @@ def _context(spec: TrialSpec, rank: int, kernel: Kernel) -> RankContext:
         device=device,
         kernel=kernel,
         mesh=mesh,
-        sequence=process_mesh.sequence_group(spec.layout, mesh),
+        shared=process_mesh.sequence_groups(spec.layout, mesh),
         nccl_bytes=0,
     )
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from highwater.activations.recompute import recompute_layers
-from highwater.attention.dense import Attention, register
+from highwater.attention.registry import Attention, register
 from highwater.kernels import rows as row_kernels
 from highwater.models import weights
 from highwater.models.build import drop_storage, read_config
@@ -81,7 +81,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     }
 
     def actor(dtype: torch.dtype) -> Actor:
-        attention = register(context.kernel, group=context.sequence, depth=spec.attention_depth)
+        attention = register(context.kernel, shared=context.shared, depth=spec.attention_depth)
         return actor_on_meta(config, attention=attention, dtype=dtype)
 
     policy = on_fsdp1(actor(torch.float32), **how)

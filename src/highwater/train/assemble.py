@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
 from highwater.spec.settings import Loss
@@ -61,7 +61,7 @@ def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
         ),
         directory=spec.model_directory,
         mesh=context.mesh,
-        attention=register(context.kernel, group=context.sequence, depth=spec.attention_depth),
+        attention=register(context.kernel, shared=context.shared, depth=spec.attention_depth),
         compute_dtype=compute_dtype(context.device),
         recompute=spec.settings.recompute,
         mlp_tiles=spec.settings.mlp_tiles,

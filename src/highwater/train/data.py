@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from highwater.parallel.mesh import SequenceGroups
 from highwater.parallel.sequence_layout import PADDING, SequenceLayout
 
 UNTRAINED = -100
@@ -83,14 +84,20 @@ class Shared(NamedTuple):
     """The number of each of the rank's trained tokens among those of the whole."""
 
 
-def shard(batch: Batch, *, ulysses_degree: int = 1, ring_degree: int = 1, rank: int) -> Batch:
-    """What one of the ranks that share a micro-batch holds of it, as its SequenceLayout says.
+def share_of(batch: Batch, shared: SequenceGroups | None) -> Batch:
+    """What this rank holds of a micro-batch that it shares with these ranks, or with none."""
+    if shared is None:
+        return shard(batch, SequenceLayout(batch.document_lengths), rank=0)
+    return shard(batch, shared.layout_of(batch.document_lengths), rank=shared.rank)
+
+
+def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
+    """What one of the ranks that share a micro-batch holds of it, as its layout says.
 
     What is predicted was fixed over the whole row, so that the last token of a slice or chunk is
     still followed by its true next one. Padding trains nothing, and nothing sees it.
     ``document_lengths`` stay those of the whole row.
     """
-    layout = SequenceLayout(batch.document_lengths, ulysses_degree, ring_degree)
     share = layout.share_of(rank)
     positions_T = torch.from_numpy(share.positions_T)
     is_token_T = positions_T != PADDING

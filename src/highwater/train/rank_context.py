@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.attention.dense import Kernel, select_kernel
 from highwater.parallel import mesh as process_mesh
+from highwater.parallel.mesh import SequenceGroups
 from highwater.spec.hardware import refuse_unfit_gpu
 from highwater.spec.model import load_model
 from highwater.spec.trial import TrialSpec
-from highwater.train.data import Batch, shard
+from highwater.train.data import Batch, share_of
 from highwater.train.memory_log import outside_allocator_bytes
 
 
@@ -26,29 +27,29 @@ class RankContext:
     kernel: Kernel
     mesh: DeviceMesh
     """All ranks: parameters, gradients and optimizer states are sharded over them."""
-    sequence: dist.ProcessGroup | None
+    shared: SequenceGroups | None
     """The ranks that share this rank's sequences; None when it has them to itself."""
     nccl_bytes: int
     """Device memory outside the allocator that joining the groups took; 0 on the CPU."""
 
     @property
-    def sequence_degree(self) -> int:
-        """Ranks that share one sequence."""
-        return 1 if self.sequence is None else dist.get_world_size(self.sequence)
+    def sequence(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that share one sequence."""
+        return None if self.shared is None else self.shared.every
 
     @property
-    def sequence_rank(self) -> int:
-        """This rank's place among the ranks that share its sequences."""
-        return self.mesh.get_local_rank() % self.sequence_degree
+    def sequence_degree(self) -> int:
+        """Ranks that share one sequence."""
+        return 1 if self.shared is None else self.shared.degree
 
     @property
     def data_rank(self) -> int:
         """Which of the data-parallel groups this rank is in."""
-        return self.mesh.get_local_rank() // self.sequence_degree
+        return dist.get_rank() // self.sequence_degree
 
     def share_of(self, batch: Batch) -> Batch:
         """What this rank holds of a micro-batch that it may share."""
-        return shard(batch, ulysses_degree=self.sequence_degree, rank=self.sequence_rank)
+        return share_of(batch, self.shared)
 
 
 def take_context(spec: TrialSpec) -> RankContext:
@@ -71,15 +72,15 @@ def take_context(spec: TrialSpec) -> RankContext:
     before_bytes = _settled_bytes(device)
     process_mesh.join(device)
     mesh = process_mesh.shard_mesh(spec.layout, device)
-    sequence = process_mesh.sequence_group(spec.layout, mesh)
-    process_mesh.warm_up(mesh, sequence)
+    shared = process_mesh.sequence_groups(spec.layout, mesh)
+    process_mesh.warm_up(mesh, shared)
     synchronize(device)
     after_bytes = outside_allocator_bytes(device) if device.type == "cuda" else 0
     return RankContext(
         device=device,
         kernel=kernel,
         mesh=mesh,
-        sequence=sequence,
+        shared=shared,
         nccl_bytes=max(0, after_bytes - before_bytes),
     )
 

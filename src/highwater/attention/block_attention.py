@@ -1,0 +1,124 @@
+"""Block attention: fused attention of some queries over some keys, with the log-sum-exp that merges
+blocks, forward and backward, by the kernel of the hardware.
+
+PyTorch's own attention keeps the log-sum-exp to itself; these are the operators that it ends in.
+
+Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D head size
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from highwater.spec.hardware import Kernel
+
+_VECTOR = 8
+"""Numbers that flash attention on a GPU reads at once: a head is padded to a multiple."""
+aten: Any = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Queries, keys and values that see each other."""
+
+    query_BHQD: Tensor
+    key_BKLD: Tensor
+    value_BKLD: Tensor
+    is_causal: bool
+    """Whether a query sees the keys up to its own alone; all of them otherwise."""
+    scaling: float
+    kernel: Kernel
+
+    @property
+    def _operator(self) -> Kernel | None:
+        """Whose operators run; None on the CPU. cuDNN refuses a single key."""
+        if self.query_BHQD.device.type == "cpu":
+            return None
+        return self.kernel if self.key_BKLD.shape[2] > 1 else "flash"
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape BHQD, and the logarithm of each query's sum of exponentials,
+        shape BHQ, in float32 or wider.
+        """
+        match self._operator:
+            case "cudnn":
+                output, log_sums_BHQ1, *_ = aten._scaled_dot_product_cudnn_attention(
+                    *self[:3], None, True, 0.0, self.is_causal, False, scale=self.scaling
+                )
+                return output, log_sums_BHQ1.squeeze(-1)
+            case "flash":
+                size = self.query_BHQD.shape[-1]
+                padded = [_padded(tensor) for tensor in self[:3]]
+                output, log_sums_BHQ, *_ = aten._scaled_dot_product_flash_attention(
+                    *padded, 0.0, self.is_causal, False, scale=self.scaling
+                )
+                return output[..., :size], log_sums_BHQ
+            case None:
+                key, value = (_for_every_head(t, self.query_BHQD) for t in self[1:3])
+                return aten._scaled_dot_product_flash_attention_for_cpu(
+                    self.query_BHQD, key, value, 0.0, self.is_causal, scale=self.scaling
+                )
+
+    def backward(
+        self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, through these keys' part of an output that may be
+        of more: ``output`` and ``log_sums`` are those of all keys.
+        """
+        match self._operator:
+            case "cudnn":
+                return aten._scaled_dot_product_cudnn_attention_backward(
+                    *(gradient_BHQD, *self[:3], output_BHQD, log_sums_BHQ[..., None]),
+                    *(*_no_dropout(self.query_BHQD), None, *self._lengths),
+                    *(0.0, self.is_causal),
+                    scale=self.scaling,
+                )
+            case "flash":
+                size = self.query_BHQD.shape[-1]
+                tensors = (gradient_BHQD, *self[:3], output_BHQD)
+                found = aten._scaled_dot_product_flash_attention_backward(
+                    *(*(_padded(tensor) for tensor in tensors), log_sums_BHQ.contiguous()),
+                    *(*self._lengths, 0.0, self.is_causal, *_no_dropout(self.query_BHQD)),
+                    scale=self.scaling,
+                )
+                query, key, value = (tensor[..., :size] for tensor in found)
+                return query, key, value
+            case None:
+                return self._backward_on_cpu(gradient_BHQD, output_BHQD, log_sums_BHQ)
+
+    @property
+    def _lengths(self) -> tuple[None, None, int, int]:
+        """Documents are a batch, of one length each: no cumulative ones, and the longest."""
+        return None, None, self.query_BHQD.shape[2], self.key_BKLD.shape[2]
+
+    def _backward_on_cpu(
+        self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.key_BKLD.shape[1]
+        key, value = (_for_every_head(t, self.query_BHQD) for t in self[1:3])
+        query_gradient, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient_BHQD, self.query_BHQD, key, value, output_BHQD, log_sums_BHQ),
+            *(0.0, self.is_causal),
+            scale=self.scaling,
+        )
+        key_gradient, value_gradient = (t.unflatten(1, (heads, -1)).sum(dim=2) for t in others)
+        return query_gradient, key_gradient, value_gradient
+
+
+def _padded(tensor_BXSD: Tensor) -> Tensor:
+    """With zeros behind each head, up to what flash attention takes."""
+    rest = -tensor_BXSD.shape[-1] % _VECTOR
+    return F.pad(tensor_BXSD, (0, rest)) if rest else tensor_BXSD
+
+
+def _for_every_head(tensor_BKLD: Tensor, query_BHQD: Tensor) -> Tensor:
+    """Keys or values, once for every query head: BHLD. The CPU's operator knows no groups."""
+    repeats = query_BHQD.shape[1] // tensor_BKLD.shape[1]
+    return tensor_BKLD.repeat_interleave(repeats, dim=1)
+
+
+def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of random numbers that nobody draws."""
+    none = torch.empty(0, dtype=torch.long, device=query.device)
+    return none, none

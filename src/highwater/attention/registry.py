@@ -1,0 +1,177 @@
+"""The attention that a model is built with, as transformers knows it: dense over whole documents,
+shared by heads, by a ring, or by heads around a ring.
+
+Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
+head size
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AttentionInterface
+
+from highwater.attention.dense import attend
+from highwater.attention.ring import Ring, attend_in_ring, kept_in_recompute
+from highwater.attention.ulysses import Attend, attend_sharded
+from highwater.errors import ModelError
+from highwater.parallel.mesh import SequenceGroups
+from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.spec.hardware import Kernel
+
+_numbers = count(1)
+"""Numbers for the names of registrations: two models in one process keep their calls apart."""
+_aten: Any = torch.ops.aten
+_OPERATORS = [
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Every operator that dense attention may end in, on GPUs and on the CPU."""
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Our attention as transformers knows it, with the modules that have called it."""
+
+    name: str
+    """The value of ``attn_implementation`` to build the model with."""
+    callers: set[nn.Module]
+    """The attention modules that came through here: one for each layer.
+
+    With fewer, the model mixes tokens in some other way too.
+    """
+    shared: SequenceGroups | None = None
+    """The ranks that share each sequence; None where every rank has sequences of its own."""
+
+    @property
+    def sequence(self) -> dist.ProcessGroup | None:
+        """The group of all of them."""
+        return None if self.shared is None else self.shared.every
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share a sequence."""
+        return 0 if self.shared is None else self.shared.rank
+
+    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
+        """How those ranks share a packed row of these documents."""
+        if self.shared is None:
+            return SequenceLayout(tuple(document_lengths))
+        return self.shared.layout_of(document_lengths)
+
+    def kept_in_recompute(self) -> Contexts:
+        """Two contexts for a layer's forward pass and its recomputation, in which the attention is
+        not computed once more.
+        """
+        if self.shared is not None and self.shared.ring is not None:
+            return kept_in_recompute()
+        return create_selective_checkpoint_contexts(_OPERATORS)
+
+
+def register(
+    kernel: Kernel, *, shared: SequenceGroups | None = None, depth: int | None = None
+) -> Attention:
+    """Register the attention with transformers for this process.
+
+    ``shared`` are the ranks that share each sequence. With a ``depth`` only the last ``depth``
+    layers attend over whole documents, the others in pieces.
+    """
+    callers: set[nn.Module] = set()
+
+    def interface(
+        module: nn.Module,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sequence_layout: SequenceLayout | None = None,
+        **features: Any,
+    ) -> tuple[Tensor, None]:
+        callers.add(module)
+        if sequence_layout is None:
+            raise _unsupported(module, "no word of the documents, which would see each other")
+        if attention_mask is not None:
+            raise _unsupported(module, f"a mask of its own, of shape {tuple(attention_mask.shape)}")
+        _refuse_features(module, features, longest=max(sequence_layout.document_lengths))
+        ours = _attend(
+            sequence_layout,
+            shared,
+            scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
+            kernel=kernel,
+            in_pieces=depth is not None and _layers_from_the_end(module) > depth,
+        )
+        return ours(query_BHSD, key_BKSD, value_BKSD), None
+
+    name = f"highwater_{next(_numbers)}"
+    AttentionInterface.register(name, interface)
+    return Attention(name, callers, shared)
+
+
+def _attend(
+    layout: SequenceLayout, shared: SequenceGroups | None, *, scaling: float, **how: Any
+) -> Attend:
+    """Attention over what this rank holds of each document: from BHSD to BSHD."""
+    ring = None if shared is None else shared.ring
+    if ring is None:
+        inner: Callable[..., Tensor] = partial(
+            attend, document_lengths=layout.padded_lengths, scaling=scaling, **how
+        )
+    else:
+        held = tuple(length // layout.ring_degree for length in layout.padded_lengths)
+        of_calls = Ring(held_lengths=held, scaling=scaling, group=ring, **how)
+        inner = partial(attend_in_ring, ring=of_calls)
+    if shared is None or shared.ulysses is None:
+        return inner
+    return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _layers_from_the_end(module: nn.Module) -> int:
+    """Position of the module's layer counted from the last one, which is 1.
+
+    Raises ModelError for a module that does not know its layer.
+    """
+    index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+    if not isinstance(index, int) or config is None:
+        raise ModelError(
+            f"{type(module).__name__} does not know its layer, so that none can be the one with "
+            f"the whole attention",
+            hint="leave `--attention-depth` and `--proof` out",
+        )
+    return config.num_hidden_layers - index
+
+
+def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
+    """Raise ModelError for a feature that this attention does not compute."""
+    # A family that does not hand its window on has put it into the mask, which it was not asked
+    # for. There 0 means no window.
+    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
+    window = features.get("sliding_window", own)
+    if window is not None and window < longest:
+        raise _unsupported(
+            module, f"a sliding window of {window} tokens, too few for documents of {longest}"
+        )
+    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if features.get(name) is not None:
+            raise _unsupported(module, name)
+    if features.get("dropout"):
+        raise _unsupported(module, "dropout")
+    if features.get("is_causal") is False:
+        raise _unsupported(module, "no causal order")
+
+
+def _unsupported(module: nn.Module, feature: str) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} attends with {feature}, which is not supported",
+        hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
+    )
