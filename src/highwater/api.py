@@ -28,7 +28,7 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
-from highwater.run.local import LocalRunner, LogLayout, refuse_unsupported
+from highwater.run.local import LocalRunner, LogLayout
 from highwater.run.probe import environment, gpus_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
@@ -262,8 +262,6 @@ def prepare(request: Request) -> Plan:
     planned = plan(request, machine)
     question = planned.question
     unforeseen = check_prediction(request, question)
-    for cell in question.cells:
-        refuse_unsupported(cell.layout)
     check_machine(
         request,
         machine,
@@ -279,7 +277,6 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     machine = probe()
     check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
-    refuse_unsupported(spec.layout)
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     return spec
 

@@ -105,6 +105,8 @@ RANKS = (
     "8 ulysses 2 ring 2",
 )
 """Processes, and the degrees by which they share sequences."""
+COPIED = ("2 copies 2", "4 copies 2", "4 ulysses 2 copies 2", "8 ulysses 2 ring 2 copies 2")
+"""With copies of the shards, for FSDP2 alone."""
 _EVERYWHERE: Box = {
     "strategy": ("fsdp", "fsdp2"),
     "ranks": RANKS,
@@ -144,7 +146,18 @@ BOXES: tuple[Box, ...] = (
         "ranks": ("2", "4 ulysses 2", "4 ring 2"),
         "groups": ("split",),
     },
+    {
+        **_ABSENT,
+        **_EVERYWHERE,
+        **_LOGITS,
+        "objective": ("sft",),
+        "strategy": ("fsdp2",),
+        "ranks": COPIED,
+    },
 )
+
+
+Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +184,7 @@ class Case:
             gpus=int(gpus),
             ulysses_degree=degrees.get("ulysses", 1),
             ring_degree=degrees.get("ring", 1),
+            replicate_degree=degrees.get("copies", 1),
         )
 
     @property
@@ -267,13 +281,14 @@ def main() -> None:
     device = torch.device("cpu")
     process_mesh.join(device)
     world = dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    layouts = dict.fromkeys(case.layout for case in cases_for(world, strength))
-    groups = {layout: process_mesh.sequence_groups(layout, mesh) for layout in layouts}
+    places: dict[Layout, Place] = {}
+    for layout in dict.fromkeys(case.layout for case in cases_for(world, strength)):
+        mesh = process_mesh.shard_mesh(layout, device)
+        places[layout] = mesh, process_mesh.sequence_groups(layout, mesh)
     results: dict[str, Any] = {}
     for case in cases_for(world, strength):
         try:
-            results[case.name] = run(case, weights, mesh, groups[case.layout])
+            results[case.name] = run(case, weights, *places[case.layout])
         except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
             results[case.name] = {"error": traceback.format_exc()}
     if dist.get_rank() == 0:
@@ -299,8 +314,8 @@ def run(
     training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
     ours = {
-        "policy": gradients(training.policy),
-        "critic": gradients(training.critic) if training.critic is not None else {},
+        "policy": gradients(training.policy, case.layout),
+        "critic": gradients(training.critic, case.layout) if training.critic is not None else {},
     }
     if rank > 0:
         return {}
@@ -370,15 +385,25 @@ def train(
     )
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that files have, put together from all ranks, flat: either sharding cuts what
-    lies one after the other.
+def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """By the names that files have, put together from the ranks of one copy, flat: either sharding
+    cuts what lies one after the other. Every copy has the same to the bit.
     """
     own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
     ranks: list[Any] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
     names = [name_in_files(name) for name, _ in model.named_parameters()]
-    parts = zip(*ranks, strict=True)
+    one, *others = (
+        ranks[first : first + layout.shard_degree]
+        for first in range(0, len(ranks), layout.shard_degree)
+    )
+    for other in others:
+        assert all(
+            mine is theirs is None or torch.equal(mine, theirs)
+            for pair in zip(one, other, strict=True)
+            for mine, theirs in zip(*pair, strict=True)
+        ), "copies differ"
+    parts = zip(*one, strict=True)
     return {
         name: torch.cat([p for p in of_ranks if p is not None])
         for name, of_ranks in zip(names, parts, strict=True)

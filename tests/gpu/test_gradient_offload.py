@@ -93,12 +93,12 @@ def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(
     assert ours.allocated_bytes == pytest.approx(fsdp2s.allocated_bytes, rel=MEMORY_TOLERANCE)
     assert ours.reserved_bytes == pytest.approx(fsdp2s.reserved_bytes, rel=MEMORY_TOLERANCE)
     shape = load_model(str(model)).shape
-    staged_bytes = staged_gradient_bytes(shape, Settings(offload=True), gpus=1)
+    staged_bytes = staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=1))
     all_bytes = 4 * shape.parameters
     # PyTorch gives a block out again once it has seen the GPU pass by: on short layers, one layer
     # later.
     layer_bytes = staged_bytes - staged_gradient_bytes(
-        replace(shape, layers=STAGED_LAYERS - 1), Settings(offload=True), gpus=1
+        replace(shape, layers=STAGED_LAYERS - 1), Settings(offload=True), layout=Layout(gpus=1)
     )
     most_bytes = staged_bytes + layer_bytes + MIB
     assert staged_bytes / 2 < ours.pinned_bytes <= most_bytes < all_bytes, (

@@ -149,9 +149,9 @@ def figures(
         layer_input_bytes(shape),
         checkpoint_bytes(shape, rung, device),
         device_state_bytes(shape, rung, device=device),
-        host_state_bytes(shape, rung, gpus=layout.gpus),
-        pinned_state_bytes(shape, rung, gpus=layout.gpus),
-        staged_gradient_bytes(shape, rung, gpus=layout.gpus),
+        host_state_bytes(shape, rung, layout=layout),
+        pinned_state_bytes(shape, rung, layout=layout),
+        staged_gradient_bytes(shape, rung, layout=layout),
         *(each(shape, rung, layout, length_tokens=length, device=device) for each in formulas),
     )
 
@@ -185,7 +185,9 @@ def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair: tuple[LayerKind, La
     table, rest = block_bytes(head), block_bytes(outside)
     for strategy, of_outside in (("fsdp2", 2 * table), ("fsdp", 2 * rest)):
         offload = Settings(strategy=strategy, offload=True)  # type: ignore[arg-type]
-        of_both, *of_parts = (pinned_state_bytes(each, offload, gpus=1) for each in (both, *parts))
+        of_both, *of_parts = (
+            pinned_state_bytes(each, offload, layout=Layout(gpus=1)) for each in (both, *parts)
+        )
         assert of_both - of_outside == sum(each - of_outside for each in of_parts) > 0
 
 
@@ -207,7 +209,9 @@ def kept_bytes(shape: ModelShape, recompute: Any) -> int:
 
 def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks() -> None:
     def staged(*runs: LayerRun) -> int:
-        return staged_gradient_bytes(shape_with(*runs), Settings(offload=True), gpus=2)
+        return staged_gradient_bytes(
+            shape_with(*runs), Settings(offload=True), layout=Layout(gpus=2)
+        )
 
     windowed, full, experts = kind(attention=WINDOWED), kind(), kind(mlp=EXPERTS)
     assert staged(run(4, windowed), run(4, full)) == staged(run(8, full)) == staged(run(3, full))
@@ -234,7 +238,8 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
             gathered += layers[max(0, number - 1)].parameters if number else gathered
         reduced = layers[number + 1].parameters if number + 1 < len(layers) else 0
         own = formula.working_set_bytes(step.layer(layers[number]))
-        return step.tokens * kept + own + step.element * gathered + 4 * reduced
+        on_their_way = (2 if layout.replicate_degree > 1 else 1) * reduced
+        return step.tokens * kept + own + step.element * gathered + 4 * on_their_way
 
     beside = last.bytes - of_layers(len(layers) - 1)
     assert other.bytes - beside == max(map(of_layers, range(len(layers) - 1)))

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 from places import question_of
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError
 from highwater.run.local import (
     LocalRunner,
     log_path_of,
     read_reports,
-    refuse_unsupported,
     trial_environment,
 )
 from highwater.spec.codec import to_json
@@ -155,33 +154,6 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(
     assert len(damaged) == 1
     assert "rank-001.json" in damaged[0]
     assert why in damaged[0]
-
-
-def test_what_the_engine_can_do_is_not_refused() -> None:
-    for question in (
-        EXPANDABLE,
-        ON_CPU,
-        question_of(gpus=[1, 2, 4, 8]),
-        question_of(strategy="fsdp", offload=True),
-    ):
-        for cell in question.cells:
-            refuse_unsupported(cell.layout)
-
-
-@pytest.mark.parametrize(
-    ("layout", "named"),
-    [
-        (Layout(gpus=2, ring_degree=2), "ring attention"),
-        (Layout(gpus=2, replicate_degree=2), "HSDP copies"),
-    ],
-)
-def test_what_the_engine_cannot_do_yet_is_refused_by_name_before_a_process_starts(
-    tmp_path: Path, layout: Layout, named: str
-) -> None:
-    with pytest.raises(UsageError) as refusal:
-        LocalRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S).run(cuda_spec(layout=layout))
-    assert refusal.value.problem.startswith(f"{named} is not supported")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(

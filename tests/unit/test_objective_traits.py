@@ -7,6 +7,7 @@ import pytest
 
 from highwater.spec.flops import step_flops
 from highwater.spec.footprint import host_state_bytes
+from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS, without_reference
 from highwater.spec.settings import Settings
@@ -49,7 +50,7 @@ def test_a_row_says_what_settings_hold(objective):
     traits, settings = TRAITS[objective], settings_of(objective)
     shape = load_model("Qwen3-0.6B").shape
     assert settings.holds_logits is not traits.gives_scalars
-    assert (host_state_bytes(shape, settings, gpus=1) > 0) is traits.has_reference
+    assert (host_state_bytes(shape, settings, layout=Layout(gpus=1)) > 0) is traits.has_reference
     once = step_flops(shape, length_tokens=8192, sequences=2, settings=Settings())
     asked = step_flops(shape, length_tokens=8192, sequences=2, settings=settings)
     assert asked * 3 == once * (4 if traits.has_reference else 3)

@@ -18,6 +18,7 @@ from highwater.spec.footprint import (
     staged_gradient_bytes,
 )
 from highwater.spec.hardware import CPU_SEARCH, Machine
+from highwater.spec.layout import Layout
 from highwater.spec.model import catalog_names, load_model
 from highwater.spec.pieces import pieces
 from highwater.spec.plan import Plan, plan, plan_trial
@@ -439,16 +440,21 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
         shape.parameters, rel=1e-3
     )
     assert (
-        15.99 <= host_state_bytes(shape, Settings(offload=True), gpus=gpus) / shape.parameters < 20
+        15.99
+        <= host_state_bytes(shape, Settings(offload=True), layout=Layout(gpus=gpus))
+        / shape.parameters
+        < 20
     )
     grpo = Settings(objective="grpo")
-    assert 1.99 <= host_state_bytes(shape, grpo, gpus=gpus) / shape.parameters < 4, (
+    assert 1.99 <= host_state_bytes(shape, grpo, layout=Layout(gpus=gpus)) / shape.parameters < 4, (
         "the reference, in bfloat16"
     )
-    assert host_state_bytes(shape, Settings(), gpus=gpus) == 0
+    assert host_state_bytes(shape, Settings(), layout=Layout(gpus=gpus)) == 0
     assert (
         20
-        <= host_state_bytes(shape, Settings(strategy="fsdp", offload=True), gpus=gpus)
+        <= host_state_bytes(
+            shape, Settings(strategy="fsdp", offload=True), layout=Layout(gpus=gpus)
+        )
         / shape.parameters
         < 28
     )
@@ -487,7 +493,7 @@ def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_th
             "intermediate_size": 8192,
         }
         shape = load_model(str(write_model(tmp_path, model_type="glm4_moe", **sizes))).shape
-        return staged_gradient_bytes(shape, Settings(offload=True), gpus=2)
+        return staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
 
     found = [staged(dense) for dense in (0, 1, 3, 4, 9)]
     assert found == sorted(found), "three layers of experts are among them all the time"
@@ -503,16 +509,20 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embeddi
     shape = load_model(name).shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     passing = 4 * (outside + STAGED_LAYERS * (shape.parameters - outside) / shape.layers)
-    assert 0.99 < staged_gradient_bytes(shape, Settings(offload=True), gpus=gpus) / passing <= 2
+    assert (
+        0.99
+        < staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=gpus)) / passing
+        <= 2
+    )
     critic = Settings(objective="ppo", critic=True, offload=True)
     for gradients_elsewhere in (
         Settings(),
         Settings(strategy="fsdp", offload=True),
         Settings(objective="grpo"),
     ):
-        assert staged_gradient_bytes(shape, gradients_elsewhere, gpus=gpus) == 0
+        assert staged_gradient_bytes(shape, gradients_elsewhere, layout=Layout(gpus=gpus)) == 0
     both, alone = (
-        staged_gradient_bytes(shape, settings, gpus=gpus)
+        staged_gradient_bytes(shape, settings, layout=Layout(gpus=gpus))
         for settings in (critic, Settings(offload=True))
     )
     assert both == alone, "one model after the other"
@@ -558,9 +568,10 @@ def test_a_degree_that_does_not_work_is_answered_with_all_that_do(tmp_path: Path
     model = str(write_model(tmp_path / "m", num_attention_heads=6, num_key_value_heads=6))
     with pytest.raises(UsageError) as refusal:
         plan(request_from({"model": model, "gpus": [4, 6], "ulysses": [4]}), machine_with(8))
-    degrees = [int(flag.split()[1]) for flag in refusal.value.hint.split("`")[1::2]]
-    assert degrees == [1, 2, 3, 6]
-    for degree in degrees:
+    offered = [flags.split()[1::2] for flags in refusal.value.hint.split("`")[1::2]]
+    assert offered == [["2", "2"], ["1"], ["2"], ["3"], ["6"]]
+    for ulysses, *ring in offered:
+        degrees = {"ulysses": [int(ulysses)]} | ({"ring": [int(ring[0])]} if ring else {})
         assert plan(
-            request_from({"model": model, "gpus": [4, 6], "ulysses": [degree]}), machine_with(8)
+            request_from({"model": model, "gpus": [4, 6], **degrees}), machine_with(8)
         ).question.cells

@@ -200,20 +200,29 @@ def _pass_forward(
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
         for run in _runs(ring, step):
-            found = run.block(query_BHSD, at_hand).forward()
-            output, log_sums = run.queries_of(output_BHSD), run.queries_of(log_sums_BHS)
-            if step == 0:  # every query, over this rank's own keys
-                output.copy_(found[0])
-                log_sums.copy_(found[1])
-            else:
-                _merge(output, log_sums, *found)
+            _merge(
+                run.queries_of(output_BHSD),
+                run.queries_of(log_sums_BHS),
+                run.block(query_BHSD, at_hand).forward(),
+                is_first=step == 0,
+            )
         if passing is not None:
             at_hand = passing.wait()
     return output_BHSD.to(query_BHSD.dtype), log_sums_BHS
 
 
-def _merge(output_dHlD: Tensor, log_sums_dHl: Tensor, partial: Tensor, its_sums: Tensor) -> None:
-    """Add what more keys give to an output, in place: each weighs as the exponentials it summed."""
+def _merge(
+    output_dHlD: Tensor, log_sums_dHl: Tensor, found: tuple[Tensor, Tensor], *, is_first: bool
+) -> None:
+    """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
+
+    The first are a rank's own, over which it has every query: nothing is there yet.
+    """
+    partial, its_sums = found
+    if is_first:
+        output_dHlD.copy_(partial)
+        log_sums_dHl.copy_(its_sums)
+        return
     both = torch.logaddexp(log_sums_dHl, its_sums)
     output_dHlD.mul_((log_sums_dHl - both).exp_()[..., None])
     output_dHlD.addcmul_(partial, (its_sums - both).exp_()[..., None])
@@ -238,23 +247,39 @@ def _pass_backward(
     homewards: Passing | None = None
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
-        parts: list[tuple[Run, tuple[Tensor, Tensor]]] = []
-        for run in _runs(ring, step):
-            tensors = (gradient_BHSD, attended_BHSD, log_sums_BHS)
-            of_queries, *others = run.block(query_BHSD, at_hand).backward(
-                *(run.queries_of(tensor) for tensor in tensors)
-            )
-            mine = run.queries_of(query_gradient)
-            mine.copy_(of_queries) if step == 0 else mine.add_(of_queries)
-            del of_queries
-            parts.append((run, (others[0], others[1])))
-        homewards = _send_on(parts, homewards, keys_and_values, ring)
+        # a step's gradients have no name here: they would be kept while the next step computes
+        homewards = _send_on(
+            [
+                (
+                    run,
+                    _backward(
+                        run.block(query_BHSD, at_hand),
+                        [run.queries_of(t) for t in (gradient_BHSD, attended_BHSD, log_sums_BHS)],
+                        run.queries_of(query_gradient),
+                        is_first=step == 0,
+                    ),
+                )
+                for run in _runs(ring, step)
+            ],
+            homewards,
+            keys_and_values,
+            ring,
+        )
         if passing is not None:
             at_hand = passing.wait()
     assert homewards is not None
     dtype = query_BHSD.dtype
     key_gradient, value_gradient = homewards.wait()
     return query_gradient.to(dtype), key_gradient.to(dtype), value_gradient.to(dtype)
+
+
+def _backward(
+    block: Block, of_queries: Sequence[Tensor], sum_: Tensor, *, is_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a block's keys and values; that of its queries is added to the sum, in place."""
+    gradient, key_gradient, value_gradient = block.backward(*of_queries)
+    sum_.copy_(gradient) if is_first else sum_.add_(gradient)
+    return key_gradient, value_gradient
 
 
 def _send_on(

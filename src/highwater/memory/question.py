@@ -19,7 +19,7 @@ from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
 from highwater.spec.bounds import MOST_STATE_BYTES
-from highwater.spec.cells import ulysses_obstacle
+from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.model import load_model
@@ -46,7 +46,7 @@ def predicted_question(
         if not has_windows:
             refuse_past_window(load_model(model), length_tokens, flag="--length")
     plans = [
-        plan(request, where.machine(), in_windows=has_windows)
+        plan(request, where.machine(), trainer=trainer)
         for request in _requests(model, where.gpus, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
@@ -98,7 +98,7 @@ def _degrees(model: str, gpus: int) -> list[int]:
     return [
         degree
         for degree in range(1, gpus + 1)
-        if ulysses_obstacle(shape, gpus=gpus, degree=degree) is None
+        if gpus % degree == 0 and heads_obstacle(shape, degree) is None
     ]
 
 

@@ -87,6 +87,8 @@ def own_rows(parameter: Tensor) -> tuple[int, int]:
     total = parameter.shape[0]
     if not isinstance(parameter, DTensor):
         return 0, total
-    chunk = -(-total // parameter.device_mesh.size())
-    start = min(parameter.device_mesh.get_local_rank() * chunk, total)
+    mesh = parameter.device_mesh
+    shards = mesh.ndim - 1  # where there are copies, they are the first dimension
+    chunk = -(-total // mesh.size(shards))
+    start = min(mesh.get_local_rank(shards) * chunk, total)
     return start, min(start + chunk, total)

@@ -14,7 +14,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from highwater.errors import HighwaterError, MachineError, UsageError
+from highwater.errors import HighwaterError, MachineError
 from highwater.run.classify import Ending, classify
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.private_folder import private_folder
@@ -26,7 +26,6 @@ from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import read_file
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
-from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.secrets import kept_report, kept_result
 from highwater.spec.settings import Allocator
@@ -100,7 +99,6 @@ class LocalRunner:
 
         Raises UsageError, too, for what the engine cannot do yet.
         """
-        refuse_unsupported(spec.layout)
         if spec.device == "cuda" and not self.allow_busy:
             refuse_busy_gpus(probe(), count=spec.layout.gpus)
         try:
@@ -244,17 +242,6 @@ def clean_environment(allocator: Allocator) -> dict[str, str]:
     # one that nobody else reaches.
     environment |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
     return environment
-
-
-def refuse_unsupported(layout: Layout) -> None:
-    """Raise UsageError that names what the engine cannot do yet, rather than ignore it."""
-    refusals = [
-        (layout.ring_degree > 1, "ring attention", "ring_degree=1"),
-        (layout.replicate_degree > 1, "HSDP copies", "replicate_degree=1"),
-    ]
-    for refused, what, instead in refusals:
-        if refused:
-            raise UsageError(f"{what} is not supported by the engine yet", hint=f"use `{instead}`")
 
 
 def _await_release(gpus: int) -> None:

@@ -71,6 +71,19 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             ),
         ),
         Setting(
+            "ring",
+            COUNTS,
+            _ALL,
+            "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
+            "keys and values on",
+        ),
+        Setting(
+            "copies",
+            COUNTS,
+            _ALL,
+            "copies of what FSDP2 shards (HSDP): GPUs / copies shards, one copy a node for example",
+        ),
+        Setting(
             "memory",
             SIZE,
             _RUN,

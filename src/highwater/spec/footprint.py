@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from highwater.spec.layer_kind import Matrices
+from highwater.spec.layout import Layout
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
@@ -67,7 +68,7 @@ def host_state_bytes(
     shape: ModelShape,
     settings: Settings,
     *,
-    gpus: int,
+    layout: Layout,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
     """Host memory that models take, over all ranks of the machine: offloaded states, and the
@@ -79,8 +80,9 @@ def host_state_bytes(
     reference as it is.
     """
     ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
+    ordinary *= layout.replicate_degree
     pinned = pinned_state_bytes(
-        shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter
+        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
     return pinned + ordinary * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
 
@@ -89,7 +91,7 @@ def pinned_state_bytes(
     shape: ModelShape,
     settings: Settings,
     *,
-    gpus: int,
+    layout: Layout,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
     """Pinned host memory of models, over all ranks of the machine: a part of ``host_state_bytes``.
@@ -100,7 +102,7 @@ def pinned_state_bytes(
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
     """
     reference = (
-        _pinned_matrices_bytes(matrices(shape), gpus=gpus, bytes_per_element=2)
+        _pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
         if settings.traits.has_reference
         else 0
     )
@@ -109,29 +111,29 @@ def pinned_state_bytes(
     if settings.strategy == "fsdp2":
         pinned = _pinned_matrices_bytes(
             matrices(shape),
-            gpus=gpus,
+            layout=layout,
             bytes_per_element=4,
             state_bytes_per_parameter=state_bytes_per_parameter,
         )
     else:
-        pinned = _pinned_units_bytes(shape, gpus, state_bytes_per_parameter)
+        pinned = _pinned_units_bytes(shape, layout, state_bytes_per_parameter)
     return reference + settings.trained_models * pinned
 
 
-def _pinned_units_bytes(shape: ModelShape, gpus: int, state_bytes_per_parameter: int) -> int:
+def _pinned_units_bytes(shape: ModelShape, layout: Layout, state_bytes_per_parameter: int) -> int:
     """Pinned blocks of FSDP1: of each layer's shard, and of what is outside of layers, for the
     parameters and for a gradient.
     """
 
     def block_bytes(parameters: int) -> int:
-        shard = 4 * -(-parameters // gpus)
+        shard = 4 * -(-parameters // layout.shard_degree)
         return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
 
     of_layers = sum(run.count * block_bytes(run.kind.parameters) for run in shape.runs)
-    return 2 * gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
+    return 2 * layout.gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
 
 
-def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -> int:
+def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine,
     besides that of the states.
 
@@ -148,23 +150,23 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, gpus: int) -
     staged = (
         size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
     )
-    return _pinned_matrices_bytes((*staged, _tables(shape)), gpus=gpus, bytes_per_element=4)
+    return _pinned_matrices_bytes((*staged, _tables(shape)), layout=layout, bytes_per_element=4)
 
 
 def _pinned_matrices_bytes(
     sizes: Iterable[Matrices],
     *,
-    gpus: int,
+    layout: Layout,
     bytes_per_element: int,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
     """Pinned blocks of these matrices, one for the shard that each GPU has of each."""
 
     def block_bytes(rows: int, row_size: int) -> int:
-        shard = bytes_per_element * -(-rows // gpus) * row_size
+        shard = bytes_per_element * -(-rows // layout.shard_degree) * row_size
         return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
 
-    return gpus * sum(number * block_bytes(rows, size) for number, rows, size in sizes)
+    return layout.gpus * sum(number * block_bytes(rows, size) for number, rows, size in sizes)
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:

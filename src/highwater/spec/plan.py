@@ -7,6 +7,7 @@ import msgspec
 from highwater.errors import ModelError, UsageError
 from highwater.spec.cells import cells_of, within_token_budget
 from highwater.spec.codec import Record
+from highwater.spec.declaration import words_of
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.hardware import Machine
 from highwater.spec.model import Model, load_model
@@ -20,6 +21,7 @@ from highwater.spec.search_lengths import (
     refuse_past_window,
 )
 from highwater.spec.study import Cell, Question
+from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.spec.trial import Device, TrialSpec
 from highwater.spec.trial_hardware import TrialHardware, check_host_memory, hardware_of
 from highwater.units import format_tokens
@@ -37,9 +39,8 @@ class Plan(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Plan:
-    """The question that a request asks of a machine; ``in_windows``: of a trainer whose attention
-    has sliding windows.
+def plan(request: Request, machine: Machine, *, trainer: Trainer = "highwater") -> Plan:
+    """The question that a request asks of a machine, and of a trainer.
 
     Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
     """
@@ -50,10 +51,14 @@ def plan(request: Request, machine: Machine, *, in_windows: bool = False) -> Pla
     where = hardware_of(request, machine, model, device)
     # Of a user's data only the documents have to be within a window, and their lengths are known
     # when they come.
-    window = None if in_windows or request.data is not None else model.shape.window_tokens
+    traits = TRAINERS[trainer]
+    ends = not traits.has_windows and request.data is None
+    window = model.shape.window_tokens if ends else None
     grid, capped = grid_of(request, model, device, window)
     check_yarn(request, model, grid.max_tokens)
-    cells, skipped = cells_of(request, model.shape, device, where.counts)
+    cells, skipped = cells_of(
+        request, model.shape, device, where.counts, has_ring=not traits.refused(["ring"])
+    )
     cells, too_small = within_token_budget(cells, grid, device)
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
@@ -107,8 +112,10 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     question = plan(_alone(request, length_tokens), machine).question
     cell, *others = question.cells
     if others:
+        several = [name for name in ("ring", "copies") if len(getattr(request, name)) > 1]
+        words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(
-            "one trial runs in one layout, several are named", hint="use `--gpus 1 --ulysses 1`"
+            "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"
         )
     spec = msgspec.structs.replace(
         question.trial(cell, length_tokens), attention_depth=request.attention_depth

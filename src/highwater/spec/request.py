@@ -66,6 +66,8 @@ class Request(Record, frozen=True, kw_only=True):
     model: str
     gpus: tuple[int, ...] | None = None
     ulysses: tuple[int, ...] = (1,)
+    ring: tuple[int, ...] = (1,)
+    copies: tuple[int, ...] = (1,)
     memory: Size | None = None
     loss: Loss | None = None
     allocator: Allocator | None = None
@@ -128,7 +130,8 @@ class Request(Record, frozen=True, kw_only=True):
             if why is not None:
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
         _check_counts("gpus", self.gpus)
-        _check_counts("ulysses", self.ulysses)
+        for name in ("ulysses", "ring", "copies"):
+            _check_counts(name, getattr(self, name))
         _check_memory(self)
         if self.start_tokens < 2:
             raise RefusedError(

@@ -64,9 +64,9 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
     """
     for cell in cells:
         gpus, settings = cell.layout.gpus, cell.settings
-        states = host_state_bytes(model.shape, settings, gpus=gpus) + staged_gradient_bytes(
-            model.shape, settings, gpus=gpus
-        )
+        states = host_state_bytes(
+            model.shape, settings, layout=cell.layout
+        ) + staged_gradient_bytes(model.shape, settings, layout=cell.layout)
         processes = gpus * PROCESS_BYTES
         if states and states + processes > machine.host_memory_total_bytes:
             what = "offloaded states" if settings.offload else "the reference"

@@ -17,8 +17,8 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
     docs/results/lab/trinity_trials.json.
     """
     query, key = args[1], args[2]
-    shared = query.shape[1] != key.shape[1]
-    every_head = [query.element_size() * query.numel()] * 2 if shared else []
+    repeats = query.shape[1] // key.shape[1]
+    every_head = [key.element_size() * repeats * key.numel()] * 2 if repeats > 1 else []
     return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
 
 

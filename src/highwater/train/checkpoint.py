@@ -26,6 +26,7 @@ from torch.futures import Future
 from highwater.models.decoder import Decoder
 from highwater.models.pretrained import PretrainedDirectory, write_beside
 from highwater.models.weight_names import name_in_files
+from highwater.parallel.mesh import all_ranks
 
 
 def save_sharded(
@@ -90,7 +91,7 @@ def save_pretrained(
         )
     if mesh.size() > 1:
         dist.barrier(
-            group=mesh.get_group()
+            group=all_ranks(mesh)
         )  # the others' next step would else be timed with rank 0's writing in it
     return written_bytes
 

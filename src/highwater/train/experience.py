@@ -95,7 +95,7 @@ def _group_advantages(
     )
     # Ranks that share sequences are neighbours, and have the same documents: they count once.
     sharing = 1 if sequence is None else dist.get_world_size(sequence)
-    own, rewards, groups = mesh.get_local_rank() // sharing, rewards[::sharing], groups[::sharing]
+    own, rewards, groups = dist.get_rank() // sharing, rewards[::sharing], groups[::sharing]
     before = sum(map(len, rewards[:own]))
     return group_advantages(list(chain(*rewards)), list(chain(*groups)))[
         before : before + len(rewards[own])

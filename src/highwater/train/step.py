@@ -15,7 +15,7 @@ from highwater.errors import UsageError
 from highwater.models.decoder import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
 from highwater.parallel.fsdp2 import local_shard
-from highwater.parallel.mesh import total
+from highwater.parallel.mesh import copies, total
 from highwater.parallel.offload import adding_up
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
@@ -137,7 +137,7 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     own = nn.utils.get_total_norm(gradients).to(mesh.device_type)
     # In float64 a norm's square cannot overflow.
-    norm = total(own.double().square(), mesh).sqrt().to(own.dtype)
+    norm = (total(own.double().square(), mesh) / copies(mesh)).sqrt().to(own.dtype)
     if not max_norm:
         return norm
     factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)

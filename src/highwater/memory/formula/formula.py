@@ -174,7 +174,7 @@ def _backward_of_a_layer(
             *beside_layers,
             _kept_term(step, kept),
             *_layer_terms(step, backward),
-            _reduction(0 if backward.reduced is None else backward.reduced.parameters),
+            _reduction(_parameters_on_their_way(step.layout, backward.reduced)),
         ),
     )
 
@@ -300,6 +300,14 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     )
 
 
+def _parameters_on_their_way(layout: Layout, reduced: LayerKind | None) -> int:
+    """Parameters whose gradients go to the shards while a layer goes backward: of the layer behind
+    it; with copies of the shards, over which they are summed too, of one more.
+    """
+    layers = 2 if layout.replicate_degree > 1 else 1
+    return 0 if reduced is None else layers * reduced.parameters
+
+
 def _reduction(parameters: int) -> Term:
     """The term of a unit's gradients in float32, on their way to the shards while the next unit
     goes backward.
@@ -324,13 +332,13 @@ def _host_terms(
 ) -> tuple[Term, ...]:
     """Terms of the host's memory, over all GPUs."""
     states = host_state_bytes(
-        shape, settings, gpus=layout.gpus, state_bytes_per_parameter=state_bytes_per_parameter
+        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
     return (
         Term(name="offloaded states and reference", bytes=states),
         Term(
             name="gradients on their way there",
-            bytes=staged_gradient_bytes(shape, settings, gpus=layout.gpus),
+            bytes=staged_gradient_bytes(shape, settings, layout=layout),
         ),
         Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
     )

@@ -148,7 +148,9 @@ def busiest_step(
     degree = layout.context_degree
     sequences = max(1, settings.sequences(length_tokens, context_degree=degree))
     tokens = -(-sequences * length_tokens // degree)
-    prompts = min(PROMPT_TOKENS, length_tokens // 2) * (sequences // degree)
+    # Of a ring none but the first rank has tokens of a prompt.
+    whole = sequences // degree if layout.ring_degree == 1 else 0
+    prompts = min(PROMPT_TOKENS, length_tokens // 2) * whole
     return Step(
         shape=shape,
         settings=settings,
@@ -296,12 +298,27 @@ def _attention_bytes(layer: Layer) -> int:
     k's and v's for every query head; and three float32 numbers a head. Source: docs/results/layer:
     the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
     """
-    query, attended, element = layer.query, layer.attended_key, layer.step.element
+    step = layer.step
+    query, attended, element = layer.query, layer.attended_key, step.element
     stream = layer.kind.hidden_size * (1 if layer.has_output_norms else 2)
     tensors = element * (stream + layer.before_norm + 2 * (query + 2 * attended) + 2 * query)
     for_every_head = 2 * element * query if attended != query else 0
     of_heads = 3 * _NUMBER_BYTES * layer.kind.attention.query_heads
-    return tensors + _NUMBER_BYTES * query + for_every_head + of_heads
+    of_call = tensors + _NUMBER_BYTES * query + for_every_head + of_heads
+    return of_call + _ring_bytes(layer) if step.layout.ring_degree > 1 else of_call
+
+
+def _ring_bytes(layer: Layer) -> int:
+    """Bytes per token that a ring takes besides, while its attention goes backward: the sum of q's
+    gradients in float32; the keys and values that arrived and, of more than two ranks, those that
+    do; their gradients in float32, on their way from one rank and to the next. The last rank's
+    kernels read half of the keys, and take half of what they take for every query head.
+    """
+    keys = 2 * layer.attended_key
+    arriving = 2 if layer.step.layout.ring_degree > 2 else 1
+    sums = _NUMBER_BYTES * (layer.query + 2 * keys) + layer.step.element * arriving * keys
+    half = keys // 2 + (layer.query if layer.attended_key != layer.query else 0)
+    return sums - layer.step.element * half
 
 
 def _rotation_bytes(layer: Layer) -> int:

@@ -67,29 +67,35 @@ def _page_table_bytes(
     shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
 ) -> int:
     """Bytes in which a GPU maps its rank's pinned host memory."""
-    gpus = layout.gpus
     states = pinned_state_bytes(
-        shape, settings, gpus=gpus, state_bytes_per_parameter=state_bytes_per_parameter
+        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
-    pinned = states + staged_gradient_bytes(shape, settings, gpus=gpus)
-    return -(-pinned // (gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
+    pinned = states + staged_gradient_bytes(shape, settings, layout=layout)
+    return -(-pinned // (layout.gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
 def _nccl_terms(
     layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
-    """One communicator for all GPUs; a second where fewer share a sequence. Between the sizes that
-    were read, the next larger.
+    """One communicator for all GPUs; one more for each group of fewer, which share a sequence,
+    trade its heads, pass its keys and values on, or share the states. Between the sizes that were
+    read, the next larger.
+
+    A ring's transfers are those of an all-to-all among as many, two at a time: no more.
     """
-    own_group = 1 < layout.ulysses_degree < layout.gpus
-    group_bytes = _next_larger(nccl, layout.gpus) + (NCCL_SECOND_GROUP_BYTES if own_group else 0)
-    terms = (Term(name="NCCL", bytes=group_bytes),)
-    if layout.ulysses_degree == 1:
-        return terms
-    return (
-        *terms,
-        Term(name="NCCL, all-to-all", bytes=_next_larger(all_to_all, layout.ulysses_degree)),
+    groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
+    if layout.ulysses_degree == 1 or layout.ring_degree == 1:
+        groups = [layout.context_degree]
+    if layout.replicate_degree > 1:
+        groups += [layout.replicate_degree, layout.shard_degree]
+    others = sum(1 < degree < layout.gpus for degree in groups)
+    group_bytes = _next_larger(nccl, layout.gpus) + others * NCCL_SECOND_GROUP_BYTES
+    shared = (
+        Term(name=f"NCCL, {what}", bytes=_next_larger(all_to_all, degree))
+        for what, degree in (("all-to-all", layout.ulysses_degree), ("ring", layout.ring_degree))
+        if degree > 1
     )
+    return (Term(name="NCCL", bytes=group_bytes), *shared)
 
 
 def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:

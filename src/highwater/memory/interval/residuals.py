@@ -56,6 +56,8 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     strategy: Strategy
     recompute: Recompute
     objective: Objective
+    ring: bool = False
+    copies: bool = False
 
     @property
     def factor(self) -> float:
@@ -78,6 +80,8 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
     return (
         Trait("gpus", layout.gpus, counted_ranks(layout.gpus, "cuda")),
         Trait("ulysses", layout.ulysses_degree > 1, "Ulysses"),
+        Trait("ring", layout.ring_degree > 1, "a ring"),
+        Trait("copies", layout.replicate_degree > 1, "copies"),
         Trait("offload", settings.offload, "offload"),
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),

@@ -60,7 +60,7 @@ def footprint(
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     host = host_state_bytes(
-        shape, settings, gpus=layout.gpus, state_bytes_per_parameter=state_bytes_per_parameter
+        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
     terms = (
         Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),

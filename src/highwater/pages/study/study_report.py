@@ -36,6 +36,8 @@ class TrialReport(Record, frozen=True, kw_only=True):
     rung: str
     gpus: int
     ulysses_degree: int
+    ring_degree: int
+    replicate_degree: int
     length_tokens: int
     is_memory_only: bool
     attempt: int
@@ -221,6 +223,8 @@ def _trial(
         rung=spec.settings.label,
         gpus=spec.layout.gpus,
         ulysses_degree=spec.layout.ulysses_degree,
+        ring_degree=spec.layout.ring_degree,
+        replicate_degree=spec.layout.replicate_degree,
         length_tokens=spec.length_tokens,
         is_memory_only=spec.is_memory_only,
         attempt=recorded.attempt,
