@@ -68,8 +68,11 @@ class Block(NamedTuple):
         """
         match self._operator:
             case "cudnn":
+                # PyTorch keeps cuDNN's plans by the strides of queries, keys and values alone: a
+                # plan made for other strides of the sums would be taken for these.
+                sums_BHQ1 = log_sums_BHQ.contiguous()[..., None]
                 return aten._scaled_dot_product_cudnn_attention_backward(
-                    *(gradient_BHQD, *self[:3], output_BHQD, log_sums_BHQ[..., None]),
+                    *(gradient_BHQD, *self[:3], output_BHQD, sums_BHQ1),
                     *(*_no_dropout(self.query_BHQD), None, *self._lengths),
                     *(0.0, self.is_causal),
                     scale=self.scaling,

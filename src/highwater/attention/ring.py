@@ -142,26 +142,27 @@ class Run(NamedTuple):
         return documents_dXln[:, :, tokens]
 
 
-def _runs(ring: Ring, step: int) -> Iterator[Run]:
+def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
     """All documents, in runs, with the keys and values that are at hand in a step."""
     source, start = (ring.rank - step) % ring.degree, 0
     for length, run in groupby(ring.held_lengths):
         documents = len(list(run))
         stop = start + documents * length
         if ring.in_pieces:
-            documents, length = _pieces(ring, start, stop, documents, length)
+            documents, length = _pieces(stop - start, documents, device)
         pairing = pairing_of(length, rank=ring.rank, source=source)
         yield Run(ring, start, stop, documents, pairing)
         start = stop
 
 
-def _pieces(ring: Ring, start: int, stop: int, documents: int, length: int) -> tuple[int, int]:
-    """How many pieces of which length stand for a run of documents."""
-    tokens = stop - start
-    device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
-    count = pieces(tokens, device) or 1
+def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int]:
+    """How many pieces of which length stand for a run of documents: two chunks of one length
+    each.
+    """
+    assert device.type in ("cuda", "cpu")
+    count = pieces(tokens, device.type) or 1
     if count <= documents or tokens // count % 2:
-        return documents, length
+        count = documents
     return count, tokens // count
 
 
@@ -199,7 +200,7 @@ def _pass_forward(
     at_hand: list[Tensor] = [key_BKSD, value_BKSD]
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
-        for run in _runs(ring, step):
+        for run in _runs(ring, step, query_BHSD.device):
             _merge(
                 run.queries_of(output_BHSD),
                 run.queries_of(log_sums_BHS),
@@ -259,7 +260,7 @@ def _pass_backward(
                         is_first=step == 0,
                     ),
                 )
-                for run in _runs(ring, step)
+                for run in _runs(ring, step, query_BHSD.device)
             ],
             homewards,
             keys_and_values,
