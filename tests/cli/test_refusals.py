@@ -138,6 +138,7 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
         (("--memory", "80GB"), "memory size '80GB'", ("--memory", "80GiB")),
         (("--loss", "ful"), "loss 'ful'", ("--loss", "full")),
         (("--steps", "1"), "1 step of 2 micro-batches", ("--steps", "2")),
+        (("--micro-batches", "0"), "2 steps of 0 micro-batches", ("--micro-batches", "1")),
         (("--data", "nothing"), "'nothing'", ("--data", "my_package.batches:packed")),
         (("--margin", "90GiB"), "margin of 90.00 GiB", ("--margin", "1GiB")),
         (("--gpus", "0"), "gpus is 0", ("--gpus", "1")),

@@ -60,7 +60,10 @@ class Setting:
     example: Any = None
     """Example in the place of the kind's; None: the kind's."""
     in_base_units: str | None = None
-    """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``."""
+    """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``, or what a
+    rung has of a count, ``accumulates``."""
+    typed: Mapping[Any, object] = field(default_factory=dict[Any, object])
+    """The value that names a rung's, by the rung's, where it is another one."""
     defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
     """The default in words, by command, for commands whose default is not the field's."""
     labels: Mapping[Any, str] = field(default_factory=dict[Any, str])

@@ -172,7 +172,16 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         ),
         Setting("timeout", TIME, _RUN, "longest time for one trial", in_base_units="timeout_s"),
         Setting("steps", COUNT, _RUN, "optimizer steps of a trial, 2 or more", example=2),
-        Setting("micro_batches", COUNT, _RUN, "micro-batches of a step, 2 or more", example=2),
+        Setting(
+            "micro_batches",
+            COUNT,
+            _RUN,
+            "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
+            "memory before",
+            in_base_units="accumulates",
+            typed={True: 2, False: 1},
+            labels={False: "one-micro-batch"},
+        ),
         Setting(
             "data",
             FUNCTION,

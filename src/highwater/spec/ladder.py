@@ -49,7 +49,8 @@ def simplicity(cell: Cell) -> tuple[int, ...]:
         cell.layout.context_degree,
         int(settings.allocator == "expandable")
         + int(settings.loss == "chunked")
-        + int(settings.entropy == "chunked"),
+        + int(settings.entropy == "chunked")
+        + int(not settings.accumulates),
         _RECOMPUTE_ORDER.index(settings.recompute)
         if settings.recompute in _RECOMPUTE_ORDER
         else len(_RECOMPUTE_ORDER),

@@ -165,6 +165,11 @@ class Request(Record, frozen=True, kw_only=True):
         return parse_tokens(str(self.start_length))
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a step adds up the gradients of several micro-batches."""
+        return self.micro_batches != 1
+
+    @property
     def token_budget_tokens(self) -> int | None:
         """Tokens of a micro-batch for each GPU; None: the number of sequences is given."""
         return None if self.token_budget is None else parse_tokens(str(self.token_budget))
@@ -276,7 +281,9 @@ def setting_flags(settings: Settings) -> tuple[str, ...]:
 def values_of(settings: Settings) -> dict[str, Any]:
     """What names these settings in a request, by its fields."""
     values = {
-        _OF_A_RUNG[field].name: getattr(settings, field) for field in Settings.__struct_fields__
+        row.name: row.typed.get(getattr(settings, field), getattr(settings, field))
+        for field in Settings.__struct_fields__
+        for row in (_OF_A_RUNG[field],)
     }
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]

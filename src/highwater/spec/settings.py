@@ -60,6 +60,8 @@ class Settings(Record, frozen=True, kw_only=True):
     ``last``."""
     checkpoint: Checkpoint = "none"
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
+    accumulates: bool = True
+    """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
@@ -91,6 +93,15 @@ class Settings(Record, frozen=True, kw_only=True):
     def trained_models(self) -> int:
         """Models with gradients and optimizer states."""
         return 2 if self.critic else 1
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay allocated from the start, for micro-batches to be added to; else
+        a backward pass makes them as activations go, and the update lets go of them.
+
+        Offloaded ones stay: no activation wants their place in host memory.
+        """
+        return self.accumulates or self.offload
 
     @property
     def holds_logits(self) -> bool:

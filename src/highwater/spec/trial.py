@@ -81,7 +81,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2
-    """Micro-batches per step and rank: two or more, so that gradients are alive at the peak."""
+    """Micro-batches per step and rank; one alone where the settings add none up: then gradients
+    are made in its backward pass, and are not alive before."""
     seed: int = 0
     data: str | None = None
     """``module:function`` that yields token batches instead of the synthetic ones."""
@@ -101,23 +102,31 @@ class TrialSpec(Record, frozen=True, kw_only=True):
                 f"a length of {counted(self.length_tokens, 'token')}",
                 hint="use `--length 2` or more: one to read, one to predict",
             )
-        if self.steps < 2 or self.micro_batches < 2:
-            plural = "es" if self.micro_batches != 1 else ""
-            micro_batches = f"{self.micro_batches} micro-batch{plural}"
-            raise UsageError(
-                f"{counted(self.steps, 'step')} of {micro_batches} never hold the peak",
-                hint="use at least 2 steps of 2 micro-batches",
-            )
-        if max(self.steps, self.micro_batches) > MOST_STEPS:
-            raise UsageError(
-                f"{counted(self.steps, 'step')} of {self.micro_batches} micro-batches, and "
-                f"{MOST_STEPS} is the most of either",
-                hint="a trial of 2 steps of 2 micro-batches holds the peak already",
-            )
+        self._check_steps()
         if self.sequences < 1:
             raise self._too_small_a_budget()
         self.hyperparameters.refuse_unused(self.settings)
         self._check_device_and_data()
+
+    def _check_steps(self) -> None:
+        micro_batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
+        if self.steps < 2 or self.micro_batches < 1:
+            raise UsageError(
+                f"{counted(self.steps, 'step')} of {micro_batches} never hold the peak",
+                hint="use at least 2 steps of 1 micro-batch",
+            )
+        if self.settings.accumulates == (self.micro_batches == 1):
+            added = "are" if self.settings.accumulates else "are not"
+            raise UsageError(
+                f"{micro_batches} a step, with settings where several {added} added up",
+                hint="`Settings(accumulates=False)` goes with 1 micro-batch, and with no more",
+            )
+        if max(self.steps, self.micro_batches) > MOST_STEPS:
+            raise UsageError(
+                f"{counted(self.steps, 'step')} of {micro_batches}, and {MOST_STEPS} is the most "
+                f"of either",
+                hint="a trial of 2 steps of 2 micro-batches holds the peak already",
+            )
 
     def _too_small_a_budget(self) -> UsageError:
         traits, tokens = self.settings.traits, self.length_tokens

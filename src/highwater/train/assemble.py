@@ -33,6 +33,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         critic_optimizer=None if critic is None else optimizer_of(critic, spec),
         reference=_reference(spec, context) if settings.traits.has_reference else None,
         hyperparameters=spec.hyperparameters,
+        keeps_gradients=settings.keeps_gradients,
     )
 
 

@@ -21,12 +21,16 @@ def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
     """The optimizer that a trial asks for, of one of its models: all that depends on its settings
     is chosen here.
     """
-    return make_optimizer(model, spec.hyperparameters)
+    return make_optimizer(
+        model, spec.hyperparameters, keeps_gradients=spec.settings.keeps_gradients
+    )
 
 
-def make_optimizer(model: nn.Module, hyperparameters: Hyperparameters) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, hyperparameters: Hyperparameters, *, keeps_gradients: bool = True
+) -> torch.optim.Optimizer:
     """Fused AdamW on the float32 shards, its two moments and every gradient already allocated, as
-    zeros.
+    zeros; without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
 
     It runs where the shards are: on the host when they are offloaded. A frozen parameter is none of
     its own: without a gradient, without states, without decay.
@@ -43,16 +47,26 @@ def make_optimizer(model: nn.Module, hyperparameters: Hyperparameters) -> torch.
         eps=hyperparameters.adam_epsilon,
         fused=True,
     )
-    for parameter in model.parameters():
-        # FSDP1 leaves an empty tensor of what other ranks hold
-        if parameter.requires_grad and parameter.numel():
-            parameter.grad = torch.zeros_like(parameter)
+    fill_missing_gradients(optimizer)
     optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
     for group in optimizer.param_groups:
         group["lr"] = hyperparameters.learning_rate
     for state in optimizer.state.values():
         state["step"].zero_()
+    if not keeps_gradients:
+        optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give zeros to each trained parameter that has no gradient: AdamW would pass it by, and its
+    decay and its moments with it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # FSDP1 leaves an empty tensor of what other ranks hold
+            if parameter.grad is None and parameter.numel():
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

@@ -27,15 +27,22 @@ from highwater.train.experience import (
     reference_experience,
     token_experience,
 )
+from highwater.train.optimizers import fill_missing_gradients
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
 EnterPhase = Callable[[str], None]
 """Listener that is told the name of each phase as it begins."""
+UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
+"""What is done with a model's gradients, and its optimizer, once they are whole."""
 
 
 def _nobody(phase: str) -> None:
     """Listen to no phase."""
+
+
+def _leave(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leave a model's gradients where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class Training:
     reference: Decoder | None = None
     """The frozen model that the policy is held to, where the objective has a reference."""
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    keeps_gradients: bool = True
+    """Whether gradients stay allocated between steps; else each backward pass makes them anew."""
 
     @property
     def traits(self) -> ObjectiveTraits:
@@ -88,21 +97,31 @@ def train_step(
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
-    loss = backward_of(training, micro_batches, enter=enter)
-    enter("optimizer")
-    max_norm = training.hyperparameters.max_grad_norm
-    norms = tuple(
-        _update(model, optimizer, training.mesh, max_norm=max_norm)
-        for model, optimizer in training.trained
-    )
-    return total(loss, training.mesh), norms
+    norms: list[Tensor] = []
+
+    def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        enter("optimizer")
+        norms.append(clip_trained(training, model, optimizer))
+        optimizer.step()
+        clear_gradients(training, optimizer)
+
+    loss = backward_of(training, micro_batches, enter=enter, then=update)
+    return total(loss, training.mesh), tuple(reversed(norms))
 
 
 def backward_of(
-    training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
+    training: Training,
+    micro_batches: Sequence[Batch],
+    *,
+    enter: EnterPhase = _nobody,
+    then: UseGradients = _leave,
 ) -> Tensor:
     """Add the gradients of all micro-batches to the shards; returns this rank's share of the
     policy's loss.
+
+    ``then`` hears of each model as its gradients are whole, of the critic before the policy goes
+    forward, so that those of one are gone when those of the other come. The policy's loss has the
+    critic's values from before the step.
     """
     enter("experience")
     experiences = _experiences(training, micro_batches)
@@ -118,12 +137,29 @@ def backward_of(
                 training.hyperparameters,
             )
             _backward(share, training.critic, enter)
+        assert training.critic_optimizer is not None, "a critic comes with its optimizer"
+        then(training.critic, training.critic_optimizer)
     loss = torch.zeros((), device=training.device)
     for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
         share = _policy_loss(training, batch.to(training.device), experience, counted)
         loss = loss + _backward(share, training.policy, enter)
+    then(training.policy, training.optimizer)
     return loss
+
+
+def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Clip the gradients of a model that is trained, as the hyperparameters say; returns their
+    norm before.
+    """
+    if not training.keeps_gradients:
+        fill_missing_gradients(optimizer)
+    return clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)
+
+
+def clear_gradients(training: Training, optimizer: torch.optim.Optimizer) -> None:
+    """Zero what the update has used, or let go of it."""
+    optimizer.zero_grad(set_to_none=not training.keeps_gradients)
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
@@ -362,12 +398,3 @@ def _backward(share: Tensor, model: nn.Module, enter: EnterPhase) -> Tensor:
     with adding_up(model):
         share.backward()
     return share.detach()
-
-
-def _update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, *, max_norm: float
-) -> Tensor:
-    norm = clip(model, mesh=mesh, max_norm=max_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return norm

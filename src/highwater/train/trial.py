@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from torch import nn
 from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +29,7 @@ from highwater.train.data import Batch, Document, digest, pack
 from highwater.train.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.train.micro_batches import batches
 from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
-from highwater.train.step import Training, backward_of, clip, train_step
+from highwater.train.step import Training, backward_of, clear_gradients, clip_trained, train_step
 from highwater.version import __version__
 
 REHEARSAL_TOKENS = 256
@@ -230,10 +231,12 @@ def rehearse(training: Training, batch: Batch) -> None:
     """All of a step but the updates: the driver loads kernels at their first use, outside the
     allocator.
     """
-    backward_of(training, [batch])
-    for model, optimizer in training.trained:
-        clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)
-        optimizer.zero_grad(set_to_none=False)
+
+    def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        clip_trained(training, model, optimizer)
+        clear_gradients(training, optimizer)
+
+    backward_of(training, [batch], then=clear)
 
 
 def versions() -> dict[str, str]:

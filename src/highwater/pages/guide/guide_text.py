@@ -24,6 +24,8 @@ WORDS: Mapping[str, str] = {
     "no-recompute": "`--recompute none`: every activation is kept.",
     "attention-kept": "`--recompute all-but-attention`: what the attention returns is kept, all "
     "else is recomputed.",
+    "one-micro-batch": "`--micro-batches 1`: a step has one micro-batch, whose backward pass makes "
+    "the gradients: they take no memory before.",
     "mlp-tiles": "`--mlp-tiles N`: the MLP is computed in N tiles over the tokens.",
 }
 """Words that a label is made of, explained."""

@@ -231,7 +231,8 @@ def _memory(budget_bytes: int | None) -> tuple[str, ...]:
 def _steps(steps: int, micro_batches: int, data: str | None) -> tuple[str, ...]:
     return (
         *(("--steps", str(steps)) if steps != 2 else ()),
-        *(("--micro-batches", str(micro_batches)) if micro_batches != 2 else ()),
+        # one alone is told by the flags of the settings
+        *(("--micro-batches", str(micro_batches)) if micro_batches > 2 else ()),
         *(("--data", data) if data is not None else ()),
     )
 

@@ -1,0 +1,158 @@
+"""One process of a group: steps of one micro-batch, whose gradients lie there from the start, and
+the same steps with gradients that the backward pass makes. Started by ``rank_server.py`` or
+torchrun.
+
+``torchrun --nproc-per-node N one_micro_batch_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
+object {case name: what was found on every rank}.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from highwater.attention.dense import register
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.train.data import Batch, Document, pack
+from highwater.train.optimizers import make_optimizer
+from highwater.train.step import Training, train_step
+from highwater.train.trial import rehearse
+
+STEPS = 3
+HYPERPARAMETERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to shard, and what is trained."""
+
+    strategy: str
+    offload: bool
+    critic: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}{' offload' * self.offload}{' critic' * self.critic}"
+
+
+CASES = [
+    Case(strategy=strategy, offload=offload, critic=critic)
+    for strategy, offload, critic in product(("fsdp", "fsdp2"), (False, True), (False, True))
+]
+
+
+def main() -> None:
+    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
+    found = {case.name: run(case, weights, mesh) for case in CASES}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    process_mesh.leave()
+
+
+def run(case: Case, weights: Path, mesh: dist.DeviceMesh) -> list[dict[str, object]]:
+    """What each rank found: whether numbers differ, and how many gradients there were when."""
+    kept, made = (
+        train(training(case, weights, mesh, keeps_gradients=keeps)) for keeps in (True, False)
+    )
+    own = {
+        "same numbers": len(kept.numbers) == len(made.numbers)
+        and all(map(torch.equal, kept.numbers, made.numbers)),
+        "kept": kept.gradients,
+        "made": made.gradients,
+    }
+    ranks: list[dict[str, object]] = [{} for _ in range(mesh.size())]
+    dist.all_gather_object(ranks, own)
+    return ranks
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What some steps came to."""
+
+    numbers: list[Tensor]
+    """Losses, norms, then parameters."""
+    gradients: list[int]
+    """Gradients of all models before each forward pass, and after the last step."""
+
+
+def train(trained: Training) -> Trained:
+    """Rehearse, and take some steps of one micro-batch."""
+    numbers: list[Tensor] = []
+    counts: list[int] = []
+    models = [model for model, _ in trained.trained]
+
+    def enter(phase: str) -> None:
+        if phase == "forward":
+            counts.append(gradients(models))
+
+    rehearse(trained, batch(0))
+    for step in range(STEPS):
+        loss, norms = train_step(trained, [batch(step)], enter=enter)
+        numbers += [loss, *norms]
+    counts.append(gradients(models))
+    return Trained(
+        [*numbers, *(local_shard(p).detach() for model in models for p in model.parameters())],
+        counts,
+    )
+
+
+def gradients(models: list[Decoder]) -> int:
+    return sum(p.grad is not None for model in models for p in model.parameters())
+
+
+def training(
+    case: Case, weights: Path, mesh: dist.DeviceMesh, *, keeps_gradients: bool
+) -> Training:
+    def model(name: str, loss: str | None) -> Decoder:
+        return build(
+            read_config(str(weights / name), length_tokens=64, rope="auto"),
+            directory=str(weights / name),
+            mesh=mesh,
+            attention=register("flash"),
+            loss=loss,
+            recompute="layer",
+            compute_dtype=torch.bfloat16,
+            strategy=case.strategy,
+            offload=case.offload,
+        )
+
+    policy = model("dense", "chunked")
+    critic = model("scalar", None) if case.critic else None
+    keeps = keeps_gradients
+    return Training(
+        policy=policy,
+        optimizer=make_optimizer(policy, HYPERPARAMETERS, keeps_gradients=keeps),
+        mesh=mesh,
+        objective="ppo" if case.critic else "sft",
+        critic=critic,
+        critic_optimizer=None
+        if critic is None
+        else make_optimizer(critic, HYPERPARAMETERS, keeps_gradients=keeps),
+        hyperparameters=HYPERPARAMETERS,
+        keeps_gradients=keeps,
+    )
+
+
+def batch(step: int) -> Batch:
+    """Another document on every rank, in every step."""
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = torch.randint(97, (24 + step,), generator=generator)
+    return pack([Document(ids, ids, reward=float(step))])
+
+
+if __name__ == "__main__":
+    main()

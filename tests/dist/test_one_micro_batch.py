@@ -1,0 +1,37 @@
+"""Steps of one micro-batch: with gradients that the backward pass makes they are bit by bit those
+of gradients that lie there from the start.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from one_micro_batch_cases import CASES, STEPS
+from plain_objectives import save_judges
+from rank_groups import RankGroups
+from reference import save_models
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(
+    processes: int, ranks: RankGroups, tmp_path: Path
+) -> None:
+    save_models(tmp_path / "weights")
+    save_judges(tmp_path / "weights")
+    result = tmp_path / "result.json"
+    ranks.run("one_micro_batch_cases.py", processes, tmp_path / "weights", result)
+    found = json.loads(result.read_text())
+    assert set(found) == {case.name for case in CASES}
+    for case in CASES:
+        passes = STEPS * (2 if case.critic else 1) + 1
+        for rank in found[case.name]:
+            assert rank["same numbers"], case.name
+            assert rank["made"] == [0] * passes, "of a critic none while the policy goes forward"
+            assert rank["kept"][0] > 0, case.name
+            assert rank["kept"] == [rank["kept"][0]] * passes, case.name
