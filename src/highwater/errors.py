@@ -4,6 +4,7 @@ HighwaterError                 exit code 2: the user can fix it
 ├── UsageError                 a flag, a value or a pair of settings that cannot work
 ├── ModelError                 no such model, or a config without what training needs
 ├── StudyError                 a study that cannot be opened, resumed or written
+├── SnapshotError              a memory snapshot that cannot be read, or is not plain data
 └── MachineError               exit code 3: this machine cannot do it
 
 An error that is none of these is a bug of ours, exit code 70. What the machine refuses, an
@@ -47,6 +48,10 @@ class ModelError(HighwaterError):
 
 class StudyError(HighwaterError):
     """A study that cannot be opened, resumed or written."""
+
+
+class SnapshotError(HighwaterError):
+    """A memory snapshot that cannot be read, or that is not plain data."""
 
 
 class MachineError(HighwaterError):

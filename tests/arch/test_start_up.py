@@ -11,6 +11,9 @@ import pytest
 
 import highwater
 
+SNAPSHOTS = tuple(
+    map(str, sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle")))
+)
 HEAVY = ("torch", "transformers", "safetensors", "numpy")
 START_UP_S = 1.0
 """Of a processor: a command that only talks takes less on a slow machine too; here a third."""
@@ -75,6 +78,10 @@ def test_show_imports_nothing_heavy(tmp_path: Path) -> None:
     assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
     for form in ("table", "published", "json"):
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
+
+
+def test_a_profile_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert run(_RUN, "profile", *SNAPSHOTS, "--html", "p.html", cwd=tmp_path).returncode == 0
 
 
 def test_a_report_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from highwater.cli.app import main
 from highwater.cli.grammar import commands
 
+SNAPSHOT = Path(__file__).parents[1] / "data" / "snapshots" / "trainer_out_of_memory.pickle"
 CPU_SECONDS = 20
 """Of one command; what takes longer hangs."""
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run", "--max-length", "8k")
@@ -30,6 +31,7 @@ BASES = {
     "guide": ("--predict", "Qwen3-0.6B", "--gpus", "2xA100-80GB"),
     "show": (),
     "report": (),
+    "profile": (str(SNAPSHOT),),
     "compare-search": (),
 }
 """Commands that answer without a GPU, and start nothing."""

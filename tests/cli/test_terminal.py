@@ -24,6 +24,7 @@ from highwater.units import format_bytes, format_tokens
 DATA = Path(__file__).parents[1] / "data"
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "edge-4b-1-full.jsonl"
 PUBLISHED_A100 = str(DATA / "published_capacity_a100_80gb.csv")
+SNAPSHOTS = tuple(map(str, sorted((DATA / "snapshots").glob("*.pickle"))))
 WIDTHS = (60, 80, 100, 120, 200)
 PREDICT = ("predict", "Llama-3.1-8B", "--gpus", "4xA100-80GB")
 LAYOUTS = ("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "4", "--ulysses", "1", "2")
@@ -45,6 +46,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "guide": ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB"),
     "report": ("report", str(STUDY)),
+    "profile": ("profile", SNAPSHOTS[1]),
+    "profile, side by side": ("profile", *SNAPSHOTS),
     "compare-search": ("compare-search", "few.csv"),
 }
 """Everything that draws a table or prints long lines."""

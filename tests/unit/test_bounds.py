@@ -212,6 +212,7 @@ def _odd(kind: str, folder: Path) -> Path:
         "find --config",
         "find --prediction",
         "show",
+        "profile",
         "guide",
         "guide.csv",
         "guide.json",

@@ -92,7 +92,7 @@ def _run(words: Sequence[str]) -> int:
         sys.stderr.write(usage())
         return EXIT_USER
     # here, so that a slip in the grammar is told at once
-    from highwater.cli import commands, doctor, emit, guide, predict, recommend, report
+    from highwater.cli import commands, doctor, emit, guide, predict, profile, recommend, report
 
     handlers = {
         "find": commands.find,
@@ -103,6 +103,7 @@ def _run(words: Sequence[str]) -> int:
         "emit": emit.emit,
         "show": commands.show,
         "report": report.report,
+        "profile": profile.profile,
         "doctor": doctor.doctor,
         "schema": commands.schema,
         "compare-search": commands.compare_search,

@@ -31,6 +31,8 @@ _COMMANDS = {
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "report": "a page about one study: trials, brackets, memory, predictions, failures, commands; "
     "as HTML, Markdown, CSV or JSON",
+    "profile": "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: "
+    "of any program; two side by side",
     "doctor": "GPUs, versions, free memory, and what to do",
     "schema": "the JSON Schema of --config files",
     "compare-search": "trials that each search method takes to find the capacities of a known "
@@ -43,6 +45,7 @@ _EXAMPLES = {
     "guide": "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
     "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
     "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
+    "profile": "highwater profile snapshot.pickle",
     "compare-search": "highwater compare-search capacities.csv",
 }
 
@@ -319,6 +322,20 @@ def _report_flags(parser: Parser) -> None:
     _newest_study(parser)
 
 
+def _profile_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, or a timeline of "
+        "`highwater predict --exact`; two: side by side",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"
+    )
+    _json(parser)
+
+
 def _model_and_config(parser: Parser) -> None:
     _model(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
@@ -372,6 +389,7 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "emit": _emit_flags,
     "show": _show_flags,
     "report": _report_flags,
+    "profile": _profile_flags,
     "doctor": _doctor_flags,
     "compare-search": _compare_search_flags,
 }

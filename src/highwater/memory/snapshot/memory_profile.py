@@ -1,0 +1,323 @@
+"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, by place
+and by stack, and how it came to that.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from highwater.memory.snapshot.attribution import (
+    CATEGORIES,
+    Attribution,
+    Category,
+    is_traced,
+    shown,
+)
+from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
+from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
+from highwater.spec.codec import Record
+
+_PLACES = 40
+_STACKS = 40
+"""Places and stacks that are named, the largest first."""
+_COLUMNS = 240
+"""Points of a timeline."""
+_LEAST_SHARE = 400
+"""A box of the flame graph has at least this part of all: what is narrower is left out."""
+_DEEPEST = 48
+"""Frames of a stack that a flame graph has, the outermost."""
+_COORDINATES = re.compile(r"rank[-_]?(?P<rank>\d+)(?:_(?P<place>(?:[a-z]{1,3}\d+)+))?")
+_COORDINATE = re.compile(r"[a-z]+\d+")
+_BETWEEN = re.compile(
+    r"_call_impl$|_wrapped_call_impl$|^(_?fn|inner|wrapper|decorate_context|_fn)$"
+    r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
+    r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$"
+)
+"""Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer."""
+
+
+class InCategory(Record, frozen=True, kw_only=True):
+    """What was alive of one category."""
+
+    category: Category
+    bytes: int
+    count: int
+
+
+class InPlace(Record, frozen=True, kw_only=True):
+    """What was alive that one line of a program had asked for."""
+
+    place: str
+    """Empty for what has no stack."""
+    category: Category
+    bytes: int
+    count: int
+
+
+class InStack(Record, frozen=True, kw_only=True):
+    """What was alive that one stack had asked for."""
+
+    frames: tuple[str, ...]
+    """The innermost first."""
+    phase: str
+    category: Category
+    bytes: int
+    count: int
+
+
+class TimePoint(Record, frozen=True, kw_only=True):
+    """The most that was alive within a part of the trace."""
+
+    event: int
+    time_s: float
+    """Seconds since the first event."""
+    bytes: tuple[int, ...]
+    """By category, in the order of ``categories``."""
+
+
+class FlameBox(Record, frozen=True, kw_only=True):
+    """One frame with everything that it and what it called had asked for."""
+
+    frame: str
+    depth: int
+    """0 for the outermost."""
+    start_bytes: int
+    """Bytes to the left of it."""
+    bytes: int
+    category: Category
+    """The category of most of it."""
+
+
+class MemoryProfile(Record, frozen=True, kw_only=True):
+    """What one snapshot says of one device."""
+
+    path: str
+    rank: int | None
+    """As the name of the file has it; None where it does not."""
+    coordinates: tuple[str, ...]
+    """The rank's place in its mesh as the name of the file has it, ``p0``, ``d1``."""
+    device: int
+    devices: int
+    """Devices that the file has something of; this one has the most."""
+    is_traced: bool
+    """Whether it is a prediction: a timeline that ``predict --exact`` wrote."""
+    events: int
+    """Events that the file has; earlier ones were not kept."""
+    moment: Moment
+    moment_event: int | None
+    """Number of the event; None without events."""
+    phase: str
+    """What the program had said it was doing then; empty where it said nothing."""
+    time_s: float | None
+    """Seconds from the first event to the moment; None without events."""
+    allocated_bytes: int
+    """Bytes of what was alive, as they were asked for."""
+    before_bytes: int
+    """Of these, bytes that were there before the first event."""
+    reserved_bytes: int | None
+    requested_bytes: int | None
+    """The request for which there was no room; None where memory did not run out."""
+    device_free_bytes: int | None
+    free_bytes: int | None
+    """Bytes that the allocator had, and nobody used; None where segments were not recorded."""
+    largest_free_bytes: int | None
+    """The largest block of these."""
+    categories: tuple[InCategory, ...]
+    places: tuple[InPlace, ...]
+    stacks: tuple[InStack, ...]
+    timeline: tuple[TimePoint, ...]
+    flame_graph: tuple[FlameBox, ...]
+    allocator_settings: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The rank and its place, else the name of the file."""
+        if self.rank is None:
+            return Path(self.path).name
+        return " ".join((f"rank {self.rank}", *self.coordinates))
+
+    def bytes_of(self, category: Category) -> int:
+        """Bytes of a category."""
+        return next((each.bytes for each in self.categories if each.category == category), 0)
+
+
+def memory_profile(path: str | Path) -> MemoryProfile:
+    """The profile of a snapshot that ``torch.cuda.memory._dump_snapshot`` wrote, of any program, or
+    of a timeline that ``predict --exact`` wrote. Raises SnapshotError for another file.
+    """
+    snapshot = read_snapshot(Path(path))
+    return _profile(history_of(snapshot), Attribution(snapshot))
+
+
+def _profile(history: History, attribution: Attribution) -> MemoryProfile:
+    snapshot, at = history.snapshot, history.at
+    rank, coordinates = _coordinates(Path(snapshot.path).stem)
+    free = free_blocks(history)
+    grouped = _grouped(history)
+    return MemoryProfile(
+        path=snapshot.path,
+        rank=rank,
+        coordinates=coordinates,
+        device=snapshot.device,
+        devices=snapshot.devices,
+        is_traced=any(is_traced(snapshot, stack) for stack in range(len(snapshot.stacks))),
+        events=len(snapshot.events),
+        moment=history.moment,
+        moment_event=max(at, 0) if snapshot.events else None,
+        phase=_phase(snapshot, at),
+        time_s=_seconds(snapshot, at) if snapshot.events else None,
+        allocated_bytes=history.allocated_bytes,
+        before_bytes=sum(each.size_bytes for each in history.alive if each.born < 0),
+        reserved_bytes=history.reserved_bytes,
+        requested_bytes=history.requested_bytes,
+        device_free_bytes=history.device_free_bytes,
+        free_bytes=free.bytes if free else None,
+        largest_free_bytes=free.largest_bytes if free else None,
+        categories=tuple(_categories(grouped, attribution)),
+        places=tuple(_places(grouped, attribution)),
+        stacks=tuple(_stacks(grouped, attribution, snapshot)),
+        timeline=tuple(_timeline(history, attribution)),
+        flame_graph=tuple(_flame_graph(grouped, attribution, snapshot)),
+        allocator_settings=dict(snapshot.allocator_settings),
+    )
+
+
+_Group = tuple[int, str]
+"""A stack and a phase."""
+_Callers = tuple[int, Category, tuple[str, ...]]
+"""Bytes, their category, and the frames of their stack, the outermost first."""
+_Groups = dict[_Group, tuple[int, int]]
+"""Bytes and number of what was alive, by stack and phase; the largest first."""
+
+
+def _grouped(history: History) -> _Groups:
+    sizes: Counter[_Group] = Counter()
+    counts: Counter[_Group] = Counter()
+    for each in history.alive:
+        sizes[each.stack, each.phase] += each.size_bytes
+        counts[each.stack, each.phase] += 1
+    return {group: (size, counts[group]) for group, size in sizes.most_common()}
+
+
+def _coordinates(stem: str) -> tuple[int | None, tuple[str, ...]]:
+    """The rank and its coordinates, ``snapshot_rank00_p0d1c0t0``, in a file's name."""
+    found = _COORDINATES.search(stem)
+    # a number of so many digits is no rank
+    if found is None or len(found["rank"]) > 6:
+        return None, ()
+    return int(found["rank"]), tuple(_COORDINATE.findall(found["place"] or ""))
+
+
+def _phase(snapshot: Snapshot, at: int) -> str:
+    return snapshot.events[at].phase if at >= 0 else ""
+
+
+def _seconds(snapshot: Snapshot, at: int) -> float:
+    first = snapshot.events[0].time_us
+    return max(0, snapshot.events[max(at, 0)].time_us - first) / 1e6
+
+
+def _categories(groups: _Groups, attribution: Attribution) -> Iterator[InCategory]:
+    sizes: Counter[Category] = Counter()
+    counts: Counter[Category] = Counter()
+    for group, (size, count) in groups.items():
+        category = attribution.category(*group)
+        sizes[category] += size
+        counts[category] += count
+    for category in CATEGORIES:
+        yield InCategory(category=category, bytes=sizes[category], count=counts[category])
+
+
+def _places(groups: _Groups, attribution: Attribution) -> Iterator[InPlace]:
+    sizes: Counter[tuple[str, Category]] = Counter()
+    counts: Counter[tuple[str, Category]] = Counter()
+    for (stack, phase), (size, count) in groups.items():
+        key = attribution.place(stack), attribution.category(stack, phase)
+        sizes[key] += size
+        counts[key] += count
+    for (place, category), size in sizes.most_common(_PLACES):
+        yield InPlace(place=place, category=category, bytes=size, count=counts[place, category])
+
+
+def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> Iterator[InStack]:
+    for (stack, phase), (size, count) in list(groups.items())[:_STACKS]:
+        yield InStack(
+            frames=tuple(shown(snapshot.frames[index]) for index in snapshot.stacks[stack]),
+            phase=phase,
+            category=attribution.category(stack, phase),
+            bytes=size,
+            count=count,
+        )
+
+
+def _timeline(history: History, attribution: Attribution) -> Iterator[TimePoint]:
+    """The most that was alive in each of ``_COLUMNS`` equal parts of the trace, by category."""
+    events = len(history.snapshot.events)
+    changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for each in history.allocations:
+        index = CATEGORIES.index(attribution.category(each.stack, each.phase))
+        changes[each.born].append((index, each.size_bytes))
+        changes[each.died].append((index, -each.size_bytes))
+    level = [0] * len(CATEGORIES)
+    for index, size in changes[-1]:
+        level[index] += size
+    total = sum(level)
+    for column in range(min(_COLUMNS, events)):
+        first, last = (events * edge // min(_COLUMNS, events) for edge in (column, column + 1))
+        most: tuple[int, int, tuple[int, ...]] = (-1, first, tuple(level))
+        for number in range(first, last):
+            for index, size in changes.get(number, ()):
+                level[index] += size
+                total += size
+            if total > most[0]:
+                most = total, number, tuple(level)
+        yield TimePoint(event=most[1], time_s=_seconds(history.snapshot, most[1]), bytes=most[2])
+
+
+def _flame_graph(
+    groups: _Groups, attribution: Attribution, snapshot: Snapshot
+) -> Iterator[FlameBox]:
+    """Boxes of the stacks, the outermost frame at the bottom, from the largest to the smallest."""
+    least = max(1, sum(size for size, _ in groups.values()) // _LEAST_SHARE)
+    callers: list[_Callers] = [
+        (size, attribution.category(stack, phase), _from_outside(snapshot, stack, phase))
+        for (stack, phase), (size, _) in groups.items()
+        if size
+    ]
+    waiting = [(0, 0, callers)]
+    while waiting:
+        depth, start, together = waiting.pop()
+        by_frame: dict[str, list[_Callers]] = defaultdict(list)
+        for each in together:
+            if depth < len(each[2]):
+                by_frame[each[2][depth]].append(each)
+        sizes = {name: sum(size for size, _, _ in own) for name, own in by_frame.items()}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            if sizes[name] < least:
+                break
+            yield FlameBox(
+                frame=name,
+                depth=depth,
+                start_bytes=start,
+                bytes=sizes[name],
+                category=_most(by_frame[name]),
+            )
+            waiting.append((depth + 1, start, by_frame[name]))
+            start += sizes[name]
+
+
+def _most(together: Sequence[_Callers]) -> Category:
+    sizes: Counter[Category] = Counter()
+    for size, category, _ in together:
+        sizes[category] += size
+    return sizes.most_common(1)[0][0]
+
+
+def _from_outside(snapshot: Snapshot, stack: int, phase: str) -> tuple[str, ...]:
+    """The frames of a stack from the outermost on, without those that only pass a call on."""
+    frames = [snapshot.frames[index] for index in reversed(snapshot.stacks[stack])]
+    told = [shown(frame) for frame in frames if not _BETWEEN.search(frame.name)]
+    if told:
+        return tuple(told[:_DEEPEST])
+    return (f"no stack, in phase {phase}" if phase else "no stack",)

@@ -1,0 +1,246 @@
+"""Plain pickles: a pickle of dicts, lists, tuples, texts and numbers, read by a machine that knows
+no other opcode.
+
+``pickle`` itself would run what a file asks for. This reads what ``pickle.dump`` of protocol 2 and
+later writes for plain values; an opcode that imports or calls something is refused by its name.
+Every step takes at least one byte of the file, and nothing is allocated by a length that the file
+claims: time and memory are bounded by its size. Source of the opcodes: CPython's ``pickletools``.
+"""
+
+import gc
+import struct
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+MOST_VALUES = 64_000_000
+"""Values in one file: a snapshot of 100,000 events with stacks of 60 frames has 8 million."""
+_MOST_MARKS = 64
+"""Marks that are open at once. A snapshot has six."""
+_LONGEST_INTEGER = 16
+"""Bytes of an integer: an address has 9 at the most."""
+_CALLS = {
+    b"c": "GLOBAL",
+    b"i": "INST",
+    b"o": "OBJ",
+    b"R": "REDUCE",
+    b"b": "BUILD",
+    b"P": "PERSID",
+    b"Q": "BINPERSID",
+    b"\x81": "NEWOBJ",
+    b"\x82": "EXT1",
+    b"\x83": "EXT2",
+    b"\x84": "EXT4",
+    b"\x92": "NEWOBJ_EX",
+    b"\x93": "STACK_GLOBAL",
+    b"\x97": "NEXT_BUFFER",
+}
+"""Opcodes that import, call or set up something, by their byte."""
+
+
+class PlainPickleError(ValueError):
+    """A pickle that is damaged, or that is not of plain data alone; the text says why."""
+
+
+def read_plain_pickle(data: bytes) -> Any:
+    """The value in a pickle: dicts with texts as keys, lists, tuples, texts, numbers, None.
+
+    Parts may be shared, as they were when it was written; what is nested in itself is left so.
+    Raises PlainPickleError for everything else.
+    """
+    try:
+        with _without_collection():
+            return _Machine(data).run()
+    except (IndexError, struct.error) as error:
+        raise PlainPickleError("it ends, or goes wrong, in the middle of a value") from error
+
+
+@contextmanager
+def _without_collection() -> Generator[None]:
+    """Pause the cycle collector, which would go through millions of new lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Machine:
+    """A stack of values, the marks in it, and the values that later ones refer to."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: list[Any] = []
+
+    def run(self) -> Any:
+        data, handlers = self._data, self._handlers()
+        if data[:1] != _PROTOCOL:
+            raise PlainPickleError("it does not begin as a pickle of protocol 2 or later does")
+        for _ in range(MOST_VALUES):
+            operation = data[self._at]
+            self._at += 1
+            if operation == _STOP:
+                return self._result()
+            handlers[operation]()
+        raise PlainPickleError(f"it has more than {MOST_VALUES:,} values")
+
+    def _result(self) -> Any:
+        if self._marks or len(self._stack) != 1:
+            raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
+        return self._stack[0]
+
+    def _handlers(self) -> list[Callable[[], None]]:
+        handlers: list[Callable[[], None]] = [self._refuse] * 256
+        constants = {b"N": None, b"\x88": True, b"\x89": False, b")": ()}
+        for code, value in constants.items():
+            handlers[code[0]] = self._constant(value)
+        for code, size, form in (
+            (b"K", 1, "<B"),
+            (b"M", 2, "<H"),
+            (b"J", 4, "<i"),
+            (b"G", 8, ">d"),
+        ):
+            handlers[code[0]] = self._number(size, struct.Struct(form))
+        for code, size in ((b"\x8c", 1), (b"X", 4), (b"\x8d", 8)):
+            handlers[code[0]] = self._text(size)
+        for code, size in ((b"h", 1), (b"j", 4)):
+            handlers[code[0]] = self._recall(size)
+        for code, size in ((b"q", 1), (b"r", 4)):
+            handlers[code[0]] = self._put(size)
+        for code, count in ((b"\x85", 1), (b"\x86", 2), (b"\x87", 3)):
+            handlers[code[0]] = self._short_tuple(count)
+        handlers[b"\x94"[0]] = lambda: self._memo.append(self._stack[-1])
+        handlers[b"]"[0]] = lambda: self._stack.append([])
+        handlers[b"}"[0]] = lambda: self._stack.append({})
+        handlers[b"("[0]] = self._mark
+        handlers[b"a"[0]] = lambda: self._extend([self._pop()])
+        handlers[b"e"[0]] = lambda: self._extend(self._since_mark())
+        handlers[b"s"[0]] = lambda: self._update([self._pop(), self._pop()][::-1])
+        handlers[b"u"[0]] = lambda: self._update(self._since_mark())
+        handlers[b"t"[0]] = lambda: self._stack.append(tuple(self._since_mark()))
+        handlers[b"\x8a"[0]] = self._long
+        handlers[_PROTOCOL[0]] = self._protocol
+        handlers[b"\x95"[0]] = self._frame
+        return handlers
+
+    def _constant(self, value: Any) -> Callable[[], None]:
+        return lambda: self._stack.append(value)
+
+    def _number(self, size: int, form: struct.Struct) -> Callable[[], None]:
+        def number() -> None:
+            self._stack.append(form.unpack_from(self._data, self._at)[0])
+            self._at += size
+
+        return number
+
+    def _text(self, size: int) -> Callable[[], None]:
+        def text() -> None:
+            start = self._at + size
+            length = int.from_bytes(self._data[self._at : start], "little")
+            # compared before it is sliced by: a slice past the end would be short, not refused
+            if start + length > len(self._data):
+                raise PlainPickleError("it ends in the middle of a text")
+            self._at = start + length
+            self._stack.append(self._data[start : self._at].decode("utf-8", errors="replace"))
+
+        return text
+
+    def _recall(self, size: int) -> Callable[[], None]:
+        def recall() -> None:
+            end = self._at + size
+            self._stack.append(self._memo[int.from_bytes(self._data[self._at : end], "little")])
+            self._at = end
+
+        return recall
+
+    def _put(self, size: int) -> Callable[[], None]:
+        def put() -> None:
+            end = self._at + size
+            index = int.from_bytes(self._data[self._at : end], "little")
+            self._at = end
+            # ``pickle`` counts them up: a table as long as the largest index would be a bomb
+            if index > len(self._memo):
+                raise PlainPickleError("it numbers its values with gaps, as no pickle.dump does")
+            self._memo[index : index + 1] = [self._stack[-1]]
+
+        return put
+
+    def _short_tuple(self, count: int) -> Callable[[], None]:
+        def short_tuple() -> None:
+            self._stack.append(tuple([self._pop() for _ in range(count)][::-1]))
+
+        return short_tuple
+
+    def _mark(self) -> None:
+        if len(self._marks) == _MOST_MARKS:
+            raise PlainPickleError(f"it is nested more than {_MOST_MARKS} deep")
+        self._marks.append(len(self._stack))
+
+    def _pop(self) -> Any:
+        """The topmost value, which no mark may be above."""
+        if self._marks and len(self._stack) == self._marks[-1]:
+            raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
+        return self._stack.pop()
+
+    def _since_mark(self) -> list[Any]:
+        start = self._marks.pop()
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise PlainPickleError("it adds to a list that is none")
+        target.extend(values)
+
+    def _update(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not dict or len(values) % 2:
+            raise PlainPickleError("it adds to a dict that is none")
+        names = values[::2]
+        # a tuple as a key would be hashed, however deep it is
+        if not all(type(name) is str for name in names):
+            raise PlainPickleError("it has a dict whose keys are no texts")
+        target.update(zip(names, values[1::2], strict=True))
+
+    def _long(self) -> None:
+        size = self._data[self._at]
+        if size > _LONGEST_INTEGER:
+            raise PlainPickleError(f"it has an integer of {size} bytes")
+        start = self._at + 1
+        self._at = start + size
+        if self._at > len(self._data):
+            raise PlainPickleError("it ends in the middle of a number")
+        self._stack.append(int.from_bytes(self._data[start : self._at], "little", signed=True))
+
+    def _protocol(self) -> None:
+        version = self._data[self._at]
+        self._at += 1
+        if not _OLDEST <= version <= _NEWEST:
+            raise PlainPickleError(f"it is of pickle's protocol {version}")
+
+    def _frame(self) -> None:
+        """The length of what follows, for readers of a stream."""
+        start, self._at = self._at, self._at + 8
+        length = int.from_bytes(self._data[start : self._at], "little")
+        if self._at + length > len(self._data):
+            raise PlainPickleError("it ends in the middle of a frame")
+
+    def _refuse(self) -> None:
+        code = self._data[self._at - 1 : self._at]
+        name = _CALLS.get(code)
+        if name is not None:
+            raise PlainPickleError(
+                f"it holds more than plain data: {name} at byte {self._at - 1:,} would run code"
+            )
+        raise PlainPickleError(f"byte {self._at - 1:,} is no part of a pickle of plain data")
+
+
+_PROTOCOL, _STOP = b"\x80", b"."[0]
+_OLDEST, _NEWEST = 2, 5

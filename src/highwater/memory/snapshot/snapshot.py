@@ -1,0 +1,255 @@
+"""Snapshots: what ``torch.cuda.memory._dump_snapshot`` wrote, read without PyTorch and checked.
+
+The file is somebody else's: it is read as plain data (``plain_pickle``), every number that is used
+is checked, and what is not known is left aside. Source of the fields: ``torch/cuda/memory.py`` and
+``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and 2.13.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from highwater.errors import SnapshotError
+from highwater.memory.snapshot.plain_pickle import PlainPickleError, read_plain_pickle
+from highwater.spec.files import read_file
+from highwater.units import MIB
+
+MOST_SNAPSHOT_BYTES = 512 * MIB
+"""Bytes of a file at the most; 100,000 events have 30 to 100 MiB."""
+MOST_FRAMES = 1024
+"""Frames of one stack that are kept, the innermost: Python itself allows 1,000."""
+_LARGEST = 1 << 50
+"""The largest size in bytes that is believed: 1 PiB."""
+_LARGEST_ADDRESS = 1 << 64
+_LONGEST_NAME = 1000
+"""Characters of a name or a path that are kept; templates of C++ have more."""
+_NO_FRAMES: list[Any] = []
+"""The stack of what has none: one list, because stacks are told apart by their identity."""
+_HINT = "name a file that `torch.cuda.memory._dump_snapshot` wrote"
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    name: str
+    """The function."""
+
+
+class AllocatorEvent(NamedTuple):
+    """What the allocator did, in the order in which it did."""
+
+    action: str
+    address: int
+    size_bytes: int
+    """Bytes that were asked for; of a segment all of it."""
+    time_us: int
+    stack: int
+    """Index into ``Snapshot.stacks``."""
+    phase: str
+    """What the program had said it was doing (``user_metadata``); empty for nothing."""
+    device_free_bytes: int
+    """Of an out of memory: what the driver still had."""
+
+
+class SegmentBlock(NamedTuple):
+    """A piece of a segment as it was when the snapshot was taken."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    is_allocated: bool
+    """Whether a tensor used it."""
+    stack: int
+
+
+class Segment(NamedTuple):
+    """Memory that the allocator had from the driver when the snapshot was taken."""
+
+    address: int
+    size_bytes: int
+    is_expandable: bool
+    blocks: tuple[SegmentBlock, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One device's part of a snapshot."""
+
+    path: str
+    device: int
+    devices: int
+    """Devices of which the file has something; this one has the most."""
+    events: tuple[AllocatorEvent, ...]
+    segments: tuple[Segment, ...]
+    frames: tuple[Frame, ...]
+    stacks: tuple[tuple[int, ...], ...]
+    """Indices into ``frames``, the innermost first; the stack 0 is empty."""
+    allocator_settings: Mapping[str, str]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """The snapshot in a file, of its busiest device.
+
+    Raises SnapshotError for a file that is not there or too large, that is damaged, that would run
+    code, or that says what cannot be.
+    """
+    try:
+        data = read_file(path, most_bytes=MOST_SNAPSHOT_BYTES)
+    except OSError as error:
+        raise SnapshotError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="name another, or record fewer events: "
+            "`torch.cuda.memory._record_memory_history(max_entries=100000)`",
+        ) from error
+    try:
+        return _Reading(read_plain_pickle(data)).snapshot(str(path))
+    except PlainPickleError as error:
+        raise SnapshotError(f"{path} is no memory snapshot: {error}", hint=_HINT) from error
+
+
+class _Reading:
+    """Checks a document, and numbers its stacks. Raises PlainPickleError for what cannot be."""
+
+    def __init__(self, document: Any) -> None:
+        if not isinstance(document, dict) or "device_traces" not in document:
+            raise PlainPickleError("it has no device_traces")
+        self._document: dict[str, Any] = document
+        self._frames: dict[Frame, int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {(): 0}
+        # A stack or a frame that is shared is read once: the document, which keeps its identity,
+        # outlives these.
+        self._by_frame: dict[int, int] = {}
+        self._by_stack: dict[int, int] = {}
+
+    def snapshot(self, path: str) -> Snapshot:
+        traces = [_list(trace, "a device's trace") for trace in self._field("device_traces")]
+        segments = [_dict(segment, "a segment") for segment in self._field("segments")]
+        owners = [_whole(segment.get("device", 0), "a device", most=1024) for segment in segments]
+        busy = {
+            device: (len(traces[device]) if device < len(traces) else 0, owners.count(device))
+            for device in {*owners, *(index for index, trace in enumerate(traces) if trace)}
+        }
+        if not busy:
+            raise PlainPickleError(
+                "it has neither events nor segments: nothing was recorded, or nothing allocated"
+            )
+        device = max(sorted(busy), key=lambda each: busy[each])
+        own = zip(owners, segments, strict=True)
+        return Snapshot(
+            path=path,
+            device=device,
+            devices=len(busy),
+            events=tuple(self._events(traces[device] if device < len(traces) else [])),
+            segments=tuple(self._segment(each) for owner, each in own if owner == device),
+            frames=tuple(self._frames),
+            stacks=tuple(self._stacks),
+            allocator_settings=self._settings(),
+        )
+
+    def _field(self, name: str) -> list[Any]:
+        return _list(self._document.get(name, []), name)
+
+    def _settings(self) -> dict[str, str]:
+        found = self._document.get("allocator_settings", {})
+        values = found.items() if isinstance(found, dict) else ()
+        return {
+            _text(name): _text(str(value))
+            for name, value in values
+            if isinstance(value, str | int | float | bool)
+        }
+
+    def _events(self, trace: list[Any]) -> Iterator[AllocatorEvent]:
+        for number, entry in enumerate(trace):
+            found = _dict(entry, "an event")
+            action = found.get("action")
+            if not isinstance(action, str):
+                raise PlainPickleError("an event has no action")
+            time_us = found.get("time_us", number)
+            phase = found.get("user_metadata", "")
+            yield AllocatorEvent(
+                action=action,
+                address=_whole(found.get("addr", 0), "an address", most=_LARGEST_ADDRESS),
+                size_bytes=_whole(found.get("size", 0), "a size"),
+                time_us=time_us if type(time_us) is int and abs(time_us) < 1 << 63 else number,
+                stack=self._stack(found.get("frames", _NO_FRAMES)),
+                phase=_text(phase) if isinstance(phase, str) else "",
+                device_free_bytes=_whole(found.get("device_free", 0), "a size"),
+            )
+
+    def _segment(self, found: dict[str, Any]) -> Segment:
+        address = _whole(found.get("address", 0), "an address", most=_LARGEST_ADDRESS)
+        blocks: list[SegmentBlock] = []
+        next_address = address
+        for entry in _list(found.get("blocks", []), "a segment's blocks"):
+            block = _dict(entry, "a block")
+            size = _whole(block.get("size", 0), "a size")
+            # files of PyTorch before 2.1 leave out where a block is
+            at = _whole(block.get("address", next_address), "an address", most=_LARGEST_ADDRESS)
+            next_address = at + size
+            blocks.append(
+                SegmentBlock(
+                    address=at,
+                    size_bytes=size,
+                    requested_bytes=_whole(block.get("requested_size", size), "a size"),
+                    is_allocated=block.get("state") == "active_allocated",
+                    stack=self._stack(block.get("frames", _NO_FRAMES)),
+                )
+            )
+        return Segment(
+            address=address,
+            size_bytes=_whole(found.get("total_size", 0), "a size"),
+            is_expandable=found.get("is_expandable") is True,
+            blocks=tuple(blocks),
+        )
+
+    def _stack(self, frames: Any) -> int:
+        known = self._by_stack.get(id(frames))
+        if known is not None:
+            return known
+        stack = tuple(map(self._frame, _list(frames, "a stack")[:MOST_FRAMES]))
+        index = self._stacks.setdefault(stack, len(self._stacks))
+        self._by_stack[id(frames)] = index
+        return index
+
+    def _frame(self, found: Any) -> int:
+        known = self._by_frame.get(id(found))
+        if known is not None:
+            return known
+        fields = _dict(found, "a frame")
+        file, line, name = (fields.get(key) for key in ("filename", "line", "name"))
+        frame = Frame(
+            file=_text(file) if isinstance(file, str) else "",
+            line=line if type(line) is int and 0 <= line < _LARGEST else 0,
+            name=_text(name) if isinstance(name, str) else "",
+        )
+        index = self._frames.setdefault(frame, len(self._frames))
+        self._by_frame[id(found)] = index
+        return index
+
+
+def _text(text: str) -> str:
+    """A name, cut."""
+    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}…"
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise PlainPickleError(f"{what} is no list")
+    return value
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PlainPickleError(f"{what} is no dict")
+    return value
+
+
+def _whole(value: Any, what: str, *, most: int = _LARGEST) -> int:
+    """A number of bytes, or an address; PlainPickleError for what is none."""
+    if type(value) is not int or not 0 <= value <= most:
+        shown = value if isinstance(value, int | float) else type(value).__name__
+        raise PlainPickleError(f"{what} is {shown}")
+    return value

@@ -1,0 +1,1 @@
+"""What a memory snapshot says, as text and as a page."""

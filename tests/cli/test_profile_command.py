@@ -1,0 +1,87 @@
+"""``highwater profile`` as a user runs it."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from conftest import Run, following, offered, refusal
+
+from highwater.units import MIB
+
+FOLDER = Path(__file__).parents[1] / "data" / "snapshots"
+MEGATRON, TRAINER = (
+    str(FOLDER / "snapshot_rank00_p0d1c0t0.pickle"),
+    str(FOLDER / "trainer_out_of_memory.pickle"),
+)
+
+
+def test_the_answer_comes_first_and_the_next_command_writes_the_page(
+    highwater: Run, tmp_path: Path
+) -> None:
+    printed = highwater("profile", TRAINER)
+    assert printed.returncode == 0
+    first = printed.stdout.splitlines()[0]
+    assert "out of memory" in first
+    assert "128.0 MiB" in first
+    assert following(printed) == ["profile", TRAINER, "--html", "profile.html"]
+    written = highwater(*following(printed))
+    assert written.stdout == printed.stdout
+    assert (tmp_path / "profile.html").read_text().startswith("<!doctype html>")
+    assert highwater(*following(written)).returncode == 0
+    problem, hint = refusal(highwater(*following(printed)), 2)
+    assert problem.startswith("profile.html is there already")
+    assert highwater("profile", TRAINER, *offered(hint)[0]).returncode == 0
+
+
+def test_two_snapshots_are_side_by_side_in_every_form(highwater: Run, tmp_path: Path) -> None:
+    table = highwater("profile", MEGATRON, TRAINER).stdout
+    assert "rank 0 p0 d1 c0 t0" in table
+    row = next(line for line in table.splitlines() if line.startswith("logits"))
+    assert row.split()[-6:] == ["40.0", "MiB", "128.0", "MiB", "+88.0", "MiB"]
+    document = json.loads(highwater("profile", MEGATRON, TRAINER, "--json").stdout)
+    assert document["schema_version"] == 1
+    one, other = document["profiles"]
+    assert (one["rank"], one["coordinates"], other["rank"]) == (0, ["p0", "d1", "c0", "t0"], None)
+    assert other["requested_bytes"] == 128 * MIB
+    for each in (one, other):
+        assert sum(part["bytes"] for part in each["categories"]) == each["allocated_bytes"]
+    assert highwater("profile", MEGATRON, TRAINER, "--html", "two.html").returncode == 0
+    assert (tmp_path / "two.html").read_text().count("<svg viewBox") >= 4
+    problem, hint = refusal(highwater("profile", MEGATRON, TRAINER, MEGATRON), 2)
+    assert problem.startswith("3 snapshots")
+    assert highwater(*offered(hint)[0][1:]).returncode == 0
+
+
+class Calls:
+    """An object that runs a command where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (pickle.dumps({"device_traces": [[Calls()]], "segments": []}), "would run code"),
+        (pickle.dumps({"a": 1}), "no device_traces"),
+        (pickle.dumps({"device_traces": [[]], "segments": []}), "neither events nor segments"),
+        (pickle.dumps({"device_traces": [[{"action": "alloc", "size": -1}]]}), "a size is -1"),
+        (b"PK\x03\x04 a zip, as torch.save writes", "does not begin as a pickle"),
+        (Path(MEGATRON).read_bytes()[:-100], "middle"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_by_what_it_is(
+    highwater: Run, tmp_path: Path, content: bytes, said: str
+) -> None:
+    (tmp_path / "s.pickle").write_bytes(content)
+    problem, hint = refusal(highwater("profile", "s.pickle", "--html", "p.html"), 2)
+    assert said in problem
+    assert hint
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "p.html").exists()
+
+
+def test_a_snapshot_that_is_not_there_is_refused(highwater: Run) -> None:
+    assert "none.pickle cannot be read" in refusal(highwater("profile", "none.pickle"), 2)[0]

@@ -1,0 +1,254 @@
+"""Memory profiles: what was alive when it counts, by category, place and stack, of snapshots whose
+every allocation is known.
+"""
+
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markup import LARGEST_BYTES, Page
+from studies import HOSTILE
+
+from highwater.memory.snapshot.attribution import _OURS
+from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
+from highwater.memory.trace.replay import replay
+from highwater.memory.trace.timeline import timeline
+from highwater.pages.profile.profile_page import profile_page
+from highwater.pages.profile.profile_tables import advice, answer, category_table
+from highwater.spec.events import Allocate, Enter, EventLog, Free
+from highwater.units import MIB
+
+DATA = Path(__file__).parents[1] / "data"
+sys.path.insert(0, str(DATA))
+from write_snapshots import MAIN, SITE, Program, megatron, trainer
+
+FREED = ("??", 0, "c10::StorageImpl::release_resources()")
+
+
+def written(folder: Path, program: Program, name: str = "snapshot") -> Path:
+    path = folder / f"{name}.pickle"
+    path.write_bytes(pickle.dumps(program.snapshot()))
+    return path
+
+
+def sizes(profile: MemoryProfile) -> dict[str, int]:
+    return {each.category: each.bytes // MIB for each in profile.categories if each.bytes}
+
+
+def test_the_recorded_snapshots_are_what_their_programs_write() -> None:
+    for name, program in (
+        ("snapshot_rank00_p0d1c0t0", megatron()),
+        ("trainer_out_of_memory", trainer()),
+    ):
+        path = DATA / "snapshots" / f"{name}.pickle"
+        assert pickle.loads(path.read_bytes()) == program.snapshot()  # noqa: S301 -- ours
+
+
+def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak() -> None:
+    profile = memory_profile(DATA / "snapshots" / "snapshot_rank00_p0d1c0t0.pickle")
+    assert (profile.rank, profile.coordinates) == (0, ("p0", "d1", "c0", "t0"))
+    assert (profile.moment, profile.allocated_bytes) == ("peak", 162 * MIB)
+    assert sizes(profile) == {
+        "parameters": 48,
+        "gradients": 48,
+        "activations": 20,
+        "logits": 40,
+        "communication": 6,
+    }
+    assert (profile.places[0].place, profile.places[0].bytes) == (
+        "distributed/param_and_grad_buffer.py:640 __init__",
+        48 * MIB,
+    )
+    assert "MiB" in answer(profile)
+
+
+def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps() -> None:
+    profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
+    assert (profile.moment, profile.requested_bytes) == ("out of memory", 128 * MIB)
+    assert profile.device_free_bytes == 5 * MIB
+    assert sizes(profile) == {
+        "parameters": 30,
+        "gradients": 30,
+        "optimizer_states": 60,
+        "activations": 8,
+        "logits": 128,
+    }
+    assert profile.reserved_bytes == 266 * MIB
+    assert (profile.free_bytes, profile.largest_free_bytes) == (10 * MIB, 10 * MIB)
+    assert advice(profile) == "chunked loss"
+
+
+def test_memory_in_pieces_is_told_and_expandable_segments_are_what_helps(tmp_path: Path) -> None:
+    program = Program()
+    held = [program.allocate(40 * MIB, MAIN) for _ in range(4)]
+    for address in held[::2]:
+        program.free(address, FREED)
+    program.run_out(60 * MIB, 0, MAIN)
+    profile = memory_profile(written(tmp_path, program))
+    assert (profile.free_bytes, profile.largest_free_bytes) == (80 * MIB, 40 * MIB)
+    assert advice(profile) == "expandable segments"
+
+
+def test_segments_that_went_after_the_moment_are_put_back(tmp_path: Path) -> None:
+    program = Program()
+    first = program.allocate(100 * MIB, MAIN)
+    program.allocate(20 * MIB, MAIN)
+    program.run_out(90 * MIB, 0, MAIN)
+    program.free(first, FREED)
+    gone = program.segments.pop(0)
+    program._record("segment_free", gone["address"], gone["total_size"], ())
+    profile = memory_profile(written(tmp_path, program))
+    assert profile.moment == "out of memory"
+    assert (profile.allocated_bytes, profile.reserved_bytes) == (120 * MIB, 120 * MIB)
+    assert profile.free_bytes == 0
+
+
+def test_what_was_there_before_the_first_event_is_counted_and_said(tmp_path: Path) -> None:
+    program = Program(max_entries=4)
+    program.allocate(50 * MIB, MAIN)  # alive in the end: the segments know its stack
+    second = program.allocate(30 * MIB, MAIN)
+    program.free(second, FREED)  # of which only the end is in the trace: two events
+    program.allocate(10 * MIB, (f"{SITE}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
+    profile = memory_profile(written(tmp_path, program))
+    assert profile.events == 4
+    assert profile.allocated_bytes == 80 * MIB
+    assert profile.before_bytes == 80 * MIB
+    assert "max_entries" in " ".join(category_table([profile]).footnotes)
+
+
+def test_a_snapshot_without_a_trace_says_what_was_alive_in_the_end(tmp_path: Path) -> None:
+    program = Program(max_entries=1)
+    program.allocate(50 * MIB, (f"{SITE}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
+    document = program.snapshot()
+    document["device_traces"] = [[]]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(document))
+    profile = memory_profile(tmp_path / "s.pickle")
+    assert sizes(profile) == {"optimizer_states": 50}
+    assert profile.timeline == ()
+    assert "No events were recorded" in Page(profile_page([profile])).text("p")
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5000)), max_size=60)
+
+
+@given(SIZES, st.integers(1, 200))
+def test_the_peak_is_that_of_the_part_of_the_history_that_was_kept(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]], kept: int
+) -> None:
+    """Against a count of what is alive after each step, from the first that was kept."""
+    program = Program(max_entries=kept)
+    alive: dict[int, tuple[int, int]] = {}
+    levels, ends = [0], [0]
+    for slot, size in steps:
+        if slot in alive:
+            program.free(alive.pop(slot)[0], FREED)
+        else:
+            alive[slot] = program.allocate(size, MAIN), size
+        levels.append(sum(size for _, size in alive.values()))
+        ends.append(len(program.trace))
+    profile = memory_profile(written(tmp_path_factory.mktemp("s"), program))
+    dropped = max(0, len(program.trace) - kept)
+    # of a free whose request was dropped, the end alone says that it was there
+    possible = [level for level, end in zip(levels, ends, strict=True) if end >= dropped]
+    before = [level for level, end in zip(levels, ends, strict=True) if end <= dropped][-1]
+    assert profile.allocated_bytes in (max(possible), max(*possible, before))
+
+
+def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path: Path) -> None:
+    log = EventLog(
+        source="traced",
+        versions={},
+        operators=("aten.mm.default", "aten.add.Tensor", "aten.empty_like.default"),
+        modules=("", "model.layers.3"),
+        events=(
+            Allocate(1, 100 * MIB, 0, 2),
+            Enter("forward"),
+            Allocate(2, 40 * MIB, 0, 1, 1),
+            Allocate(3, 60 * MIB, 0, 0),
+            Enter("backward"),
+            Free(2),
+            Allocate(4, 10 * MIB, 0, 0),
+        ),
+    )
+    path = tmp_path / "timeline.pickle"
+    path.write_bytes(timeline(log, allocator="native", workspaces_bytes=()))
+    profile = memory_profile(path)
+    replayed = replay(log, allocator="native", workspaces_bytes=())
+    assert profile.is_traced
+    assert profile.allocated_bytes == replayed.peak_allocated_bytes
+    assert sizes(profile) == {"parameters": 100, "activations": 40, "logits": 60}
+    assert profile.places[2].place == "model.layers.* aten.add.Tensor"
+
+
+def test_the_rules_for_this_engine_name_files_and_functions_that_are_there() -> None:
+    source = Path(__file__).parents[2] / "src"
+    files = {
+        str(path.relative_to(source)): path.read_text() for path in source.glob("highwater/**/*.py")
+    }
+    for rule in _OURS:
+        found = [text for name, text in files.items() if re.search(rule.file, name)]
+        assert found, rule
+        defined = {name for text in found for name in re.findall(r"def (\w+)\(", text)}
+        assert any(re.search(rule.name, name) for name in defined), rule
+
+
+def hostile_program() -> Program:
+    """One whose every text does something where it is not text."""
+    program = Program()
+    program.phase = HOSTILE
+    for number in range(4):
+        program.allocate(
+            (number + 1) * MIB, (HOSTILE, 1, HOSTILE), (f"{HOSTILE}/{HOSTILE}.py", 2, HOSTILE), MAIN
+        )
+    program.run_out(MIB, 0, (HOSTILE, 1, HOSTILE))
+    return program
+
+
+def test_text_from_a_snapshot_stays_text_on_its_page(tmp_path: Path) -> None:
+    path = written(tmp_path, hostile_program(), "snapshot_rank00_<script>alert(1)<")
+    text = profile_page([memory_profile(path)] * 2)
+    page = Page(text)
+    assert not page.all("script")
+    assert not page.all("img")
+    assert not page.all("a") or all((link["href"] or "").startswith("#") for link in page.all("a"))
+    assert not [
+        name for _, attributes in page.elements for name in attributes if name.startswith("on")
+    ]
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "<script>alert(1)</script>" in page.text("li", "summary", "title", "th")
+
+
+def test_a_page_needs_nothing_else_and_draws_every_category() -> None:
+    profiles = [memory_profile(path) for path in sorted((DATA / "snapshots").glob("*.pickle"))]
+    for shown in (profiles, profiles[:1], profiles[1:]):
+        text = profile_page(shown)
+        page = Page(text)
+        assert len(text) < LARGEST_BYTES
+        assert not re.search(r'(?:src|href)\s*=\s*"(?!#)', text)
+        assert not re.search(r"url\(|@import|https?://", text)
+        drawn = {attributes.get("class") for attributes in page.all("polygon")}
+        assert drawn == {category for profile in shown for category in sizes(profile)} | {
+            "optimizer_states"  # of Megatron's, after the peak
+        }
+        boxes = [each for each in page.all("rect") if "box" in (each.get("class") or "")]
+        assert len(boxes) == sum(len(profile.flame_graph) for profile in shown)
+
+
+def test_a_flame_graph_holds_each_frame_inside_its_caller(tmp_path: Path) -> None:
+    profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
+    boxes = profile.flame_graph
+    bottom = [each for each in boxes if each.depth == 0]
+    assert sum(each.bytes for each in bottom) == profile.allocated_bytes
+    for each in boxes:
+        if each.depth:
+            assert any(
+                caller.depth == each.depth - 1
+                and caller.start_bytes <= each.start_bytes
+                and each.start_bytes + each.bytes <= caller.start_bytes + caller.bytes
+                for caller in boxes
+            )
