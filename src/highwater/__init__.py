@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from highwater.pages.study.build import study_report as study_report
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
+    from highwater.train.memory_profiler import MemoryProfiler as MemoryProfiler
 
 _PUBLIC = {
     "find": "highwater.api",
@@ -30,9 +31,11 @@ _PUBLIC = {
     "study_report": "highwater.pages.study.build",
     "write_report": "highwater.pages.study.build",
     "HighwaterError": "highwater.errors",
+    "MemoryProfiler": "highwater.train.memory_profiler",
 }
 __all__ = [
     "HighwaterError",
+    "MemoryProfiler",
     "__version__",
     "find",
     "guide",

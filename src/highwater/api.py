@@ -375,4 +375,5 @@ def _runner(
         checkpoint_directory=None
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),
+        profiling=request.memory_profiler,
     )

@@ -115,6 +115,7 @@ def test_the_public_names_are_these() -> None:
     assert highwater.__all__ == [
         *(
             "HighwaterError",
+            "MemoryProfiler",
             "__version__",
             "find",
             "guide",

@@ -85,3 +85,14 @@ def test_what_is_no_snapshot_is_refused_by_what_it_is(
 
 def test_a_snapshot_that_is_not_there_is_refused(highwater: Run) -> None:
     assert "none.pickle cannot be read" in refusal(highwater("profile", "none.pickle"), 2)[0]
+
+
+def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(
+    highwater: Run, tiny: Path
+) -> None:
+    words = ("try", "tiny", "--device", "cpu", "--memory", "4GiB", "--length", "64")
+    problem, hint = refusal(highwater(*words, "--memory-profiler", "0,1"), 2)
+    assert problem.startswith("memory_profiler ")
+    assert "CPU" in problem
+    assert offered(hint)[0] == ["memory_profiler"]
+    assert highwater(*words).returncode == 0

@@ -33,6 +33,7 @@ from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
 from highwater.store.directory import newest_studies
+from highwater.store.trial_snapshots import snapshot_lines
 from highwater.units import format_tokens
 
 
@@ -57,6 +58,8 @@ def find(arguments: argparse.Namespace) -> int:
         say_interrupted(api.study_file(request, planned.question))
         return exit_code_of(interrupt)
     console.notes([note for note in study.notes if note not in planned.notes])
+    if request.memory_profiler is not None:
+        console.notes(["memory snapshots of each trial are in a folder beside its log"])
     return _say_found(arguments, study)
 
 
@@ -81,6 +84,8 @@ def try_(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as interrupt:
         console.talk("interrupted: nothing of the trial runs any more")
         return exit_code_of(interrupt)
+    if request.memory_profiler is not None:
+        console.notes(tuple(snapshot_lines(spec, result, request.memory_profiler)))
     if arguments.json:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:

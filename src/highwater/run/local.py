@@ -27,9 +27,11 @@ from highwater.spec.files import read_file
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
+from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.secrets import kept_report, kept_result
 from highwater.spec.settings import Allocator
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.store.trial_snapshots import snapshot_folder
 from highwater.units import MIB
 
 LogLayout = Literal["rung", "published"]
@@ -80,18 +82,21 @@ class LocalRunner:
         log_layout: LogLayout = "rung",
         allow_busy: bool = False,
         checkpoint_directory: Path | None = None,
+        profiling: Profiling | None = None,
     ) -> None:
         """Keep where logs and saves go, and the limits.
 
         ``timeout_s`` bounds one trial from launch to exit; ``allow_busy`` runs on GPUs that others
         use too. Below ``checkpoint_directory`` (None: beside its log) each trial that saves gets a
-        directory of its own, for as long as it runs.
+        directory of its own, for as long as it runs. ``profiling``: what its ranks record of their
+        memory, in a folder beside its log.
         """
         self.log_directory = log_directory
         self.checkpoint_directory = checkpoint_directory
         self.timeout_s = timeout_s
         self.log_layout: LogLayout = log_layout
         self.allow_busy = allow_busy
+        self.profiling = profiling
 
     # Attempts and repeats are the same to it: every launch is fresh.
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
@@ -120,6 +125,7 @@ class LocalRunner:
             log_path.open("xb") as log,
             _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec,
         ):
+            spec = self._recorded(spec, log_path)
             spec_path, reports_path = folder / "spec.json", folder / "reports"
             spec_path.write_text(to_json(spec), encoding="utf-8")
             reports_path.mkdir()
@@ -150,6 +156,15 @@ class LocalRunner:
             exit_code=exit_code,
         )
         return _with_speed(spec, kept_result(result))
+
+    def _recorded(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial with a folder of its own for the snapshots of its memory, if it records any."""
+        if self.profiling is None:
+            return spec
+        directory = snapshot_folder(log_path)
+        directory.mkdir(parents=True)
+        order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
+        return msgspec.structs.replace(spec, memory_snapshots=order)
 
     def _launch(
         self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]

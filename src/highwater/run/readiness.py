@@ -14,6 +14,7 @@ from highwater.run.probe import (
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.model import load_model
+from highwater.spec.profiling import refuse_profiling
 from highwater.spec.request import Request
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
@@ -37,6 +38,8 @@ def check_request(request: Request, machine: Machine) -> None:
             f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",
             hint=f"use `--timeout {floor_s:.0f}s` or more; the default is `--timeout 40m`",
         )
+    if request.memory_profiler is not None:
+        refuse_profiling(device=device, is_dry=request.dry_run)
     if device == "cuda" and not request.dry_run:
         refuse_unreadable_gpus(machine, count=max(request.gpus or (1,)))
 

@@ -158,6 +158,7 @@ def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
         hyperparameters=Hyperparameters(),
         memory_budget_bytes=None,
         checkpoint_directory=None,
+        memory_snapshots=None,
     )
 
 

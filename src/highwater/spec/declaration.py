@@ -37,6 +37,7 @@ FILE = ValueKind("a file", "FILE", "study.jsonl")
 DIRECTORY = ValueKind("a directory", "DIR", "./logs")
 FUNCTION = ValueKind("module:function", "MODULE:FUNCTION", "my_package.batches:packed")
 PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "formula")
+STEPS = ValueKind("steps, `0,1`, or profile_steps, max_entries and ranks of them", "STEPS", "0,1")
 SWITCH = ValueKind("true or false", None, True)
 CHOICE = None
 """The kind of a value that is one of a fixed list, which is the type of the setting's field."""

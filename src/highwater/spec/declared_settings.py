@@ -21,6 +21,7 @@ from highwater.spec.declaration import (
     NUMBER,
     PREDICTION,
     SIZE,
+    STEPS,
     SWITCH,
     TIME,
     TOKENS,
@@ -197,6 +198,13 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             _RUN,
             "directory below which trials save what they save; default: under the log directory",
             example="./checkpoints",
+        ),
+        Setting(
+            "memory_profiler",
+            STEPS,
+            _RUN,
+            "steps whose memory is recorded, from 0: a snapshot of each rank beside the log, for "
+            "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
         ),
         Setting("allow_busy", SWITCH, _RUN, "also start on GPUs that somebody else uses"),
         Setting("dry_run", SWITCH, _RUN, "answer from a memory law; nothing is trained"),

@@ -15,6 +15,7 @@ from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
+from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
 from highwater.spec.settings import (
     Allocator,
@@ -116,6 +117,7 @@ class Request(Record, frozen=True, kw_only=True):
     device: Device | None = None
     log_dir: str = "./logs"
     checkpoint_dir: str | None = None
+    memory_profiler: Profiling | None = None
     study: str | None = None
     retry_crashed: bool = False
     allow_busy: bool = False
@@ -133,6 +135,7 @@ class Request(Record, frozen=True, kw_only=True):
         for name in ("ulysses", "ring", "copies"):
             _check_counts(name, getattr(self, name))
         _check_memory(self)
+        refuse_late_steps(self.memory_profiler, steps=self.steps)
         if self.start_tokens < 2:
             raise RefusedError(
                 "start_length", "a start length of 1 token", hint="use `{}` or more", example=2
@@ -242,6 +245,8 @@ def _loosened(name: str, value: object) -> object:
     """
     if DECLARED[name].is_list and type(value) is int:
         return [value]
+    if name == SETTING:
+        return loose_profiling(value)
     try:
         return float(value) if name in DEFAULTS and isinstance(value, str) else value
     except ValueError:

@@ -15,6 +15,7 @@ from highwater.spec.codec import Record
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
+from highwater.spec.profiling import SnapshotOrder
 from highwater.spec.settings import Settings
 from highwater.units import counted
 
@@ -27,6 +28,10 @@ Source: the published system's trials.
 """
 
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+_NOT_IN_A_KEY = ("model_directory", "checkpoint_directory", "memory_snapshots")
+"""Fields of a trial on which its outcome does not depend."""
 
 
 class Outcome(StrEnum):
@@ -94,6 +99,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     """
     checkpoint_directory: str | None = None
     """Absolute path where this launch saves, made for it and removed after it; not in its key."""
+    memory_snapshots: SnapshotOrder | None = None
+    """The snapshots of its memory that this launch records; None: none. Not in its key."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""
@@ -169,7 +176,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Digest that names the trial, wherever its model and its checkpoints lie."""
-        return key_of(self, without=("model_directory", "checkpoint_directory"))
+        return key_of(self, without=_NOT_IN_A_KEY)
 
 
 class MemoryBudget(Record, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,11 +23,14 @@ from highwater.activations.dropout import seeded
 from highwater.errors import UsageError
 from highwater.parallel.collectives import gather_rows
 from highwater.spec.model import load_model
+from highwater.spec.profiling import coordinates
 from highwater.spec.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.train import checkpoint
 from highwater.train.assemble import assemble
 from highwater.train.data import Batch, Document, digest, pack
+from highwater.train.layer_watch import LayerWatch
 from highwater.train.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
+from highwater.train.memory_profiler import TrialProfiler
 from highwater.train.micro_batches import batches
 from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
 from highwater.train.step import Training, backward_of, clear_gradients, clip_trained, train_step
@@ -41,7 +45,8 @@ class Trial:
 
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
-        self.phase = "setup"
+        self.profiler: TrialProfiler | None = None
+        self.where = LayerWatch()
         self.report = RankReport(rank=int(os.environ["RANK"]), versions=versions())
         self.watch: MemoryWatch | None = None
 
@@ -49,8 +54,11 @@ class Trial:
         """Do all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
         transformers_logging.set_verbosity_error()
         context = self._take_context()
-        self.phase = "build"
+        self._record_memory()
+        self.where.enter("build")
         training = assemble(self.spec, context)
+        for model, _ in training.trained:
+            self.where.follow(model.layers)
         self.report = self._with(
             parameters=training.policy.parameter_count, weights=training.policy.weights
         )
@@ -66,14 +74,15 @@ class Trial:
             window_tokens=load_model(self.spec.model_directory).shape.window_tokens,
         )
         for step in range(1, self.spec.steps + 1):
-            self.phase = "data"
+            self.where.enter("data")
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             if self.spec.data is not None:
                 self._refuse_different(whole, context)
             own = [context.share_of(batch) for batch in whole]
-            self._step(training, own)
-            self._save_what_is_due(training, last=step == self.spec.steps)
-        self.phase = "report"
+            with self.profiler.step(step - 1) if self.profiler else nullcontext():
+                self._step(training, own)
+                self._save_what_is_due(training, last=step == self.spec.steps)
+        self.where.enter("report")
         self._stay_within_budget()
 
     def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
@@ -88,6 +97,19 @@ class Trial:
                 f"{context.data_rank}, each of which trains a part of them",
                 hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
             )
+
+    @property
+    def phase(self) -> str:
+        """The phase of the trial: ``Failure.phase`` lists them."""
+        return self.where.phase
+
+    def _record_memory(self) -> None:
+        """Begin to record what is allocated where this launch is to, on this rank."""
+        order, rank = self.spec.memory_snapshots, self.report.rank
+        if order is not None and order.profiling.records(rank):
+            place = coordinates(self.spec.layout, rank)
+            self.profiler = TrialProfiler(order, rank=rank, place=place)
+            self.where = LayerWatch(self.profiler.enter)
 
     def snapshot(self) -> RankReport:
         """The report as of now, memory peaks included."""
@@ -125,7 +147,7 @@ class Trial:
                 budget_bytes=limit, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=limit
             )
         else:
-            self.phase = "rehearsal"
+            self.where.enter("rehearsal")
             rehearse(training, rehearsal_batch(self.spec, context))
             synchronize(context.device)
             torch.cuda.empty_cache()
@@ -210,7 +232,7 @@ class Trial:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
 
     def _enter(self, phase: str) -> None:
-        self.phase = phase
+        self.where.enter(phase)
         if self.watch:
             self.watch.sample()
 

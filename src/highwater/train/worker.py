@@ -53,6 +53,7 @@ def main() -> None:
                 resource.RLIMIT_DATA, before
             )  # what is left of the limit may be too little for a report
             _report_failure(reports, _failed(trial, error, kind))
+            _write_snapshot(trial)
         finally:
             # No clean-up: the peers may hang in a collective, and the reaper ends them once this
             # process is gone.
@@ -95,6 +96,17 @@ def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> R
     phase = trial.phase if trial else "setup"
     failure = Failure(kind=kind, phase=phase, text=_text(error), at_unix_s=time.time(), hint=hint)
     return msgspec.structs.replace(_last_report(trial), failure=failure)
+
+
+def _write_snapshot(trial: "Trial | None") -> None:
+    """Write what a trial that failed has recorded of its memory, where it was to record any."""
+    if trial is None or trial.profiler is None:
+        return
+    try:
+        trial.profiler.write()
+    except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told already
+        traceback.print_exc()
+        sys.stderr.flush()
 
 
 def _text(error: BaseException) -> str:

@@ -1,0 +1,99 @@
+"""Profiling: which steps and ranks of a trial record their memory, and how their files are
+called.
+"""
+
+import re
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS, MOST_NAMED, MOST_STEPS
+from highwater.spec.codec import Record
+from highwater.spec.layout import Layout
+from highwater.spec.refusals import RefusedError
+
+SETTING = "memory_profiler"
+"""Name of the setting."""
+MOST_ENTRIES = 10_000_000
+"""Events that a rank keeps at the most, at several KB each."""
+_STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
+
+
+class Profiling(Record, frozen=True, kw_only=True):
+    """What ``memory_profiler`` says: the steps and ranks that write a snapshot of their memory."""
+
+    profile_steps: tuple[int, ...] = (0, 1)
+    """Optimizer steps, the first is 0."""
+    max_entries: int = 100_000
+    """Events of a step that are kept, the last ones: a few hundred bytes each in the file."""
+    ranks: Literal["all"] | tuple[int, ...] = "all"
+
+    def __post_init__(self) -> None:
+        """Raise RefusedError for steps, events and ranks that cannot be."""
+        ranks = () if self.ranks == "all" else self.ranks
+        for what, numbers, most in (
+            ("profile_steps", self.profile_steps, MOST_STEPS),
+            ("ranks", ranks, MOST_GPUS),
+        ):
+            if any(not 0 <= number < most for number in numbers) or len(numbers) > MOST_NAMED:
+                shown = ", ".join(map(str, numbers[:MOST_NAMED]))
+                raise _refused(f"{what} {shown}: each is 0 or more and below {most}")
+        if not self.profile_steps or self.ranks == ():
+            raise _refused("no step, or no rank, would record anything")
+        if not 1 <= self.max_entries <= MOST_ENTRIES:
+            raise _refused(f"max_entries {self.max_entries}: 1 or more, {MOST_ENTRIES:,} at most")
+
+    def records(self, rank: int) -> bool:
+        """Whether a rank writes snapshots."""
+        return self.ranks == "all" or rank in self.ranks
+
+
+class SnapshotOrder(Record, frozen=True, kw_only=True):
+    """Where the snapshots of one launch of a trial go, and which they are."""
+
+    directory: str
+    """Absolute path of a folder for this launch alone: ``LOG/memory_snapshots``."""
+    profiling: Profiling
+
+
+def coordinates(layout: Layout, rank: int) -> str:
+    """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``."""
+    sharing, ulysses = layout.context_degree, layout.ulysses_degree
+    return f"d{rank // sharing}r{rank % sharing // ulysses}u{rank % ulysses}"
+
+
+def snapshot_name(rank: int, place: str = "") -> str:
+    """The name of a rank's snapshot: ``snapshot_rank00_d0r0u0.pickle``."""
+    return f"snapshot_rank{rank:02d}{f'_{place}' if place else ''}.pickle"
+
+
+def loose_profiling(value: object) -> object:
+    """What ``0,1`` stands for; everything else as it is."""
+    if type(value) is int:
+        return {"profile_steps": [value]}
+    if isinstance(value, str) and _STEPS.fullmatch(value):
+        return {"profile_steps": [int(step) for step in value.split(",")]}
+    return value
+
+
+def refuse_late_steps(profiling: Profiling | None, *, steps: int) -> None:
+    """Raise RefusedError for a step that no trial has."""
+    late = [step for step in (profiling.profile_steps if profiling else ()) if step >= steps]
+    if late:
+        raise _refused(
+            f"step {late[0]} is to be recorded, and a trial has {steps}: 0 to {steps - 1}"
+        )
+
+
+def refuse_profiling(*, device: str, is_dry: bool) -> None:
+    """Raise UsageError where there is no history to record."""
+    if is_dry or device == "cpu":
+        why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
+        raise UsageError(
+            f"{SETTING} records the history of a GPU's memory, and {why}",
+            hint=f"leave `{SETTING}` out; without a GPU `highwater predict Qwen3-0.6B --gpus "
+            "1xH200-141GB --exact --timeline timeline.pickle` traces one",
+        )
+
+
+def _refused(problem: str) -> RefusedError:
+    return RefusedError(SETTING, problem, hint="for example `{}`", example="0,1")

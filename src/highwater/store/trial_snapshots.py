@@ -1,0 +1,34 @@
+"""Snapshots of a trial's memory: where they lie, and which ranks left none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from highwater.spec.profiling import Profiling, coordinates, snapshot_name
+from highwater.spec.trial import TrialResult, TrialSpec
+
+
+def snapshot_folder(log_path: Path) -> Path:
+    """The folder of one launch, beside its log: ``model_len-8192/memory_snapshots``."""
+    return log_path.with_suffix("") / "memory_snapshots"
+
+
+def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
+    """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
+    those that did not: they were ended, or failed, before they could.
+    """
+    if result.log_path is None:
+        return
+    folder = snapshot_folder(Path(result.log_path))
+    ranks = [rank for rank in range(spec.layout.gpus) if profiling.records(rank)]
+    parts = sorted(part for part in folder.glob("*") if part.is_dir())
+    if not parts:
+        yield f"memory snapshots: none below {folder}, no rank came so far"
+    for part in parts:
+        silent = [
+            rank
+            for rank in ranks
+            if not (part / snapshot_name(rank, coordinates(spec.layout, rank))).is_file()
+        ]
+        yield f"memory snapshots: {len(ranks) - len(silent)} of {len(ranks)} ranks in {part}" + (
+            f"; none of rank {', '.join(map(str, silent))}" if silent else ""
+        )

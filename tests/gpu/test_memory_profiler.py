@@ -1,0 +1,101 @@
+"""Snapshots of real trials and of anybody's loop, read by the profile: every rank's file is there,
+on out of memory too, and what was alive is named.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
+from highwater.run.local import LocalRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.profiling import Profiling
+from highwater.spec.settings import Loss, Settings
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines
+from highwater.units import parse_bytes
+
+UNATTRIBUTED_SHARE = 0.05
+"""Part of what is allocated that may have no name."""
+PROFILING = Profiling(max_entries=50_000)
+
+
+def recorded(tmp_path: Path, length: int, *, loss: Loss = "full") -> tuple[TrialSpec, TrialResult]:
+    model = load_model("Qwen3-0.6B")
+    spec = TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(),
+        settings=Settings(loss=loss),
+        length_tokens=length,
+        memory_budget_bytes=parse_bytes("20GiB"),
+    )
+    runner = LocalRunner(log_directory=tmp_path, timeout_s=400, profiling=PROFILING)
+    return spec, runner.run(spec)
+
+
+def profiles_of(result: TrialResult) -> dict[str, MemoryProfile]:
+    assert result.log_path is not None
+    folder = snapshot_folder(Path(result.log_path))
+    return {
+        path.parent.name: memory_profile(path)
+        for path in folder.glob("*/snapshot_rank00_d0r0u0.pickle")
+    }
+
+
+def check_names(profile: MemoryProfile) -> None:
+    nameless = profile.bytes_of("unattributed")
+    assert nameless <= UNATTRIBUTED_SHARE * profile.allocated_bytes, profile.places[:5]
+    for category in ("parameters", "gradients", "optimizer_states"):
+        assert profile.bytes_of(category) > 0
+
+
+def test_every_step_that_was_asked_for_has_a_snapshot_that_names_what_was_alive(
+    tmp_path: Path,
+) -> None:
+    spec, result = recorded(tmp_path, 8192)
+    assert result.outcome is Outcome.FIT, result.reason
+    profiles = profiles_of(result)
+    assert sorted(profiles) == ["step_0", "step_1"]
+    peak = result.ranks[0].memory.peak_allocated_bytes or 0
+    assert max(each.allocated_bytes for each in profiles.values()) == pytest.approx(peak, rel=0.02)
+    for profile in profiles.values():
+        assert profile.moment == "peak"
+        check_names(profile)
+    assert not [line for line in snapshot_lines(spec, result, PROFILING) if "none of" in line]
+
+
+def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
+    tmp_path: Path,
+) -> None:
+    _, result = recorded(tmp_path, 64 * 1024)
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    (profile,) = profiles_of(result).values()
+    assert profile.moment == "out of memory"
+    assert profile.requested_bytes
+    assert profile.phase
+    check_names(profile)
+
+
+def test_anybodys_loop_leaves_a_snapshot_out_of_memory_or_not(tmp_path: Path) -> None:
+    import torch
+
+    from highwater import MemoryProfiler
+
+    weight = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
+    with MemoryProfiler(tmp_path / "one") as profiler:
+        profiler.enter("forward")
+        loss = (torch.ones(1024, 1024, device="cuda") @ weight).relu().sum()
+        profiler.enter("backward")
+        loss.backward()
+    profile = memory_profile(profiler.path)
+    assert profile.rank == 0
+    assert profile.allocated_bytes >= 3 * weight.nbytes
+    failing = MemoryProfiler(tmp_path / "two")
+    with pytest.raises(torch.OutOfMemoryError), failing:
+        torch.empty(1 << 50, device="cuda")
+    failed = memory_profile(failing.path)
+    assert (failed.moment, failed.requested_bytes) == ("out of memory", 1 << 50)

@@ -1,0 +1,123 @@
+"""Profiling as it is asked for: in a file, on a command line, from Python; what cannot be is
+refused; and where the snapshots of a trial lie.
+"""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import NO_GPU
+
+from highwater.cli.config import request_of, to_yaml
+from highwater.cli.grammar import parse
+from highwater.errors import UsageError
+from highwater.memory.snapshot.memory_profile import _coordinates
+from highwater.run.readiness import check_request
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
+from highwater.spec.request import request_from
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines
+
+MODEL = load_model("Qwen3-0.6B")
+SPEC = TrialSpec(
+    model_name=MODEL.name,
+    model_directory=MODEL.directory,
+    config_digest=MODEL.config_digest,
+    device="cuda",
+    layout=Layout(gpus=2, ulysses_degree=2),
+    settings=Settings(),
+    length_tokens=4096,
+)
+
+
+def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "model: Qwen3-0.6B\n"
+        "memory_profiler: {profile_steps: [0, 1], max_entries: 100000, ranks: all}\n"
+    )
+    from_file = request_of(parse(["find", "--config", str(path)]))
+    assert from_file.memory_profiler == Profiling()
+    typed = request_of(parse(["find", "Qwen3-0.6B", "--memory-profiler", "0,1"]))
+    python = request_from({"model": "Qwen3-0.6B", "memory_profiler": "0, 1"}, keywords=True)
+    assert from_file == typed == python
+    path.write_text(to_yaml(from_file))
+    assert request_of(parse(["find", "--config", str(path)])) == from_file
+    assert request_from({"model": "Qwen3-0.6B"}).memory_profiler is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"profile_steps": [2]},  # of a trial of two steps
+        {"profile_steps": [-1]},
+        {"profile_steps": []},
+        {"ranks": []},
+        {"ranks": [-1]},
+        {"ranks": "some"},
+        {"max_entries": 0},
+        {"max_entries": 10**12},
+        {"steps": [0]},
+        {"profile_steps": list(range(300))},
+        "first",
+        "1,",
+        True,
+        [0, 1],
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_with_what_can(asked: object) -> None:
+    with pytest.raises(UsageError) as refused:
+        request_from({"model": "Qwen3-0.6B", "memory_profiler": asked}, config_file="study.yaml")
+    assert "memory_profiler: 0,1" in refused.value.hint
+
+
+@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"device": "cuda", "dry_run": True}])
+def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes: dict) -> None:
+    request = request_from(
+        {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}, keywords=True
+    )
+    with pytest.raises(UsageError, match="memory_profiler records the history of a GPU's memory"):
+        check_request(request, NO_GPU)
+
+
+def test_recording_changes_no_trials_key() -> None:
+    order = SnapshotOrder(directory="/somewhere", profiling=Profiling())
+    assert msgspec.structs.replace(SPEC, memory_snapshots=order).key == SPEC.key
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
+    data: int, ring: int, ulysses: int
+) -> None:
+    layout = Layout(gpus=data * ring * ulysses, ring_degree=ring, ulysses_degree=ulysses)
+    places = [coordinates(layout, rank) for rank in range(layout.gpus)]
+    # ranks that exchange heads are neighbours (docs/decisions/036)
+    assert places == [
+        f"d{d}r{r}u{u}" for d in range(data) for r in range(ring) for u in range(ulysses)
+    ]
+    for rank, place in enumerate(places):
+        name = snapshot_name(rank, place)
+        assert _coordinates(Path(name).stem) == (rank, (place[:2], place[2:4], place[4:]))
+
+
+def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
+    log = tmp_path / "model_len-4096.attempt-2.log"
+    result = TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="", log_path=str(log))
+    (none,) = snapshot_lines(SPEC, result, Profiling())
+    assert "none" in none
+    for part, ranks in (("step_0", (0, 1)), ("step_1", (1,))):
+        for rank in ranks:
+            path = snapshot_folder(log) / part / snapshot_name(rank, f"d0r0u{rank}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    first, second = snapshot_lines(SPEC, result, Profiling())
+    assert "2 of 2 ranks" in first
+    assert "1 of 2 ranks" in second
+    assert second.endswith("none of rank 0")
+    assert len(list(snapshot_lines(SPEC, result, Profiling(ranks=(1,))))) == 2
+    assert "none" not in "".join(snapshot_lines(SPEC, result, Profiling(ranks=(1,))))
