@@ -87,6 +87,16 @@ def test_no_two_files_of_one_name_mean_different_things() -> None:
     assert twice - {"__init__"} == set(SHARED)
 
 
+def test_no_two_files_of_tests_are_one_module() -> None:
+    outside_packages = [
+        path.stem
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
+    assert len(outside_packages) > 100
+    assert sorted(set(outside_packages)) == sorted(outside_packages)
+
+
 def test_a_number_of_one_name_and_one_value_stands_once() -> None:
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in files():

@@ -64,6 +64,8 @@ BATCHES = {
 }
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
+DEGREES = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 3: [(1, 3)], 4: [(2, 2)]}
+"""Degrees of Ulysses and of the ring, by the number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Case:
     strategy: str
     recompute: str
     ulysses: int
+    ring: int
     dtype: str
 
     @property
@@ -89,17 +92,18 @@ def cases_for(processes: int) -> list[Case]:
         ("fsdp", "none", "float64"),
         ("fsdp2", "none", "float32"),
     ]
-    every = product(MODELS, BATCHES, (1, 2) if processes > 1 else (1,))
+    every = product(MODELS, BATCHES, DEGREES[processes])
     return [
         Case(
             model=model,
             batch=batch,
             ulysses=ulysses,
+            ring=ring,
             strategy=strategy,
             recompute=recompute,
             dtype=dtype,
         )
-        for index, (model, batch, ulysses) in enumerate(every)
+        for index, (model, batch, (ulysses, ring)) in enumerate(every)
         for strategy, recompute, dtype in (ways[0], ways[1 + index % 2])
     ]
 
@@ -143,7 +147,36 @@ def olmo3() -> PreTrainedModel:
     )
 
 
-MODELS = {"phi3": phi3, "llama": llama, "dynamic": dynamic, "olmo3": olmo3}
+def llama3() -> PreTrainedModel:
+    borders = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        **borders,
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": BORDER_TOKENS,
+    }
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
+
+
+def yarn() -> PreTrainedModel:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": BORDER_TOKENS,
+    }
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=64, rope_parameters=rope))
+
+
+MODELS = {
+    "phi3": phi3,
+    "llama": llama,
+    "dynamic": dynamic,
+    "olmo3": olmo3,
+    "llama3": llama3,
+    "yarn": yarn,
+}
 
 
 def save_models(folder: Path) -> None:
@@ -176,8 +209,11 @@ def run(
 ) -> dict[str, float | str]:
     """Norm-relative deviations: loss, gradient norm, and the worst parameter's gradient."""
     dtype = getattr(torch, case.dtype)
-    shared = process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
-    data_rank, data_ranks = rank // case.ulysses, world // case.ulysses
+    shared = process_mesh.sequence_groups(
+        Layout(gpus=world, ulysses_degree=case.ulysses, ring_degree=case.ring), mesh
+    )
+    sharing = case.ulysses * case.ring
+    data_rank, data_ranks = rank // sharing, world // sharing
     whole = [
         pack([Document(ids, ids) for ids in documents(lengths, data_rank)])
         for lengths in BATCHES[case.batch]

@@ -119,7 +119,21 @@ def run(
         for name, (mine, theirs) in pairs.items()
     }
     upstream = held(gradient).transpose(1, 2)
+    found["seen by others"] = _seen_by_others(attend, own, layout, rank) if case.ulysses == 1 else 0
     return found | (_kept(own, attend, upstream, got) if case.ulysses == 1 else {})
+
+
+def _seen_by_others(
+    attend: partial[Tensor], own: list[Tensor], layout: SequenceLayout, rank: int
+) -> int:
+    """How many numbers of other documents are others, by a bit, where the first is another one."""
+    share = layout.share_of(rank)
+    of_first_T = torch.from_numpy(share.documents_T) == 0
+    of_others_T = torch.from_numpy(share.positions_T) != PADDING
+    before = attend(*(tensor.detach() for tensor in own))
+    changed = [tensor.detach().masked_fill(of_first_T[:, None], 3.0) for tensor in own]
+    after = attend(*changed)
+    return int((before != after)[:, of_others_T & ~of_first_T].sum())
 
 
 def _kept(

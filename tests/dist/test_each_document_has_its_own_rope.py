@@ -1,5 +1,5 @@
-"""longrope and dynamic, on 1 and 2 gloo processes, packed and shared: each document's loss and
-gradients are those it has alone.
+"""RoPE of every kind, on 1 to 4 gloo processes, packed and shared by heads and by a ring: each
+document's loss and gradients are those it has alone.
 """
 
 import json
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.corpus
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_each_document_is_trained_as_it_is_alone(
     processes: int, ranks: RankGroups, models: Path, tmp_path: Path
 ) -> None:
