@@ -57,6 +57,7 @@ DEEP = TINY | {
 """Nearly all of its parameters are in its layers, each a small part of them."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
+ONE = {"accumulates": False, "loss": "chunked"}
 TRIALS: dict[str, dict[str, Any]] = {
     "rw": {"settings": Settings(**PAIRS)},
     "dpo": {"settings": Settings(**PREFERENCES)},
@@ -83,6 +84,42 @@ TRIALS: dict[str, dict[str, Any]] = {
         "layout": Layout(gpus=2),
     },
     "fsdp2, offload": {"settings": Settings(offload=True), "config": DEEP, "length_tokens": 64},
+    "one micro-batch": {
+        "settings": Settings(**ONE),
+        "config": DEEP,
+        "length_tokens": 64,
+        "micro_batches": 1,
+    },
+    "one micro-batch, 2 shards": {
+        "settings": Settings(**ONE),
+        "config": DEEP,
+        "length_tokens": 64,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2),
+    },
+    "one micro-batch, longer": {
+        "settings": Settings(**ONE),
+        "config": DEEP,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2, ulysses_degree=2),
+    },
+    "one micro-batch, fsdp": {
+        "settings": Settings(**ONE, strategy="fsdp"),
+        "config": DEEP,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2),
+    },
+    "one micro-batch, critic": {
+        "settings": Settings(**ONE, objective="ppo", critic=True),
+        "micro_batches": 1,
+    },
+    "one micro-batch, head alone": {
+        "settings": Settings(**ONE),
+        "config": TINY | {"vocab_size": 80_000, "tie_word_embeddings": False},
+        "length_tokens": 32,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2),
+    },
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
     "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
@@ -164,7 +201,11 @@ def logs(
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared"]
+    "name",
+    [
+        *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared"),
+        *(name for name in TRIALS if name.startswith("one micro-batch")),
+    ],
 )
 def test_a_step_peaks_where_the_formula_says(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
@@ -186,6 +227,40 @@ def test_a_critic_has_parameters_gradients_and_moments_of_its_own(
     )
     assert alone == pytest.approx(16 * shape.parameters, rel=1e-3)
     assert both - alone == pytest.approx(16 * critic, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("one micro-batch")])
+def test_gradients_of_one_micro_batch_are_there_from_its_backward_pass_to_its_update(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
+) -> None:
+    shape, shards = shape_of(specs[name]), specs[name].layout.shard_degree
+    trained = [shape.parameters] + (
+        [shape.parameters + shape.hidden_size] if specs[name].settings.critic else []
+    )
+    lasting = 12 * sum(trained) / shards
+    log, states = logs[name], alive_at_each_entry(logs[name])
+    for phase in ("rehearsal", "experience", "forward"):
+        of_ids = 0.01 * lasting
+        assert states[phase] == pytest.approx([lasting] * len(states[phase]), abs=of_ids), phase
+    each_update = [lasting + 4 * parameters / shards for parameters in reversed(trained)]
+    assert states["optimizer"] == pytest.approx(each_update * specs[name].steps, rel=0.01)
+    assert sum(alive_at(log, "the end").values()) == pytest.approx(lasting, rel=0.01)
+
+
+def alive_at_each_entry(log: EventLog) -> dict[str, list[int]]:
+    """Bytes that are alive as each phase begins, every time."""
+    alive, found = dict[int, int](), dict[str, list[int]]()
+    for event in log.events:
+        match event:
+            case Allocate():
+                alive[event.id] = event.bytes
+            case Free() | GiveBack():
+                alive.pop(event.id, None)
+            case Enter():
+                found.setdefault(event.phase, []).append(sum(alive.values()))
+            case _:
+                pass
+    return found
 
 
 def test_a_reference_leaves_the_device_between_its_layers(

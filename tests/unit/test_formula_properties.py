@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
+from highwater.spec.footprint import policy_parameters
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape, catalog_names, load_model
 from highwater.spec.objective import TRAITS
@@ -17,6 +18,8 @@ from highwater.spec.settings import Settings
 FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
 DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
 LENGTHS = st.one_of(st.integers(2, 4096), st.integers(2, 2**22))
+LATE = "backward of a layer"
+"""The phase of one layer, which may be another one where gradients come as activations go."""
 PERSISTENT = {"states", "process"}
 SAVED = {"ids, cosines and sines", "kept by recompute", "activations of all layers"}
 GROWS_WITH_SHARDS = {"gradient reduction", "layers, gathered", "NCCL"}
@@ -62,6 +65,7 @@ def rungs(draw: st.DrawFn) -> Settings:
         else "none",
         critic=objective == "ppo" and draw(st.booleans()),
         offload=draw(st.booleans()),
+        accumulates=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "layer", "all-but-attention"])),
         mlp_tiles=draw(st.sampled_from([None, 1, 4])),
         sequences_per_micro_batch=draw(
@@ -76,16 +80,24 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(gpus=gpus, ulysses_degree=min(gpus, ulysses), replicate_degree=min(gpus, copies))
 
 
-def terms(result: Footprint) -> dict[tuple[str, str], int]:
+def terms(result: Footprint, rung: Settings) -> dict[tuple[str, str], int]:
     phases = {
-        (phase.name, term.name): term.bytes for phase in result.phases for term in phase.terms
+        (phase.name, term.name): term.bytes
+        for phase in result.phases
+        for term in phase.terms
+        if phase.name != LATE or (rung.keeps_gradients and not is_offloaded_by_fsdp1(rung))
     }
     return phases | {("outside", term.name): term.bytes for term in result.outside}
 
 
-def assert_no_term_shrinks(one: Footprint, other: Footprint) -> None:
-    after = terms(other)
-    assert not {key: size for key, size in terms(one).items() if size > after.get(key, 0)}
+def is_offloaded_by_fsdp1(rung: Settings) -> bool:
+    """Its gradients are on the GPU until the backward pass ends."""
+    return rung.offload and rung.strategy == "fsdp"
+
+
+def assert_no_term_shrinks(one: Footprint, other: Footprint, rung: Settings) -> None:
+    after = terms(other, rung)
+    assert not {key: size for key, size in terms(one, rung).items() if size > after.get(key, 0)}
 
 
 def assert_no_less(one: Footprint, other: Footprint) -> None:
@@ -109,8 +121,10 @@ def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, o
         for length in sorted((one, other))
     )
     assert_no_less(short, long)
-    assert_no_term_shrinks(short, long)
-    if rung.strategy == "fsdp2":  # all gradients of embedding and head in float32, or nothing
+    assert_no_term_shrinks(short, long, rung)
+    if (
+        rung.strategy == "fsdp2" and rung.keeps_gradients
+    ):  # all gradients of embedding and head in float32, or nothing
         tables = 1 if shape.tied_embeddings or rung.objective == "rw" else 2
         assert short.cached_bytes - long.cached_bytes in (
             0,
@@ -139,7 +153,7 @@ def test_a_larger_model_needs_no_less(formula, field, shape, rung, layout, devic
     assert_no_less(small, large)
     # without recompute a wider MLP's backward pass finds more of its tensors among what is kept
     if field != "intermediate_size":
-        assert_no_term_shrinks(small, large)
+        assert_no_term_shrinks(small, large, rung)
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
@@ -158,7 +172,7 @@ def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_h
         footprint(shape, rung, each, length_tokens=length, device=device)
         for each in (layout, wider)
     )
-    assert_growth_is_named(fewer, more, GROWS_WITH_SHARDS)
+    assert_growth_is_named(fewer, more, rung, GROWS_WITH_SHARDS)
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
@@ -180,16 +194,41 @@ def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(
             footprint(shape, rung, each, length_tokens=length, device=device)
             for each in (layout, higher)
         )
-        assert_growth_is_named(fewer, more, GROWS_WITH_ULYSSES)
+        assert_growth_is_named(fewer, more, rung, GROWS_WITH_ULYSSES)
 
 
-def assert_growth_is_named(fewer: Footprint, more: Footprint, may_grow: set[str]) -> None:
-    before, after = terms(fewer), terms(more)
+def assert_growth_is_named(
+    fewer: Footprint, more: Footprint, rung: Settings, may_grow: set[str]
+) -> None:
+    before, after = terms(fewer, rung), terms(more, rung)
     grown = {key for key, size in after.items() if size > before.get(key, 0)}
     assert not {name for _, name in grown} & (PERSISTENT | SAVED)
     assert {name for _, name in grown} <= may_grow
     for old, new in zip(fewer.phases, more.phases, strict=True):
-        if new.bytes > old.bytes:
+        if new.bytes > old.bytes and new.name in {phase for phase, _ in after}:
             assert any(phase == new.name for phase, _ in grown)
     if more.outside_bytes > fewer.outside_bytes:
         assert any(phase == "outside" for phase, _ in grown)
+
+
+@given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
+def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device, length):
+    one, several = (
+        footprint(
+            shape,
+            msgspec.structs.replace(rung, accumulates=accumulates),
+            layout,
+            length_tokens=length,
+            device=device,
+        )
+        for accumulates in (False, True)
+    )
+    assert all(a.bytes <= b.bytes for a, b in zip(one.phases, several.phases, strict=True))
+    assert one.needed_bytes <= several.needed_bytes
+    assert one.host == several.host
+    if rung.offload:
+        assert one == several, "no activation wants the place of gradients in host memory"
+    else:
+        parameters = policy_parameters(shape, rung) * rung.trained_models
+        saved = several.phases[0].bytes - one.phases[0].bytes
+        assert saved == pytest.approx(4 * parameters / layout.shard_degree, abs=4)

@@ -76,9 +76,10 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
     entropy = "" if settings.entropy == "none" else f" and {settings.entropy} entropy"
     critic = ", and a critic that is trained along" if settings.critic else ""
     tokens = f"{settings.sequences_per_micro_batch} x {found.length_tokens} tokens{shared}"
+    alone = "" if settings.accumulates else ", and updates after each: gradients are not added up"
     said = [
         f"the token budget of {chosen.token_budget_tokens} a GPU: the script makes micro-batches, "
-        f"of {tokens}",
+        f"of {tokens}{alone}",
         f"the objective {settings.objective} with {settings.loss} loss{entropy}{critic}: they are "
         "the script's",
     ]

@@ -57,7 +57,7 @@ _ALL = frozenset(
         *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
     )
 )
-_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles"}
+_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches"}
 
 TARGETS: Mapping[Target, EmitTarget] = {
     "trinity": EmitTarget(name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL),
@@ -97,12 +97,10 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
 def named(cell: Cell) -> dict[str, object]:
     """What a cell has other than by default, by the names that users type, in their order."""
     default = Settings()
-    values = {
-        row.name: row.rung_field for row in DECLARED.values() if hasattr(default, row.rung_field)
-    }
+    rows = [row for row in DECLARED.values() if hasattr(default, row.rung_field)]
     differs: dict[str, object] = {
-        name: getattr(cell.settings, field)
-        for name, field in values.items()
-        if getattr(cell.settings, field) != getattr(default, field)
+        row.name: row.typed_for(getattr(cell.settings, row.rung_field))
+        for row in rows
+        if getattr(cell.settings, row.rung_field) != getattr(default, row.rung_field)
     }
     return differs | {name: n for name, n in cell.layout.degree_settings.items() if n > 1}

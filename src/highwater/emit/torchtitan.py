@@ -140,6 +140,7 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
     settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
     values: dict[str, Value] = {
         "training.local_batch_size": settings.sequences_per_micro_batch,
+        **_one_micro_batch(chosen),
         "training.seq_len": found.length_tokens,
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
@@ -149,6 +150,14 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
     }
     # "headtail" cannot cut the mask of flex attention, which is what language models have there.
     return values | ({"parallelism.context_parallel_load_balancer": "ptrr"} if degree > 1 else {})
+
+
+def _one_micro_batch(chosen: Candidate) -> dict[str, Value]:
+    """The batch of a step that is one micro-batch of every rank; else it is the user's to name."""
+    settings, ranks = chosen.cell.settings, chosen.cell.layout.data_parallel_degree
+    if settings.accumulates:
+        return {}
+    return {"training.global_batch_size": settings.sequences_per_micro_batch * ranks}
 
 
 def _rope(found: Recommendation) -> dict[str, Value]:

@@ -169,9 +169,14 @@ def _batch_values(
     settings = chosen.cell.settings
     rows = settings.sequences_per_micro_batch // settings.traits.documents_together
     values: dict[str, Value] = {"per_device_train_batch_size": rows}
+    if not settings.accumulates:
+        values["gradient_accumulation_steps"] = 1
     if command.generates:
         together = rows * chosen.cell.layout.gpus
-        values["gradient_accumulation_steps"] = math.lcm(GENERATIONS, together) // together
+        micro_batches = math.lcm(GENERATIONS, together) // together
+        # A generated batch is trained on in one step, or in as many as it has micro-batches.
+        name = "gradient_accumulation_steps" if settings.accumulates else "steps_per_generation"
+        values[name] = micro_batches
         if settings.entropy != "none":
             values["entropy_coef"] = Hyperparameters().entropy_coefficient
         return values | ({"use_vllm": True, "vllm_mode": "server"} if found.rollout_gpus else {})

@@ -103,6 +103,19 @@ class OffloadedFsdp1(FullyShardedDataParallel):
             parameter.grad = total
 
 
+def release_gradients(model: nn.Module) -> None:
+    """Free the vectors of which parameters had their gradients as views, once these are gone.
+
+    FSDP1 keeps them until the model goes forward again: through a reset of the cache, and beside
+    whatever another model does meanwhile. A unit's own record is private: read in torch 2.11 and
+    2.13.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        loose: Any = unit
+        if loose._handle is not None:
+            loose._handle.flat_param.grad = None
+
+
 def _precision(compute_dtype: torch.dtype, *, master: torch.dtype) -> MixedPrecision:
     """Compute in ``compute_dtype``, reduce in the dtype of the parameters."""
     return MixedPrecision(

@@ -17,11 +17,14 @@ from highwater.spec.trainer import TRAINERS
 
 _RECOMMENDED = ("allocator", "loss", "offload")
 """Settings that differ among what is recommended."""
-_TAKEN = tuple(row.rung_field for row in taken_by("recommend") if row.name not in _RECOMMENDED)
-_ASKED = tuple(field for field in _TAKEN if field in Settings.__struct_fields__)
-"""Settings of a rung that `recommend` can be asked for, besides those."""
+_ASKED = {
+    row.rung_field: row
+    for row in taken_by("recommend")
+    if row.name not in _RECOMMENDED and row.rung_field in Settings.__struct_fields__
+}
+"""Settings of a rung that `recommend` can be asked for, besides those, by the rung's field."""
 _NOT_ASKED = tuple(
-    field for field in Settings.__struct_fields__ if field not in (*_TAKEN, *_RECOMMENDED)
+    field for field in Settings.__struct_fields__ if field not in (*_ASKED, *_RECOMMENDED)
 )
 """Settings that it cannot be asked for."""
 _BUDGETS = (1, 2)
@@ -103,9 +106,9 @@ def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...]
         if any(getattr(cell.settings, name) != getattr(default, name) for cell in cells):
             return None
     found: list[tuple[str, str | int | bool]] = []
-    for name in _ASKED:
-        values = {getattr(cell.settings, name) for cell in cells}
-        usual = _BUDGETS if name == "sequences_per_micro_batch" else (getattr(default, name),)
+    for field, row in _ASKED.items():
+        values = {getattr(cell.settings, field) for cell in cells}
+        usual = _BUDGETS if field == "sequences_per_micro_batch" else (getattr(default, field),)
         if len(values) == 1 and not values & set(usual):
-            found.append((name, values.pop()))
+            found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)

@@ -63,7 +63,7 @@ class Setting:
     in_base_units: str | None = None
     """Property of ``Request`` that reads a text with a unit, ``token_budget_tokens``, or what a
     rung has of a count, ``accumulates``."""
-    typed: Mapping[Any, object] = field(default_factory=dict[Any, object])
+    typed: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """The value that names a rung's, by the rung's, where it is another one."""
     defaults: Mapping[CommandName, str] = field(default_factory=dict[CommandName, str])
     """The default in words, by command, for commands whose default is not the field's."""
@@ -91,6 +91,10 @@ class Setting:
     def is_list(self) -> bool:
         """Whether the value is a list, which may be given as its only element."""
         return self.kind is not None and self.kind.is_list
+
+    def typed_for(self, value: Any) -> Any:
+        """The value that a user names for this one of a rung."""
+        return self.typed.get(value, value)
 
     def label_of(self, value: Any) -> str:
         """The part of a rung's label for this value; empty where a label says nothing of it."""

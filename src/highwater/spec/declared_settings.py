@@ -176,7 +176,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         Setting(
             "micro_batches",
             COUNT,
-            _RUN,
+            _ALL,
             "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
             "memory before",
             in_base_units="accumulates",

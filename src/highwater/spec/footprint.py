@@ -20,6 +20,8 @@ STAGED_LAYERS = 3
 """Layers whose offloaded gradients have pinned blocks at a time: the copy of one runs, that of
 another is awaited, and the blocks of the third are given out again once the GPU has come to where
 they were let go."""
+GRADIENT_BYTES_PER_PARAMETER = 4
+"""Bytes of a gradient, in float32: a part of ``STATE_BYTES_PER_PARAMETER``."""
 OPTIMIZERS = "AdamW in float32"
 """The optimizers whose states are counted here, in words."""
 SHARDED_BYTES_PER_PARAMETER = 12
@@ -48,7 +50,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
 
 def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:
     """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
-    devices that share them.
+    devices that share them; those of one micro-batch come only when the layers go backward.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
     (parallel/fsdp1.py). On the CPU there is nowhere else. A reward model has a number in the place
@@ -57,11 +59,14 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offload and device == "cuda":
-        per_parameter = 4 if settings.strategy == "fsdp" else 0
-    policy = shape.parameters
-    if settings.traits.gives_scalars and not shape.tied_embeddings:
-        policy -= shape.vocab_size * shape.hidden_size
-    return per_parameter * policy * settings.trained_models
+        per_parameter = GRADIENT_BYTES_PER_PARAMETER if settings.strategy == "fsdp" else 0
+    return per_parameter * policy_parameters(shape, settings) * settings.trained_models
+
+
+def policy_parameters(shape: ModelShape, settings: Settings) -> int:
+    """Parameters of the policy: a reward model has no head where that is not the embedding."""
+    has_no_head = settings.traits.gives_scalars and not shape.tied_embeddings
+    return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
 
 
 def host_state_bytes(

@@ -286,9 +286,8 @@ def setting_flags(settings: Settings) -> tuple[str, ...]:
 def values_of(settings: Settings) -> dict[str, Any]:
     """What names these settings in a request, by its fields."""
     values = {
-        row.name: row.typed.get(getattr(settings, field), getattr(settings, field))
+        _OF_A_RUNG[field].name: _OF_A_RUNG[field].typed_for(getattr(settings, field))
         for field in Settings.__struct_fields__
-        for row in (_OF_A_RUNG[field],)
     }
     if settings.token_budget_tokens is not None:
         del values["sequences_per_micro_batch"]

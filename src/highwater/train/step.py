@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from highwater.errors import UsageError
 from highwater.models.decoder import Decoder, MicroBatchStatistics
 from highwater.parallel.collectives import sum_over
+from highwater.parallel.fsdp1 import release_gradients
 from highwater.parallel.fsdp2 import local_shard
 from highwater.parallel.mesh import copies, total
 from highwater.parallel.offload import adding_up
@@ -103,7 +104,7 @@ def train_step(
         enter("optimizer")
         norms.append(clip_trained(training, model, optimizer))
         optimizer.step()
-        clear_gradients(training, optimizer)
+        clear_gradients(training, model, optimizer)
 
     loss = backward_of(training, micro_batches, enter=enter, then=update)
     return total(loss, training.mesh), tuple(reversed(norms))
@@ -157,9 +158,11 @@ def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Op
     return clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)
 
 
-def clear_gradients(training: Training, optimizer: torch.optim.Optimizer) -> None:
+def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Zero what the update has used, or let go of it."""
     optimizer.zero_grad(set_to_none=not training.keeps_gradients)
+    if not training.keeps_gradients:
+        release_gradients(model)
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:

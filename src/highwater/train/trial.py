@@ -256,7 +256,7 @@ def rehearse(training: Training, batch: Batch) -> None:
 
     def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         clip_trained(training, model, optimizer)
-        clear_gradients(training, optimizer)
+        clear_gradients(training, model, optimizer)
 
     backward_of(training, [batch], then=clear)
 

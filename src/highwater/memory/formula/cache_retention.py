@@ -45,7 +45,7 @@ def cached_bytes(
         return (
             _lent(shape, layout) + _reduced_by_fsdp1(shape, settings, layout)
         ) * settings.trained_models + late_bytes
-    return _of_other_streams(shape, settings, layout) + _too_long_for_a_hole(
+    return _of_other_streams(shape, settings, layout, late_bytes) + _too_long_for_a_hole(
         shape, settings, layout, passing_bytes
     )
 
@@ -62,15 +62,19 @@ def _too_long_for_a_hole(
     return whole if is_new else 0
 
 
-def _of_other_streams(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes that FSDP2 keeps on the streams on which it gathers and reduces."""
+def _of_other_streams(
+    shape: ModelShape, settings: Settings, layout: Layout, late_bytes: int
+) -> int:
+    """Bytes that FSDP2 keeps on the streams on which it gathers and reduces: of the sums those of
+    the root, which are among the gradients that come late.
+    """
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
     gathered = trained + (
         policy if settings.traits.has_reference else 0
     )  # the reference is another model under FSDP2
     return (
-        _GRADIENT * trained // layout.shard_degree
+        max(_GRADIENT * trained // layout.shard_degree, late_bytes)
         + _gathering(gathered, layout)
         + _from_host(shape, settings, layout)
     )

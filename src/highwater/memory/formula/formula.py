@@ -9,6 +9,7 @@ In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E
 vocabulary
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -27,15 +28,16 @@ from highwater.memory.formula.layers import (
     Step,
     backwards,
     busiest_step,
-    kept_bytes,
     kept_bytes_of_layers,
     working_set_bytes,
 )
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.spec.footprint import (
+    GRADIENT_BYTES_PER_PARAMETER,
     PROCESS_BYTES,
     device_state_bytes,
     host_state_bytes,
+    policy_parameters,
     staged_gradient_bytes,
 )
 from highwater.spec.layer_kind import LayerKind
@@ -112,10 +114,7 @@ def footprint(
     as they are.
     """
     step = busiest_step(shape, settings, layout, length_tokens, device)
-    states_bytes = device_state_bytes(shape, settings, device=device) // layout.shard_degree
-    states = Term(
-        name="states", bytes=states_bytes * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
-    )
+    states = _states(step, state_bytes_per_parameter)
     phases = _phases(step, states)
     is_gpu = device == "cuda"
     return Footprint(
@@ -131,7 +130,49 @@ def footprint(
     )
 
 
-def _phases(step: Step, states: Term) -> tuple[Phase, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """What a GPU keeps of parameters, gradients and moments, in the course of a step."""
+
+    lasting_bytes: int
+    """Bytes that are there throughout."""
+    coming_bytes: int
+    """Bytes of all gradients that come as the layers go backward, and are gone before."""
+    parameters: int
+    """Parameters that those are the gradients of."""
+
+    def terms(self, backward_parameters: int = 0) -> tuple[Term, ...]:
+        """Terms of the states once so many parameters have their gradients."""
+        come_bytes = self.coming_bytes * backward_parameters // self.parameters
+        return (
+            Term(name="states", bytes=self.lasting_bytes),
+            Term(name="gradients that have come", bytes=come_bytes),
+        )
+
+
+def _states(step: Step, state_bytes_per_parameter: int) -> _States:
+    """The states on one GPU. Gradients of one micro-batch come late, and FSDP1's offloaded ones;
+    of a policy and a critic one's at a time, since each is updated before the other goes forward.
+    """
+    settings = step.settings
+    states_bytes = device_state_bytes(step.shape, settings, device=step.device)
+    whole_bytes = (
+        states_bytes // step.layout.shard_degree * state_bytes_per_parameter
+    ) // STATE_BYTES_PER_PARAMETER
+    is_offloaded = settings.offload and step.device == "cuda"
+    all_bytes = 0
+    if is_offloaded and settings.strategy == "fsdp":
+        all_bytes = whole_bytes
+    elif not settings.keeps_gradients:
+        all_bytes = whole_bytes * GRADIENT_BYTES_PER_PARAMETER // STATE_BYTES_PER_PARAMETER
+    return _States(
+        lasting_bytes=whole_bytes - all_bytes,
+        coming_bytes=all_bytes // settings.trained_models,
+        parameters=policy_parameters(step.shape, settings),
+    )
+
+
+def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     """Moments of a step that may be its peak, in their order."""
     # A single layer is the last one: no other goes backward with one input less, nor while one is
     # reduced.
@@ -140,8 +181,7 @@ def _phases(step: Step, states: Term) -> tuple[Phase, ...]:
     root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
     beside_layers = (*always, root)
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
-    # FSDP1's offloaded gradients have not come yet when the last layer goes backward.
-    held = (*(() if _come_late(step) else (states,)), *beside_layers, kept)
+    held = (*states.terms(), *beside_layers, kept)
     middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
     return (
         Phase(name="loss", terms=present(*held, *_loss_terms(step, last.kind))),
@@ -149,28 +189,22 @@ def _phases(step: Step, states: Term) -> tuple[Phase, ...]:
         max(middle, key=lambda phase: phase.bytes),
         Phase(
             name="reduction of embedding and head",
-            terms=present(states, *always, *_root_terms(step)),
+            terms=present(*states.terms(states.parameters), *always, _root_reduction(step, states)),
         ),
     )
 
 
 def _backward_of_a_layer(
-    step: Step, states: Term, beside_layers: tuple[Term, ...], backward: Backward
+    step: Step, states: _States, beside_layers: tuple[Term, ...], backward: Backward
 ) -> Phase:
     """The moment in which a layer before the last one goes backward, while the gradients of the one
     behind it are reduced.
     """
     kept = kept_bytes_of_layers(step, backward.kept_layers)
-    if _come_late(step):
-        # At the first layer the gradients of all others have come, and one input is left. Whichever
-        # kind takes the most is taken to be there.
-        layers = step.shape.layers
-        states = Term(name=states.name, bytes=states.bytes * (layers - 1) // layers)
-        kept = kept_bytes(step.layer(backward.kind))
     return Phase(
         name="backward of a layer",
         terms=present(
-            states,
+            *states.terms(backward.parameters_behind),
             *beside_layers,
             _kept_term(step, kept),
             *_layer_terms(step, backward),
@@ -179,25 +213,17 @@ def _backward_of_a_layer(
     )
 
 
-def _come_late(step: Step) -> bool:
-    """Whether the states on a GPU are gradients alone, which come as the inputs of their layers go:
-    FSDP1 offloads the rest.
-    """
-    return step.settings.offload and step.settings.strategy == "fsdp" and step.device == "cuda"
-
-
-def _cached_bytes(step: Step, states: Term, phases: tuple[Phase, ...]) -> int:
+def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int:
     """Bytes that the allocator keeps reserved beside the peak, until memory runs short."""
-    peak_bytes, late_bytes = max(phase.bytes for phase in phases), 0
-    if _come_late(step):
-        before_they_come = max(phase.bytes for phase in phases[:2])
-        late_bytes = max(0, before_they_come + states.bytes - peak_bytes)
+    peak_bytes = max(phase.bytes for phase in phases)
+    before_they_come = max(phase.bytes for phase in phases[:2])
+    late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
     return cached_bytes(
         step.shape,
         step.settings,
         step.layout,
-        passing_bytes=peak_bytes - states.bytes,
-        late_bytes=late_bytes,
+        passing_bytes=peak_bytes - states.lasting_bytes - states.coming_bytes,
+        late_bytes=late_bytes if states.coming_bytes else 0,
     )
 
 
@@ -288,7 +314,8 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     """Terms of a layer recomputed and going backward: what it takes, its weights, and those of the
     next one if they come from other GPUs.
     """
-    ahead = backward.gathered_ahead.parameters if step.layout.shard_degree > 1 else 0
+    following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
+    ahead = 0 if following is None else following.parameters
     gathered = backward.kind.parameters + ahead
     # The head's gradient is the embedding's, too, where they are tied; what else the embedding has
     # of it comes after the layers.
@@ -315,16 +342,23 @@ def _reduction(parameters: int) -> Term:
     return Term(name="gradient reduction", bytes=4 * parameters)
 
 
-def _root_terms(step: Step) -> tuple[Term, ...]:
-    """Terms of embedding and head once the layers are done: one gradient as it was computed, V x E;
-    those of both in float32, and this GPU's share of their sum.
+def _root_reduction(step: Step, states: _States) -> Term:
+    """The term of embedding and head once the layers are done: their gradients in float32, this
+    GPU's share of the sum, unless that is a state that comes, and what is left as computed.
+
+    What is left is there before the sum, or beside it. Before it are the gradients of both; where
+    they are one, those of its two uses, the root still gathered and the first layer's reduction.
+    Beside it several GPUs have a head's own. Source: traces.
     """
-    parameters, degree = _root_parameters(step), step.layout.shard_degree
-    share = parameters // degree if degree > 1 else 0
-    return (
-        Term(name="gradient of embedding or head", bytes=step.element * step.table),
-        _reduction(parameters + share),
-    )
+    parameters = _root_parameters(step)
+    is_one, share = parameters == step.table, parameters // step.layout.shard_degree
+    before = step.element * parameters
+    if is_one and not step.settings.traits.gives_scalars:
+        before += _reduction(step.shape.runs[0].kind.parameters).bytes
+    beside = 0 if is_one or share == parameters else step.element * step.table
+    left = max(beside, before - 4 * share)
+    reduced = _reduction(parameters + (0 if states.coming_bytes else share))
+    return Term(name=reduced.name, bytes=reduced.bytes + left)
 
 
 def _host_terms(

@@ -131,12 +131,14 @@ class Backward:
     """A layer while it goes backward, and its neighbours, which share the GPU with it."""
 
     kind: LayerKind
-    gathered_ahead: LayerKind
-    """The layer before it, which goes backward next."""
+    gathered_ahead: LayerKind | None
+    """The layer before it, which goes backward next; None of the first one."""
     reduced: LayerKind | None
     """The layer behind it, whose gradients are on their way to the shards; None of the last one."""
     kept_layers: int
     """Layers whose activations are still there, from the first one to itself."""
+    parameters_behind: int
+    """Parameters of all layers behind it, which went backward before."""
 
 
 def busiest_step(
@@ -162,24 +164,30 @@ def busiest_step(
 
 
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
-    """Layers going backward, the last one at the end; of those that are alike in their kind and
-    their neighbours' the one that has the most layers before it.
+    """Layers going backward, the last one at the end: of each run those at its ends.
+
+    Between them each layer keeps as much more, and has as much less behind it, as the one before:
+    the most of both together is at an end.
     """
-    found: dict[tuple[LayerKind | None, ...], Backward] = {}
-    before, passed = runs[0].kind, 0
+    found: list[Backward] = []
+    before: LayerKind | None = None
+    passed = 0
+    left = sum(run.count * run.kind.parameters for run in runs)
     for run, behind in zip(runs, (*runs[1:], None), strict=True):
         last = run.count - 1
-        # Those between have the same neighbours as the last but one, and keep less.
-        for layer in sorted({0, max(0, last - 1), last}):
+        # The first and the last have other neighbours than those between.
+        for layer in sorted({0, min(1, last), max(0, last - 1), last}):
             backward = Backward(
                 kind=run.kind,
                 gathered_ahead=run.kind if layer else before,
                 reduced=run.kind if layer < last else behind and behind.kind,
                 kept_layers=passed + layer + 1,
+                parameters_behind=left - (layer + 1) * run.kind.parameters,
             )
-            found[backward.kind, backward.gathered_ahead, backward.reduced] = backward
+            found.append(backward)
         before, passed = run.kind, passed + run.count
-    return tuple(found.values())
+        left -= run.count * run.kind.parameters
+    return tuple(found)
 
 
 def kept_bytes_of_layers(step: Step, layers: int) -> int:

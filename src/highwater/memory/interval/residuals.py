@@ -58,6 +58,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     objective: Objective
     ring: bool = False
     copies: bool = False
+    one_micro_batch: bool = False
 
     @property
     def factor(self) -> float:
@@ -86,6 +87,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
+        Trait("one_micro_batch", not settings.accumulates, "one micro-batch a step"),
     )
 
 
