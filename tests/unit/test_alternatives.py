@@ -58,6 +58,14 @@ def test_smaller_states_are_a_technique_where_they_are_what_is_in_the_way():
     assert recommend(state_bytes_per_param=8, **asked).chosen
 
 
+def test_one_micro_batch_is_a_technique_where_its_gradients_are_in_the_way():
+    asked = {"model": "Qwen3-4B", "gpus": "1xA100-80GB", "length": "64k"}
+    asked |= {"sequences_per_micro_batch": 1, "host_memory": "32GiB"}
+    technique = recommend(**asked).alternatives[-1]
+    assert technique.flags == ("--micro-batches", "1")
+    assert recommend(**asked, micro_batches=1).chosen.label == technique.label
+
+
 def test_the_fewest_more_gpus_need_not_be_twice_as_many():
     found = recommend("Qwen3-8B", gpus="3xA100-40GB", length="256k")
     assert found.chosen is None

@@ -151,6 +151,28 @@ def test_a_generation_batch_of_grpo_is_whole_groups(gpus: int) -> None:
     )
 
 
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+def test_one_micro_batch_a_step_is_named_as_the_trainer_does(objective: str) -> None:
+    one = {"length": "4k", "ulysses": [1], "micro_batches": 1}
+    found, chosen = goal(objective=objective, **one)
+    values, known = trl(found, chosen).values, recorded("trl", trl_file.VERSION)
+    assert values["gradient_accumulation_steps"] == 1
+    if objective == "grpo":
+        batch = values["per_device_train_batch_size"] * chosen.cell.layout.gpus
+        assert batch * values["steps_per_generation"] % trl_file.GENERATIONS == 0
+        assert "grpo.steps_per_generation" in known
+        return
+    of_titan = torchtitan(found, chosen).values
+    assert of_titan["training.global_batch_size"] == 4 * of_titan["training.local_batch_size"]
+    assert is_a(4, recorded("torchtitan", torchtitan_file.VERSION)["training.global_batch_size"])
+    assert "gradients are not added up" in accelerate(found, chosen).text
+    for target in ("trl", "torchtitan", "accelerate"):
+        configured(target, found, chosen, model="Qwen3-4B")
+    several = goal(objective=objective, **one | {"micro_batches": 2})
+    assert "gradient_accumulation_steps" not in trl(*several).values
+    assert "training.global_batch_size" not in torchtitan(*several).values
+
+
 def test_grpo_with_gpus_set_aside_generates_there() -> None:
     found, chosen = goal(objective="grpo", length="16k", ulysses=[1], rollout_gpus=2)
     emitted = trl(found, chosen)

@@ -88,7 +88,8 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         )
     if candidate.is_lowered:
         fewer = found.default_sequences / settings.sequences_per_micro_batch
-        said.append(f"{fewer:g} times the micro-batches")
+        several, one = f"{fewer:g} times the micro-batches", f"1/{fewer:g} of a step's tokens"
+        said.append(several if settings.accumulates else one)
     if settings.offload:
         host = (
             "" if candidate.host_bytes is None else f"{format_bytes(candidate.host_bytes)} of it, "
@@ -233,11 +234,8 @@ def _packed(candidate: Candidate, found: Recommendation) -> str:
         candidate.cell.layout.context_degree,
     )
     over = f" over {degree} GPUs" if degree > 1 else ""
-    lowered = (
-        ", below the default, so fewer tokens in each of more micro-batches"
-        if candidate.is_lowered
-        else ""
-    )
+    fewer = "each of more micro-batches" if candidate.cell.settings.accumulates else "a step"
+    lowered = f", below the default, so fewer tokens in {fewer}" if candidate.is_lowered else ""
     return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
 
 

@@ -14,6 +14,7 @@ from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE, Cluster
 from highwater.spec.declaration import flag_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
 from highwater.spec.recommendation import Alternative, Candidate
+from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes
 
 MOST_GPUS_TRIED = 64
@@ -112,6 +113,9 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
             flag = flag_of(name)
             settings = {key: value for key, value in goal.settings.items() if key != name}
             yield f"leaving `{flag}` out", (), (flag,), replace(goal, settings=settings)
+    if TRAINERS[goal.trainer].knows_every_setting and goal.settings.get("micro_batches") != 1:
+        one = replace(goal, settings={**goal.settings, "micro_batches": 1})
+        yield "one micro-batch a step", ("--micro-batches", "1"), (), one
     if goal.memory_limit.state_bytes_per_parameter > _SMALLER_STATES_BYTES:
         memory_limit = msgspec.structs.replace(
             goal.memory_limit, state_bytes_per_parameter=_SMALLER_STATES_BYTES

@@ -37,7 +37,10 @@ def question_table(report: StudyReport) -> TextTable:
         ("sequences", _sequences(question)),
         ("lengths", _lengths(question)),
         ("search", _search(report.study)),
-        ("steps of a trial", f"{question.steps} of {question.micro_batches} micro-batches"),
+        (
+            "steps of a trial",
+            f"{question.steps} of {question.micro_batches} micro-batch{'es' * named.accumulates}",
+        ),
         ("data", question.data or "synthetic sequences"),
         *(
             (("hyperparameters", " ".join(question.hyperparameters.flags)),)
