@@ -42,6 +42,11 @@ class Case:
 
     length: str = "128k"
     degree: int = 1
+    """GPUs that share a sequence by heads."""
+    ring: int = 1
+    copies: int = 1
+    gpus: int = 4
+    """Those that train."""
     offload: bool = False
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
@@ -57,6 +62,17 @@ CASES = {
     "a path with odd characters": Case(degree=2, directory=ODD),
     "a name": Case(degree=2, directory=None),
 }
+RINGS_AND_COPIES = {
+    "a ring": Case(length="16k", ring=2),
+    "a ring, past the native length": Case(ring=4, offload=True),
+    "copies": Case(length="16k", copies=2),
+    "copies of rings": Case(length="16k", ring=2, copies=2, gpus=8),
+}
+CASES_OF: Mapping[Target, Mapping[str, Case]] = {
+    target: RINGS_AND_COPIES | CASES if row.predicted_for == "highwater" else CASES
+    for target, row in TARGETS.items()
+}
+"""What each trainer is asked to read: the last case of the first table is at the end of each."""
 
 
 def python_of(target: str) -> Path:
@@ -89,11 +105,13 @@ def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendatio
     return recommend(
         MODEL,
         length=case.length,
-        gpus="6xH200-141GB" if is_beside_rollout else "4xH200-141GB",
+        gpus=f"{case.gpus + (2 if is_beside_rollout else 0)}xH200-141GB",
         rollout_gpus=2 if is_beside_rollout else 0,
         trainer=trainer,
         allocator=case.allocator,
         ulysses=[case.degree],
+        ring=[case.ring],
+        copies=[case.copies],
         **({"offload": True} if case.offload else {}),
     )
 
@@ -138,10 +156,11 @@ def run(
 @cache
 def read(target: Target) -> dict[str, dict[str, Any]]:
     """What the trainer's own parser made of each case."""
-    folders = [written(target, case)[0] for case in CASES.values()]
+    cases = CASES_OF[target]
+    folders = [written(target, case)[0] for case in cases.values()]
     done = run(target, folders)  # the last case is the one whose model lies where MODEL_PATH says
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def block_in(emitted: Emitted) -> dict[str, Any]:
@@ -151,15 +170,21 @@ def block_in(emitted: Emitted) -> dict[str, Any]:
     return json.loads(line.removeprefix("# "))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("target", "name"), [(target, name) for target, cases in CASES_OF.items() for name in cases]
+)
 def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name: str) -> None:
-    case = CASES[name]
+    case = CASES_OF[target][name]
     _, model, found, chosen = recommended(target, case)
     parsed = read(target)[name]
     settings, layout = chosen.cell.settings, chosen.cell.layout
-    assert (layout.ulysses_degree, settings.offload) == (case.degree, case.offload)
-    assert parsed["sp"] == layout.ulysses_degree
+    degrees = (layout.ulysses_degree, layout.ring_degree, layout.replicate_degree)
+    assert (*degrees, settings.offload) == (case.degree, case.ring, case.copies, case.offload)
+    assert parsed["sp"] == layout.context_degree
+    assert parsed.get("copies", 1) == layout.replicate_degree
+    assert parsed.get("passes_on", case.ring > 1) is (case.ring > 1)
+    if target == "trl":
+        assert parsed["attention"] == ("sdpa" if case.ring > 1 else "flash_attention_2")
     assert parsed["offload"] is settings.offload
     assert parsed["gpus"] == found.gpus
     assert parsed.get("recompute", True) is True or (target == "accelerate" and case.degree > 1)
@@ -223,7 +248,7 @@ def test_sequences_are_shared_by_zero_3_and_else_states_are_sharded_by_fsdp2(
     target: Target,
 ) -> None:
     for name, parsed in read(target).items():
-        assert parsed["strategy"] == ("zero3" if CASES[name].degree > 1 else "fsdp2")
+        assert parsed["strategy"] == ("zero3" if CASES_OF[target][name].degree > 1 else "fsdp2")
         assert not parsed.get("recomputes_twice")
 
 
@@ -236,7 +261,7 @@ def test_verls_actor_offloads_by_fsdp2(target: Target) -> None:
 @pytest.mark.parametrize("target", ["trl", "areal"])
 def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
     for name, parsed in read(target).items():
-        is_set = CASES[name].allocator == "expandable"
+        is_set = CASES_OF[target][name].allocator == "expandable"
         assert set(filter(None, parsed["environment"].values())) == (
             {"expandable_segments:True"} if is_set else set()
         )

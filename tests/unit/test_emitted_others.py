@@ -371,12 +371,12 @@ def test_what_a_trainer_does_not_train_is_refused_with_a_hint_that_works(
     assert TARGETS[target].emit(*goal(target, "16k", **changes | {flag: value}))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["trinity", "verl", "areal"])
 @pytest.mark.parametrize(
     ("words", "changes"),
     [("--ring 2", {"ring_degree": 2}), ("--copies 2", {"replicate_degree": 2})],
 )
-def test_a_layout_that_no_emitter_has_words_for_is_refused_by_name(
+def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(
     target: str, words: str, changes: dict[str, int]
 ) -> None:
     found, chosen = goal(target, "16k")
@@ -386,6 +386,29 @@ def test_a_layout_that_no_emitter_has_words_for_is_refused_by_name(
     )
     with pytest.raises(UsageError, match=f"has no words for {words}"):
         configured(target, found, other, model="Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "said"),
+    [
+        ("trl", {"ulysses": [2], "ring": [2]}, "by heads or by a ring, not by both"),
+        ("accelerate", {"ulysses": [2], "ring": [2]}, "by heads or by a ring, not by both"),
+        ("accelerate", {"ulysses": [2], "copies": [2]}, "ZeRO-3 has no copies"),
+        ("accelerate", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
+        ("accelerate", {"ring": [2], "copies": [2]}, "no copies of one ring"),
+        ("torchtitan", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
+        ("trl", {"ring": [2], "objective": "dpo"}, "in `trl sft` alone, not in `trl dpo`"),
+    ],
+)
+def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(
+    target: str, changes: dict, said: str
+) -> None:
+    changes = {"ulysses": [1]} | changes
+    with pytest.raises(UsageError, match=said) as refused:
+        TARGETS[target].emit(*goal(target, "16k", **changes))
+    flag, degree = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
+    changes |= {flag.removeprefix("--"): [int(degree)]}
+    assert TARGETS[target].emit(*goal(target, "16k", **changes))
 
 
 @pytest.mark.parametrize("target", ["trinity", "verl", "areal"])

@@ -2,8 +2,8 @@
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and knows neither
 model nor length nor batch. FSDP has no Ulysses there. DeepSpeed has, so a sequence shared by heads
-is sharded by ZeRO-3 instead; FSDP2's context parallelism, which gathers keys and values, would keep
-FSDP2 and take other memory than was predicted.
+is sharded by ZeRO-3 instead; one shared by a ring is FSDP2's, by torch's context parallelism, which
+passes keys and values on where it is told ``alltoall``.
 
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0.
 """
@@ -17,8 +17,11 @@ from highwater.emit.emitted import (
     exports,
     heading,
     refusals,
+    refuse_shared_copies,
     yarn_lines,
 )
+from highwater.errors import UsageError
+from highwater.spec.layout import Layout
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "1.15.0"
@@ -31,21 +34,25 @@ def accelerate(
 ) -> Emitted:
     """Configure how processes start and how they share states and sequences.
 
-    The rest is the script's, and is said in the text.
+    The rest is the script's, and is said in the text. Raises UsageError for layouts that neither
+    DeepSpeed nor FSDP2 has there.
     """
+    refuse_layouts(chosen, name="accelerate")
     cell, settings = chosen.cell, chosen.cell.settings
-    variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *zero_instead(chosen))
+    variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *instead(chosen))
     cannot += tuple(engine_alone(settings, name="accelerate"))
     said = heading(found, chosen, name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
     said.append(
-        f"the script loads {model_path or found.model_name} in float32, with flash_attention_2"
+        f"the script loads {model_path or found.model_name} in float32, with {attention(chosen)}"
     )
     if is_ulysses(chosen):
         said.append(
             "needs deepspeed 0.18.2 or newer; each batch is padded to a multiple of "
-            f"{cell.layout.ulysses_degree}"
+            f"{padded_to(cell.layout)}"
         )
+    elif is_ring(chosen):
+        said.append(f"each batch is padded to a multiple of {padded_to(cell.layout)}")
     said += refusals(cannot, name="accelerate")
     said += yarn_lines(found, why="the model is the script's")
     said.append(f"start: {_COMMAND}")
@@ -55,23 +62,59 @@ def accelerate(
     )
 
 
+def refuse_layouts(chosen: Candidate, *, name: str) -> None:
+    """Raise UsageError for layouts that neither DeepSpeed nor FSDP2 has in accelerate."""
+    layout = chosen.cell.layout
+    if is_ulysses(chosen) and is_ring(chosen):
+        raise UsageError(
+            f"{name} shares a sequence by heads or by a ring, not by both", hint="use `--ring 1`"
+        )
+    if is_ulysses(chosen) and layout.replicate_degree > 1:
+        raise UsageError(
+            f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies", hint="use `--copies 1`"
+        )
+    refuse_shared_copies(chosen, name=name)
+    if is_ring(chosen) and layout.shard_degree == layout.ring_degree < layout.gpus:
+        raise UsageError(
+            f"{name} has no copies of one ring: it wants two rings in each", hint="use `--copies 1`"
+        )
+
+
 def is_ulysses(chosen: Candidate) -> bool:
-    """Whether GPUs share sequences."""
+    """Whether GPUs share sequences by heads."""
     return chosen.cell.layout.ulysses_degree > 1
 
 
-def zero_instead(chosen: Candidate) -> tuple[str, ...]:
+def is_ring(chosen: Candidate) -> bool:
+    """Whether GPUs share sequences by a ring."""
+    return chosen.cell.layout.ring_degree > 1
+
+
+def padded_to(layout: Layout) -> int:
+    """Tokens of which a row's length is a multiple: a ring's ranks hold two chunks of it each."""
+    return layout.ulysses_degree * (2 * layout.ring_degree if layout.ring_degree > 1 else 1)
+
+
+def attention(chosen: Candidate) -> str:
+    """The attention that transformers is told to use: torch's context parallelism has one alone."""
+    return "sdpa" if is_ring(chosen) else "flash_attention_2"
+
+
+def instead(chosen: Candidate) -> tuple[str, ...]:
     """What replaces the strategy where GPUs share sequences; nothing where they do not."""
-    if not is_ulysses(chosen):
-        return ()
-    return (
-        f"Ulysses with {chosen.cell.settings.strategy}: it is DeepSpeed's, and ZeRO-3 shards the "
-        "states, with buffers of its own",
-    )
+    strategy = chosen.cell.settings.strategy
+    if is_ulysses(chosen):
+        return (
+            f"Ulysses with {strategy}: it is DeepSpeed's, and ZeRO-3 shards the states, with "
+            "buffers of its own",
+        )
+    if is_ring(chosen) and strategy == "fsdp":
+        return ("a ring with fsdp: it is FSDP2's",)
+    return ()
 
 
 def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
-    settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
+    settings, degree = chosen.cell.settings, chosen.cell.layout.context_degree
     shared = f", over {degree} GPUs" if degree > 1 else ""
     entropy = "" if settings.entropy == "none" else f" and {settings.entropy} entropy"
     critic = ", and a critic that is trained along" if settings.critic else ""
@@ -83,7 +126,7 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
         f"the objective {settings.objective} with {settings.loss} loss{entropy}{critic}: they are "
         "the script's",
     ]
-    if degree > 1 and settings.recompute != "none":
+    if is_ulysses(chosen) and settings.recompute != "none":
         said.append(
             "recomputation with DeepSpeed: the script calls the model's "
             "gradient_checkpointing_enable()"
@@ -101,7 +144,8 @@ def _values(chosen: Candidate) -> dict[str, Value]:
         "num_processes": layout.gpus,
     }
     if not is_ulysses(chosen):
-        return values | {f"fsdp_config.fsdp_{name}": value for name, value in _fsdp(chosen).items()}
+        fsdp = {f"fsdp_config.fsdp_{name}": value for name, value in _fsdp(chosen).items()}
+        return values | fsdp | _mesh(layout)
     return values | _deepspeed(chosen)
 
 
@@ -128,10 +172,24 @@ def _deepspeed(chosen: Candidate) -> dict[str, Value]:
     }
 
 
+def _mesh(layout: Layout) -> dict[str, Value]:
+    """Copies and rings of FSDP2; nothing where there are none."""
+    copies, ring = layout.replicate_degree, layout.ring_degree
+    if copies == ring == 1:
+        return {}
+    shares: dict[str, Value] = {
+        "dp_replicate_size": copies,
+        "dp_shard_size": layout.shard_degree // ring,
+        "cp_size": ring,
+        **({"cp_backend": "torch", "cp_comm_strategy": "alltoall"} if ring > 1 else {}),
+    }
+    return {f"parallelism_config.parallelism_config_{name}": n for name, n in shares.items()}
+
+
 def _fsdp(chosen: Candidate) -> dict[str, Value]:
     """Keys of FSDP1 or FSDP2, which call the same thing by two types."""
     settings = chosen.cell.settings
-    is_second = settings.strategy == "fsdp2"
+    is_second = settings.strategy == "fsdp2" or is_ring(chosen)
     return {
         "version": 2 if is_second else 1,
         "reshard_after_forward": True if is_second else "FULL_SHARD",

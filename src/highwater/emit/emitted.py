@@ -118,6 +118,17 @@ def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, 
         )
 
 
+def refuse_shared_copies(chosen: Candidate, *, name: str) -> None:
+    """Raise UsageError where sequences are shared between copies, as a trainer's mesh has none."""
+    layout = chosen.cell.layout
+    if layout.shard_degree % layout.context_degree:
+        raise UsageError(
+            f"{name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not among "
+            f"{layout.context_degree}",
+            hint="use `--copies 1`",
+        )
+
+
 def engine_alone(settings: Settings, *, name: str) -> list[str]:
     """What only highwater's own engine does."""
     said: list[str] = []

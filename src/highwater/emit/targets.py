@@ -57,7 +57,7 @@ _ALL = frozenset(
         *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
     )
 )
-_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches"}
+_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
 
 TARGETS: Mapping[Target, EmitTarget] = {
     "trinity": EmitTarget(name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL),

@@ -2,7 +2,7 @@
 
 A model of the catalog is torchtitan's own of that name; any other goes through its experiment with
 transformers' models, which reads the model's ``config.json``. Its context parallelism gathers keys
-and values instead of sharing heads.
+and values instead of sharing heads or passing them round a ring.
 
 Source of the names: ``torchtitan/trainer.py`` and ``config`` of torchtitan 0.3.0.
 """
@@ -21,6 +21,7 @@ from highwater.emit.emitted import (
     model_lies,
     refusals,
     refuse_other_objectives,
+    refuse_shared_copies,
     yarn_lines,
 )
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -85,9 +86,10 @@ def torchtitan(
 ) -> Emitted:
     """Write a module with a function that returns the configuration.
 
-    Raises UsageError for objectives other than ``sft``.
+    Raises UsageError for objectives other than ``sft``, and for copies that share sequences.
     """
     refuse_other_objectives(chosen, ("sft",), name="torchtitan")
+    refuse_shared_copies(chosen, name="torchtitan")
     own = None if model_path else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
@@ -118,12 +120,13 @@ def torchtitan(
 
 
 def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:
-    settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
+    settings, layout = chosen.cell.settings, chosen.cell.layout
     said: list[str] = []
-    if degree > 1:
+    if layout.context_degree > 1:
+        how = "Ulysses" if layout.ring_degree == 1 else "a ring"
         said.append(
-            f"Ulysses: {degree} GPUs share each sequence by context parallelism, which gathers "
-            "keys and values of all heads"
+            f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
+            "which gathers keys and values of all heads"
         )
     if settings.strategy == "fsdp":
         said.append("FSDP1: it shards with FSDP2")
@@ -137,7 +140,8 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
-    settings, degree = chosen.cell.settings, chosen.cell.layout.ulysses_degree
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    degree = layout.context_degree
     values: dict[str, Value] = {
         "training.local_batch_size": settings.sequences_per_micro_batch,
         **_one_micro_batch(chosen),
@@ -145,7 +149,8 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
         "training.enable_cpu_offload": settings.offload,
-        "parallelism.data_parallel_shard_degree": chosen.cell.layout.data_parallel_degree,
+        "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
+        "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
         "parallelism.context_parallel_degree": degree,
     }
     # "headtail" cannot cut the mask of flex attention, which is what language models have there.

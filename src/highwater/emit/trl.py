@@ -10,7 +10,16 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from highwater.emit.accelerate import FILE, accelerate, is_ulysses, zero_instead
+from highwater.emit.accelerate import (
+    FILE,
+    accelerate,
+    attention,
+    instead,
+    is_ring,
+    is_ulysses,
+    padded_to,
+    refuse_layouts,
+)
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -56,6 +65,10 @@ _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
 )
+_FLASH = (
+    "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
+    "kernels-community/flash-attn2"
+)
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
@@ -69,12 +82,14 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     settings = chosen.cell.settings
     refuse_other_objectives(chosen, COMMANDS, name="TRL")
     trained = COMMANDS[settings.objective]
-    if is_ulysses(chosen) and not trained.packs:
+    if chosen.cell.layout.context_degree > 1 and not trained.packs:
+        degree = "--ring 1" if is_ring(chosen) else "--ulysses 1"
         raise UsageError(
             f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {trained.name}`",
-            hint="use `--ulysses 1`, or leave `--objective` out",
+            hint=f"use `{degree}`, or leave `--objective` out",
         )
-    cannot = (*_cannot(chosen), *zero_instead(chosen), *engine_alone(settings, name="TRL"))
+    refuse_layouts(chosen, name="TRL")
+    cannot = (*_cannot(chosen), *instead(chosen), *engine_alone(settings, name="TRL"))
     said = [*_said(found, chosen, model_path), *refusals(cannot, name="TRL")]
     command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
     return emitted(
@@ -95,8 +110,7 @@ def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> l
     return [
         *heading(found, chosen, name="TRL", version=VERSION),
         f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
-        "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
-        "kernels-community/flash-attn2",
+        *((_FLASH,) if attention(chosen) == "flash_attention_2" else ()),
         *model_lies(model_path, before="it starts"),
         *(_about_rollout(found) if command.generates else ()),
         *((_PRECOMPUTED,) if command.precomputes else ()),
@@ -132,6 +146,10 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
             "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "
             "sequence, so batches are padded"
         )
+    elif is_ring(chosen):
+        said.append(
+            "packed sequences with a ring: it has no borders inside a row; batches are padded"
+        )
     elif not command.packs and settings.sequences_per_micro_batch > 1:
         said.append(f"packed sequences in `trl {command.name}`: batches are padded")
     return tuple(said)
@@ -140,11 +158,11 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
 def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
-    values |= {"dtype": "float32", "attn_implementation": "flash_attention_2", "bf16": True}
+    values |= {"dtype": "float32", "attn_implementation": attention(chosen), "bf16": True}
     values |= _rope_values(found)
     values |= _batch_values(found, chosen, COMMANDS[settings.objective])
-    if is_ulysses(chosen):
-        values["pad_to_multiple_of"] = layout.ulysses_degree
+    if layout.context_degree > 1:
+        values["pad_to_multiple_of"] = padded_to(layout)
     # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
     values["gradient_checkpointing"] = is_ulysses(chosen) and settings.recompute != "none"
     values["accelerate_config"] = FILE
@@ -184,6 +202,7 @@ def _batch_values(
     if command.precomputes:
         values["precompute_ref_log_probs"] = True
     if command.packs:
-        shared = {"packing": False}
-        values |= shared if is_ulysses(chosen) else {"packing": True, "packing_strategy": "bfd"}
+        is_shared = chosen.cell.layout.context_degree > 1
+        packed: dict[str, Value] = {"packing": True, "packing_strategy": "bfd"}
+        values |= {"packing": False} if is_shared else packed
     return values

@@ -58,11 +58,15 @@ def shared(words):
                 "sp": sequences.sp_size,
                 "offload": devices == {"cpu"},
             }
-        plugin = FullyShardedDataParallelPlugin()
+        plugin, mesh = FullyShardedDataParallelPlugin(), ParallelismConfig()
+        is_asked = variables.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+        assert not is_asked or mesh.total_size == common["gpus"]
         return {
             **common,
             "strategy": f"fsdp{plugin.fsdp_version}",
-            "sp": 1,
+            "sp": mesh.cp_size if is_asked else 1,
+            "copies": mesh.dp_replicate_size if is_asked else 1,
+            "passes_on": bool(mesh.cp_handler) and mesh.cp_handler.cp_comm_strategy == "alltoall",
             "offload": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
             "recompute": plugin.activation_checkpointing,
         }

@@ -28,7 +28,10 @@ for folder in sys.argv[1:]:
             * training.seq_len
             // parallelism.context_parallel_degree,
             "sp": parallelism.context_parallel_degree,
-            "gpus": parallelism.context_parallel_degree * parallelism.data_parallel_shard_degree,
+            "copies": parallelism.data_parallel_replicate_degree,
+            "gpus": parallelism.context_parallel_degree
+            * parallelism.data_parallel_shard_degree
+            * parallelism.data_parallel_replicate_degree,
             "offload": training.enable_cpu_offload,
             "recompute": type(config.activation_checkpoint).__qualname__ == "FullAC.Config",
             "path": config.hf_assets_path,

@@ -35,6 +35,7 @@ for folder in sys.argv[1:]:
                 **how,
                 "recompute": how.get("recompute", False) or training.gradient_checkpointing,
                 "recomputes_twice": how.get("recompute", False) and training.gradient_checkpointing,
+                "attention": model.attn_implementation,
                 "length": training.max_length,
                 "budget": training.per_device_train_batch_size * training.max_length // how["sp"],
                 "path": model.model_name_or_path,
