@@ -1,0 +1,373 @@
+"""Two ranks that share one sequence, in one micro-batch: Ulysses, a ring and torch's own context
+parallelism, in one run.
+
+``python docs/results/context_parallel/two_ranks.py`` measures on two GPUs; ``--links left-out``
+runs rank 0 of the two alone, on one GPU: every kernel and every allocation is there, what crosses
+a link is not, so that its losses mean nothing. Each case is a process of its own for each rank;
+``two_ranks.json`` beside it gets a row as soon as it is measured, with what a trace predicted of
+it, by ``--predict`` (no GPU), before. ``--table`` only prints; ``--only`` names cases.
+
+torch's: Hugging Face's model, FSDP2 over both ranks (float32, computed in bfloat16),
+``context_parallel`` around cuDNN's attention, recomputation per layer, Liger's fused loss
+(liger-kernel 0.8.5). ``--layers`` shortens the model.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_suffix(".json")
+GIB = 1024**3
+STEPS = 3
+TIMEOUT_S = 400
+LENGTHS = (32_768, 131_072, 262_144)
+
+
+class Case(NamedTuple):
+    """One contender at one length."""
+
+    model: str
+    layers: int
+    length_tokens: int
+    shared_by: str
+    """ulysses, ring or torch."""
+    recompute: str
+    links: str
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        return (
+            f"{self.model}, {self.layers} layers, {self.length_tokens} tokens, {self.shared_by}, "
+            f"{self.recompute}, links {self.links}"
+        )
+
+
+def main() -> None:
+    """Predict, measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="Qwen3-8B")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--links", choices=("there", "left-out"), default="there")
+    parser.add_argument("--predict", action="store_true", help="predict by trace, measure nothing")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--only", nargs="+", help="words, one of which a case's name has")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        _report(Case(*json.loads(arguments.run)))
+        return
+    rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    for case in [] if arguments.table else _cases(arguments):
+        row = rows.setdefault(case.name, {"case": case._asdict()})
+        if arguments.predict and case.shared_by != "torch" and "predicted" not in row:
+            row["predicted"] = _predicted(case)
+        if not arguments.predict and "measured" not in row:
+            row["measured"] = _measured(case)
+        FILE.write_text(json.dumps(rows, indent=1) + "\n")
+        print(json.dumps(row), flush=True)
+    print(table(rows))
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    kinds = [
+        (shared_by, recompute)
+        for recompute in ("layer", "all-but-attention")
+        for shared_by in ("ulysses", "ring", "torch")
+        if (shared_by, recompute) != ("torch", "all-but-attention")
+    ]
+    cases = [
+        Case(arguments.model, arguments.layers, length, *kind, arguments.links)
+        for length in arguments.lengths
+        for kind in kinds
+    ]
+    words = arguments.only or [""]
+    return [case for case in cases if any(word in case.name for word in words)]
+
+
+def _measured(case: Case) -> dict[str, Any]:
+    """What rank 0 prints, whose peer runs beside it where there are links."""
+    ranks = 2 if case.links == "there" else 1
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(case)]
+        both = "expandable_segments:True"
+        allocator = {"PYTORCH_ALLOC_CONF": both, "PYTORCH_CUDA_ALLOC_CONF": both}
+        store = {"HIGHWATER_STORE": str(Path(folder, "store")), "WORLD_SIZE": "2"}
+        processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ | allocator | store | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            told, errors = processes[0].communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done in {TIMEOUT_S} s"}
+        finally:
+            for process in processes:
+                process.kill()
+        lines = [line for line in told.splitlines() if line.startswith("{")]
+        return json.loads(lines[-1]) if lines else {"failed": " ".join(errors.split())[-600:]}
+
+
+def _spec(case: Case, folder: str) -> Any:
+    """The trial of the case, of a model as deep as it says."""
+    from highwater.spec.layout import Layout
+    from highwater.spec.model import load_model
+    from highwater.spec.settings import Settings
+    from highwater.spec.trial import TrialSpec
+
+    config = json.loads(Path(load_model(case.model).directory, "config.json").read_text())
+    config["num_hidden_layers"] = case.layers
+    for name in ("layer_types",):
+        if name in config:
+            config[name] = config[name][: case.layers]
+    Path(folder, "config.json").write_text(json.dumps(config))
+    model = load_model(folder)
+    degrees = {f"{case.shared_by}_degree": 2} if case.shared_by != "torch" else {}
+    return TrialSpec(
+        model_name=case.model,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(gpus=2, **degrees),
+        settings=Settings(
+            recompute=case.recompute,
+            loss="chunked",
+            allocator="expandable",
+            accumulates=False,
+            token_budget_tokens=case.length_tokens,
+        ),
+        length_tokens=case.length_tokens,
+        micro_batches=1,
+        steps=STEPS,
+    )
+
+
+def _predicted(case: Case) -> dict[str, Any]:
+    """What the trace says of a whole trial on two H200s."""
+    import highwater
+
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _spec(case, folder)
+        began = time.monotonic()
+        (cell,) = highwater.predict(
+            folder,
+            gpus="2xH200-141GB",
+            length=case.length_tokens,
+            ulysses=[spec.layout.ulysses_degree],
+            ring=[spec.layout.ring_degree],
+            recompute=case.recompute,
+            loss="chunked",
+            allocator="expandable",
+            micro_batches=1,
+            offload=False,
+            exact=True,
+        ).cells
+    return {
+        "formula_allocated_bytes": cell.footprint.allocated_bytes,
+        "allocated_bytes": cell.replayed and cell.replayed.peak_allocated_bytes,
+        "reserved_bytes": cell.replayed and cell.replayed.peak_reserved_bytes,
+        "device_used_bytes": cell.device_used_bytes,
+        "within_s": round(time.monotonic() - began, 1),
+    }
+
+
+def _report(case: Case) -> None:
+    """One rank's peaks and step times, as a line of JSON."""
+    import torch
+    import torch.distributed as dist
+
+    from highwater.bench.environment import environment
+    from highwater.parallel import mesh as process_mesh
+
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if case.links == "there":
+        process_mesh.join(device)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _spec(case, folder)
+        step = (_torchs if case.shared_by == "torch" else _ours)(spec, device)
+        times: list[float] = []
+        losses: list[float] = []
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            losses.append(float(step()))
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    told = {
+        "step_times_s": times,
+        "losses": [str(loss) for loss in losses],
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
+        "environment": environment(),
+    }
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    if case.links == "there":
+        dist.barrier()
+    os._exit(0)
+
+
+def _ours(spec: Any, device: Any) -> Any:
+    """A step of the engine's."""
+    import torch
+
+    from highwater.attention.dense import select_kernel
+    from highwater.parallel import mesh as process_mesh
+    from highwater.spec.model import load_model
+    from highwater.train.assemble import assemble
+    from highwater.train.micro_batches import batches
+    from highwater.train.rank_context import RankContext
+    from highwater.train.step import train_step
+    from highwater.train.trial import rehearsal_batch, rehearse
+
+    shape = load_model(spec.model_directory).shape
+    mesh = process_mesh.shard_mesh(spec.layout, device)
+    heads = {name: getattr(shape, name) for name in ("query_heads", "kv_heads", "head_dim")}
+    context = RankContext(
+        device=device,
+        kernel=select_kernel(device, torch.bfloat16, **heads),
+        mesh=mesh,
+        shared=process_mesh.sequence_groups(spec.layout, mesh),
+        nccl_bytes=0,
+    )
+    training = assemble(spec, context)
+    rehearse(training, rehearsal_batch(spec, context))
+    source = batches(spec, vocab_size=training.policy.causal_lm.config.vocab_size, data_rank=0)
+
+    def step() -> Any:
+        return train_step(training, [context.share_of(next(source))], enter=lambda _: None)[0]
+
+    return step
+
+
+def _torchs(spec: Any, device: Any) -> Any:
+    """A step of Hugging Face's model, with what PyTorch has for it."""
+    import torch
+    import torch.nn.functional as F
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    def attend(module: Any, query: Any, key: Any, value: Any, _: Any, **options: Any) -> Any:
+        groups = module.num_key_value_groups
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=options["scaling"]
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("torchs", attend)
+    config = AutoConfig.from_pretrained(spec.model_directory, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="torchs"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ranks",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.02) if "norm" not in name else parameter.fill_(1)
+    model.train()
+    # the head's weight is the root's, and gathered while the root's forward runs: so is the loss
+    of_tokens, head = LigerFusedLinearCrossEntropyLoss(), model.lm_head
+    inside: dict[str, Any] = {}
+    head.forward = lambda hidden: of_tokens(
+        head.weight, hidden.flatten(0, 1), inside["labels"].flatten()
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    random = torch.Generator(device=device).manual_seed(0)
+    length, vocabulary = spec.length_tokens, config.vocab_size
+
+    def step() -> Any:
+        ids = torch.randint(vocabulary, (1, length), generator=random, device=device)
+        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+        positions = torch.arange(length, device=device)[None]
+        buffers = [ids, labels, positions]
+        with (
+            context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+            ),
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        ):
+            inside["labels"] = labels
+            loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """One row a case."""
+    head = (
+        "| tokens | layers | shared by | recomputed | links | step s | to Ulysses | allocated GiB "
+        "| predicted | reserved GiB | predicted |\n|" + "---|" * 11 + "\n"
+    )
+    lines: list[str] = []
+    for row in rows.values():
+        case, measured = Case(**row["case"]), row.get("measured", {})
+        times = measured.get("step_times_s")
+        beside = rows.get(case._replace(shared_by="ulysses", recompute="layer").name, {})
+        base = beside.get("measured", {}).get("step_times_s")
+        seconds = min(times[1:]) if times else None
+        foretold = row.get("predicted", {})
+        cells = (
+            f"{case.length_tokens:,}",
+            str(case.layers),
+            case.shared_by,
+            case.recompute,
+            case.links,
+            f"{seconds:.2f}" if seconds else measured.get("failed", "-"),
+            f"{min(base[1:]) / seconds:.3f}" if seconds and base else "-",
+            *(
+                _gib(each.get(name))
+                for name in ("allocated_bytes", "reserved_bytes")
+                for each in (measured, foretold)
+            ),
+        )
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return head + "".join(lines)
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.3f}"
+
+
+if __name__ == "__main__":
+    main()
