@@ -4,7 +4,8 @@
 ``save``     trains a step, saves the shards, trains another; writes the end of it as
 ``went-on-<case>-<processes>``. ``resume N`` loads the shards that N processes saved into a fresh
 model, trains the other step; writes ``resumed-<case>-<N>-<M>``. ``hf``       trains a step past the
-native length and saves Hugging Face weights; writes the logits of the model in memory.
+native length and saves Hugging Face weights; writes the logits of the model in memory. A mode that
+ends in ``-copies`` is of two copies of the shards, by FSDP2 alone.
 
 Loading is by torch alone: the shards are torch.distributed.checkpoint's, and read without this
 project.
@@ -50,6 +51,7 @@ REWARD = "reward"
 MODELS = ("dense", "tied", "moe", REWARD)
 STRATEGIES = ("fsdp2", "fsdp")
 CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
+COPIED = ("tied-fsdp2", "moe-fsdp2", "reward-fsdp2")
 MICRO_BATCHES = 4
 """Of a step, over all ranks."""
 LENGTH = 200
@@ -63,8 +65,10 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
-    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    for case in CASES:
+    mode, _, copied = mode.partition("-")
+    layout = Layout(gpus=dist.get_world_size(), replicate_degree=2 if copied else 1)
+    mesh = process_mesh.shard_mesh(layout, device)
+    for case in COPIED if copied else CASES:
         {"save": save, "resume": resume, "hf": hf}[mode](case, folder, mesh, *map(int, rest))
     process_mesh.leave()
 
@@ -75,7 +79,7 @@ def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     train(model, optimizer, mesh)
     save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
     train(model, optimizer, mesh)
-    write_state(model, optimizer, folder / f"went-on-{case}-{mesh.size()}")
+    write_state(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
 
 
 def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
@@ -94,7 +98,7 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not tied))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     train(model, optimizer, mesh)
-    write_state(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}")
+    write_state(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
 
 
 def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
@@ -106,7 +110,7 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     # Before a forward pass without a backward pass, which leaves what it gathered.
     weights = {
-        name_in_files(name): whole(parameter.detach())
+        name_in_files(name): whole(parameter.detach(), mesh)
         for name, parameter in model.named_parameters()
     }
     told = engine_told(model)
@@ -175,32 +179,35 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMes
         pack([Document(*pair) for pair in documents("packed", 0, number)[:4]])
         for number in range(MICRO_BATCHES)
     ]
-    own: list[Batch] = every[mesh.get_local_rank() :: mesh.size()]
+    own: list[Batch] = every[dist.get_rank() :: mesh.size()]
     objective = "rw" if model.gives_scalars else "sft"
     train_step(Training(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
 
 
-def write_state(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def write_state(
+    model: Decoder, optimizer: torch.optim.Optimizer, path: Path, mesh: dist.DeviceMesh
+) -> None:
     """Every parameter and moment, whole, and the step that all its ranks are at; read without
     torch's state dicts.
     """
     state = {}
     for name, parameter in model.named_parameters():
-        state[name_in_files(name)] = whole(parameter.detach())
+        state[name_in_files(name)] = whole(parameter.detach(), mesh)
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            gathered = whole(optimizer.state[parameter].get(key))
+            gathered = whole(optimizer.state[parameter].get(key), mesh)
             state[f"{name_in_files(name)} {key}"] = gathered.unique() if key == "step" else gathered
     if dist.get_rank() == 0:
         save_file(state, path)
 
 
-def whole(own: Tensor | None) -> Tensor:
-    """Put together from all ranks, flat: either sharding cuts what lies one after the other; FSDP1
-    leaves some ranks nothing.
+def whole(own: Tensor | None, mesh: dist.DeviceMesh) -> Tensor:
+    """Put together from the ranks of the first copy, flat: either sharding cuts what lies one after
+    the other; FSDP1 leaves some ranks nothing.
     """
     parts: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, None if own is None else local_shard(own).flatten())
-    return torch.cat([part for part in parts if part is not None])
+    of_one = parts[: mesh.size() // process_mesh.copies(mesh)]
+    return torch.cat([part for part in of_one if part is not None])
 
 
 if __name__ == "__main__":

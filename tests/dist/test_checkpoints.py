@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 transformers = pytest.importorskip("transformers", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_cases import CASES, LENGTH, MODELS, NARROW, REWARD
+from checkpoint_cases import CASES, COPIED, LENGTH, MODELS, NARROW, REWARD
 from logits import TOKENS
 from rank_groups import RankGroups
 from reference import save_models
@@ -78,6 +78,47 @@ def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
                 assert torch.equal(resumed[key], expected), (case, key)
             else:
                 assert deviation(resumed[key], expected) < SUMMATION, (case, key)
+
+
+@pytest.mark.corpus
+def test_copies_write_each_shard_once_and_others_go_on_from_them(
+    folder: Path, ranks: RankGroups
+) -> None:
+    ranks.run(SCRIPT, 4, "save-copies", folder)
+    ranks.run(SCRIPT, 4, "resume-copies", folder, "4")
+    ranks.run(SCRIPT, 2, "resume-copies", folder, "2")
+    for case in COPIED:
+        went_on = load_file(folder / f"went-on-{case}-4")
+        resumed = load_file(folder / f"resumed-{case}-4-4")
+        by_two = load_file(folder / f"resumed-{case}-2-2")
+        without = load_file(folder / f"went-on-{case}-2")
+        assert set(went_on) == set(resumed) == set(by_two) == set(without)
+        for key, expected in went_on.items():
+            assert torch.equal(resumed[key], expected), (case, key)
+            assert deviation(expected, without[key]) < SUMMATION, (case, key)
+            assert deviation(by_two[key], without[key]) < SUMMATION, (case, key)
+        sizes = (
+            sum(path.stat().st_size for path in (folder / f"sharded-{case}-{count}").iterdir())
+            for count in (4, 2)
+        )
+        of_copies, of_shards = sizes
+        assert abs(of_copies - of_shards) < 4096 * len(went_on)
+
+
+def test_copies_save_the_weights_that_others_save(
+    folder: Path, ranks: RankGroups, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").symlink_to(folder / "weights")
+    ranks.run(SCRIPT, 4, "hf-copies", tmp_path)
+    for case in COPIED:
+        paths = sorted((tmp_path / f"hf-{case}").glob("*.safetensors"))
+        assert len(paths) > 1
+        for path in paths:
+            expected = load_file(folder / f"hf-{case}" / path.name)
+            saved = load_file(path)
+            assert set(saved) == set(expected)
+            for key, tensor in saved.items():
+                assert deviation(tensor, expected[key]) < FLOAT32, (case, key)
 
 
 def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder: Path) -> None:
