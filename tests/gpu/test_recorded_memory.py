@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
+from highwater.pages.study.failed_request import request_line, sizes_of
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -99,3 +100,34 @@ def test_anybodys_loop_leaves_a_snapshot_out_of_memory_or_not(tmp_path: Path) ->
         torch.empty(1 << 50, device="cuda")
     failed = memory_profile(failing.path)
     assert (failed.moment, failed.requested_bytes) == ("out of memory", 1 << 50)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_out_of_memory_says_what_was_alive_without_any_profiling(
+    tmp_path: Path, loss: Loss
+) -> None:
+    model = load_model("Qwen3-0.6B")
+    spec = TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(),
+        settings=Settings(loss=loss),
+        length_tokens=256 * 1024,
+        memory_budget_bytes=parse_bytes("20GiB"),
+    )
+    result = LocalRunner(log_directory=tmp_path, timeout_s=400).run(spec)
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    failure = result.ranks[0].failure
+    assert failure is not None
+    alive = failure.alive
+    assert alive is not None
+    sizes = sizes_of(alive)
+    assert sum(sizes.values()) == alive.allocated_bytes
+    assert sizes["unattributed"] <= UNATTRIBUTED_SHARE * sum(sizes.values())
+    assert alive.parameters_bytes == pytest.approx(4 * (result.ranks[0].parameters or 0), rel=0.01)
+    assert alive.requested_bytes
+    assert alive.fragmented_bytes is not None
+    assert (alive.largest_free_bytes or 0) <= alive.fragmented_bytes
+    assert request_line(result, spec.settings)

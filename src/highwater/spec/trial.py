@@ -211,6 +211,44 @@ class RankMemory(Record, frozen=True, kw_only=True):
     """CPU: largest data segment seen; what RLIMIT_DATA bounds."""
 
 
+class AliveMemory(Record, frozen=True, kw_only=True):
+    """What a rank had allocated when memory ran out, as far as the engine knows without a history.
+
+    Bytes on its device. None: unknown; of the CPU, which has no allocator to ask, everything but
+    what lives from step to step.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_states_bytes: int
+    activations_bytes: int | None = None
+    """All that a pass had allocated besides: saved for its backward pass, or being computed."""
+    logits_bytes: int | None = None
+    """Blocks of logits that the loss was working on."""
+    communication_bytes: int | None = None
+    """Parameters that FSDP had gathered, and its buffers."""
+    unattributed_bytes: int | None = None
+    allocated_bytes: int | None = None
+    """All of it."""
+    reserved_bytes: int | None = None
+    largest_free_bytes: int | None = None
+    """The largest piece of what was reserved and not allocated."""
+    requested_bytes: int | None = None
+    """The request for which there was no room."""
+    requested_by: str | None = None
+    """The engine's line that asked, ``highwater/models/loss.py:84 forward``; None where none did:
+    most of a backward pass runs without one."""
+    device_free_bytes: int | None = None
+    """Bytes that the driver still had."""
+
+    @property
+    def fragmented_bytes(self) -> int | None:
+        """Bytes that the allocator had, and nobody used."""
+        if self.reserved_bytes is None or self.allocated_bytes is None:
+            return None
+        return max(0, self.reserved_bytes - self.allocated_bytes)
+
+
 FailureKind = Literal["device_memory", "host_memory", "refused", "error"]
 
 
@@ -230,6 +268,11 @@ class Failure(Record, frozen=True, kw_only=True):
     """Clock time of the failure: the first rank that fails takes its peers with it."""
     hint: str | None = None
     """Something to type, for a failure of the kind ``refused``."""
+    layer: int | None = None
+    """The decoder layer that the rank was in, the first is 0; None for none, or where nothing told:
+    a backward pass tells where layers are recomputed."""
+    alive: AliveMemory | None = None
+    """What was allocated, where memory ran out."""
 
 
 class Save(Record, frozen=True, kw_only=True):

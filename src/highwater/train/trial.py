@@ -32,6 +32,7 @@ from highwater.train.layer_watch import LayerWatch
 from highwater.train.memory_log import MemoryWatch, allocator_settings, divide_budget, past_budget
 from highwater.train.memory_profiler import TrialProfiler
 from highwater.train.micro_batches import batches
+from highwater.train.out_of_memory import OutOfMemoryWatch
 from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
 from highwater.train.step import Training, backward_of, clear_gradients, clip_trained, train_step
 from highwater.version import __version__
@@ -47,6 +48,7 @@ class Trial:
         self.spec = spec
         self.profiler: TrialProfiler | None = None
         self.where = LayerWatch()
+        self.out_of_memory: OutOfMemoryWatch | None = None
         self.report = RankReport(rank=int(os.environ["RANK"]), versions=versions())
         self.watch: MemoryWatch | None = None
 
@@ -55,10 +57,13 @@ class Trial:
         transformers_logging.set_verbosity_error()
         context = self._take_context()
         self._record_memory()
+        self.out_of_memory = OutOfMemoryWatch(context.device, self.where)
         self.where.enter("build")
         training = assemble(self.spec, context)
         for model, _ in training.trained:
             self.where.follow(model.layers)
+        assert self.out_of_memory is not None
+        self.out_of_memory.know(training)
         self.report = self._with(
             parameters=training.policy.parameter_count, weights=training.policy.weights
         )
@@ -97,11 +102,6 @@ class Trial:
                 f"{context.data_rank}, each of which trains a part of them",
                 hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
             )
-
-    @property
-    def phase(self) -> str:
-        """The phase of the trial: ``Failure.phase`` lists them."""
-        return self.where.phase
 
     def _record_memory(self) -> None:
         """Begin to record what is allocated where this launch is to, on this rank."""
@@ -151,6 +151,8 @@ class Trial:
             rehearse(training, rehearsal_batch(self.spec, context))
             synchronize(context.device)
             torch.cuda.empty_cache()
+            assert self.out_of_memory is not None
+            self.out_of_memory.settle()
             budget = divide_budget(
                 context.device, budget_bytes=limit, nccl_bytes=context.nccl_bytes
             )

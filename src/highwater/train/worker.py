@@ -19,7 +19,7 @@ import msgspec
 from highwater.errors import HighwaterError
 from highwater.spec.oom import exhausted_memory
 from highwater.spec.secrets import LOGGED, kept
-from highwater.spec.trial import Failure, FailureKind, RankReport, TrialSpec
+from highwater.spec.trial import AliveMemory, Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB
 
 if TYPE_CHECKING:
@@ -93,9 +93,30 @@ def _report_failure(reports: Path, report: RankReport) -> None:
 def _failed(trial: "Trial | None", error: BaseException, kind: FailureKind) -> RankReport:
     """The report of a rank that did not finish."""
     hint = error.hint if isinstance(error, HighwaterError) else None
-    phase = trial.phase if trial else "setup"
-    failure = Failure(kind=kind, phase=phase, text=_text(error), at_unix_s=time.time(), hint=hint)
+    phase, layer = (trial.where.phase, trial.where.layer) if trial else ("setup", None)
+    alive = None
+    if trial is not None and kind == "device_memory":
+        alive, phase, layer = _alive(trial, error)
+    failure = Failure(
+        kind=kind,
+        phase=phase,
+        text=_text(error),
+        at_unix_s=time.time(),
+        hint=hint,
+        layer=layer,
+        alive=alive,
+    )
     return msgspec.structs.replace(_last_report(trial), failure=failure)
+
+
+def _alive(trial: "Trial", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
+    """What was alive when memory ran out, and where the step was."""
+    try:
+        if trial.out_of_memory is not None:
+            return trial.out_of_memory.alive(error)
+    except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
+        traceback.print_exc()
+    return None, trial.where.phase, trial.where.layer
 
 
 def _write_snapshot(trial: "Trial | None") -> None:

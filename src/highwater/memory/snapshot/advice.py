@@ -1,6 +1,6 @@
 """Advice: the setting that helps most where memory ran out, by what was alive."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from highwater.memory.snapshot.attribution import Category
@@ -40,27 +40,25 @@ def advice_of(
     *,
     requested_bytes: int | None,
     free_bytes: int | None,
-    is_expandable: bool | None,
-    recomputes: bool | None = None,
+    tried: Collection[Advice] = (),
 ) -> Advice | None:
     """The setting to try first; None where what was alive says too little.
 
-    ``free_bytes`` is what the allocator had, and nobody used. ``recomputes``: whether layers are
-    recomputed already; None where nobody knows.
+    ``free_bytes`` is what the allocator had, and nobody used. ``tried`` are settings that are there
+    already.
     """
     total = sum(sizes.values())
-    if not total:
-        return None
-    known = {category: size for category, size in sizes.items() if category != "unattributed"}
-    if requested_bytes and not is_expandable and (free_bytes or 0) >= requested_bytes:
-        return "expandable segments"
-    if known.get("logits", 0) * _MOST_OF_IT >= total:
-        return "chunked loss"
-    if known.get("communication", 0) * _MOST_OF_IT >= total:
-        return "smaller buckets"
-    states, activations = sum(known.get(each, 0) for each in _STATES), known.get("activations", 0)
-    if max(states, activations) * 2 < total:
-        return None
-    if states >= activations:
-        return "offload"
-    return "context parallel" if recomputes else "recompute"
+    states = sum(sizes.get(each, 0) for each in _STATES)
+    activations = sizes.get("activations", 0)
+    fits_in_pieces = requested_bytes is not None and (free_bytes or 0) >= requested_bytes > 0
+    helps: dict[Advice, bool] = {
+        "expandable segments": fits_in_pieces,
+        "chunked loss": sizes.get("logits", 0) * _MOST_OF_IT >= total,
+        "smaller buckets": sizes.get("communication", 0) * _MOST_OF_IT >= total,
+        "offload": states * 2 >= total and states >= activations,
+        "recompute": activations * 2 >= total,
+        "context parallel": activations * 2 >= total,
+    }
+    return next(
+        (advice for advice, does in helps.items() if total and does and advice not in tried), None
+    )

@@ -177,17 +177,17 @@ class Attribution:
 
     def _category_of_frame(self, index: int) -> Category | None:
         if index not in self._of_frame:
-            frame = self._snapshot.frames[index]
-            path = frame.file.replace("\\", "/")
-            self._of_frame[index] = next(
-                (
-                    category
-                    for category, file, name in _COMPILED
-                    if file.search(path) and name.search(frame.name)
-                ),
-                None,
-            )
+            self._of_frame[index] = category_of(self._snapshot.frames[index])
         return self._of_frame[index]
+
+
+def category_of(frame: Frame) -> Category | None:
+    """What a line allocates; None where it does not tell."""
+    path = frame.file.replace("\\", "/")
+    for category, file, name in _COMPILED:
+        if file.search(path) and name.search(frame.name):
+            return category
+    return None
 
 
 def is_traced(snapshot: Snapshot, stack: int) -> bool:

@@ -123,12 +123,12 @@ def memory_lines(profile: MemoryProfile) -> Iterator[str]:
 
 def advice(profile: MemoryProfile) -> Advice | None:
     """The setting to try first."""
-    told = profile.allocator_settings.get("expandable_segments")
+    is_expandable = profile.allocator_settings.get("expandable_segments") == "True"
     return advice_of(
         {each.category: each.bytes for each in profile.categories},
         requested_bytes=profile.requested_bytes,
         free_bytes=profile.free_bytes,
-        is_expandable=None if told is None else told == "True",
+        tried=["expandable segments"] if is_expandable else [],
     )
 
 

@@ -12,6 +12,7 @@ from highwater.pages.study.capacity_figures import (
     place,
     provenance,
 )
+from highwater.pages.study.failed_request import alive_rows, request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.packing import NOT_MONOTONE
@@ -60,6 +61,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     rows = (
         ("outcome", OUTCOME_WORDS.get(result.outcome, str(result.outcome))),
         ("reason", result.reason),
+        *_out_of_memory(spec, result),
         (
             "peak data segment" if spec.device == "cpu" else "peak reserved",
             format_bytes(result.peak_reserved_bytes),
@@ -89,6 +91,22 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
         rows=tuple((name, plain(text)) for name, text in rows),
         left_columns=2,
     )
+
+
+def _out_of_memory(spec: TrialSpec, result: TrialResult) -> tuple[tuple[str, str], ...]:
+    """Rows of a trial that ran out: what was asked for, what was alive, what to try."""
+    line = request_line(result, spec.settings)
+    return () if line is None else (("out of memory", line), *alive_rows(result).items())
+
+
+def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
+    """Why the shortest length that did not fit ran out, as the last trial of it says."""
+    for trial in reversed(study.trials_of(answer.cell)):
+        if trial.result is not None and trial.spec.length_tokens == answer.does_not_fit_tokens:
+            line = request_line(trial.result, answer.cell.settings)
+            if line is not None:
+                yield f"{format_tokens(trial.spec.length_tokens)} tokens, {line}"
+                return
 
 
 def _speed(result: TrialResult) -> tuple[tuple[str, str], ...]:
@@ -190,6 +208,7 @@ def _footnotes(study: Study) -> list[str]:
     for answer in study.answers:
         name = answer.cell.label_on(question.device)
         notes.append(f"{name}: {plain(answer.reason)}")
+        notes.extend(f"{name}: {line}" for line in _request_lines(answer, study))
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     notes.extend(_memory_only_notes(study))
     notes.extend(_high_water_mark(study))

@@ -1,0 +1,114 @@
+"""The line of a trial that ran out of memory: where the step was, what had no room, what was alive,
+and which setting to try first.
+"""
+
+import re
+from collections.abc import Mapping
+
+from highwater.memory.snapshot.advice import Advice, advice_of
+from highwater.memory.snapshot.attribution import Category, category_of
+from highwater.memory.snapshot.snapshot import Frame
+from highwater.pages.profile.profile_tables import WORDS
+from highwater.pages.study.study_report import first_failed
+from highwater.pages.text import plain
+from highwater.spec.settings import Settings
+from highwater.spec.trial import AliveMemory, Failure, TrialResult
+from highwater.units import format_bytes
+
+_SHORT: Mapping[Category, str] = {**WORDS, "gradients": "gradients", "logits": "logits"}
+"""The categories in a line's words."""
+_PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
+_LEAST_FRAGMENTED = 50
+"""Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
+
+
+def request_line(result: TrialResult, settings: Settings) -> str | None:
+    """``backward of layer 27: no room for 4.60 GiB of logits; ...``, of the rank that ran out
+    first; None where none did, or where nobody knows what was alive.
+    """
+    first = first_failed(result)
+    failure = None if first is None else first.failure
+    if failure is None or failure.alive is None:
+        return None
+    alive = failure.alive
+    sizes = sizes_of(alive)
+    asked = _category(alive.requested_by)
+    told = [_asked(alive, asked)]
+    largest = max(sizes, key=lambda category: sizes[category])
+    if sizes[largest]:
+        told.append(f"{_SHORT[largest]} {format_bytes(sizes[largest])} alive")
+    fragmented = alive.fragmented_bytes
+    if fragmented is not None and fragmented * _LEAST_FRAGMENTED > (alive.reserved_bytes or 0):
+        told.append(f"{format_bytes(fragmented)} fragmented")
+    advice = setting_of(alive, settings)
+    return f"{_where(failure)}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
+
+
+def setting_of(alive: AliveMemory, settings: Settings) -> Advice | None:
+    """The setting to try first that these settings do not have already."""
+    sizes = sizes_of(alive)
+    asked = _category(alive.requested_by)
+    if asked is not None:
+        sizes[asked] += max(0, alive.requested_bytes or 0)
+    has: dict[Advice, bool] = {
+        "expandable segments": settings.allocator == "expandable",
+        "chunked loss": settings.loss == "chunked",
+        "recompute": settings.recompute != "none",
+        "offload": settings.offload,
+    }
+    return advice_of(
+        sizes,
+        requested_bytes=alive.requested_bytes,
+        free_bytes=alive.fragmented_bytes,
+        tried=[advice for advice, is_set in has.items() if is_set],
+    )
+
+
+def sizes_of(alive: AliveMemory) -> dict[Category, int]:
+    """What was alive by category, as far as it is known."""
+    return {
+        "parameters": alive.parameters_bytes,
+        "gradients": alive.gradients_bytes,
+        "optimizer_states": alive.optimizer_states_bytes,
+        "activations": alive.activations_bytes or 0,
+        "logits": alive.logits_bytes or 0,
+        "communication": alive.communication_bytes or 0,
+        "unattributed": alive.unattributed_bytes or 0,
+    }
+
+
+def alive_rows(result: TrialResult) -> Mapping[str, str]:
+    """What each rank that ran out had allocated, by the rank's name."""
+    rows: dict[str, str] = {}
+    for rank in result.ranks:
+        alive = None if rank.failure is None else rank.failure.alive
+        if alive is not None:
+            parts = [
+                f"{_SHORT[category]} {format_bytes(size)}"
+                for category, size in sizes_of(alive).items()
+                if size
+            ]
+            if alive.fragmented_bytes is not None:
+                parts.append(f"fragmented {format_bytes(alive.fragmented_bytes)}")
+            rows[f"alive on rank {rank.rank}"] = ", ".join(parts)
+    return rows
+
+
+def _where(failure: Failure) -> str:
+    layer = "" if failure.layer is None else f" of layer {failure.layer}"
+    return f"{plain(failure.phase)}{layer}"
+
+
+def _asked(alive: AliveMemory, category: Category | None) -> str:
+    if alive.requested_bytes is None:
+        return "no room"
+    of = f" of {_SHORT[category]}" if category else ""
+    return f"no room for {format_bytes(alive.requested_bytes)}{of}"
+
+
+def _category(requested_by: str | None) -> Category | None:
+    """What the line that asked allocates."""
+    place = None if requested_by is None else _PLACE.fullmatch(requested_by)
+    if place is None:
+        return None
+    return category_of(Frame(file=place[1], line=int(place[2]), name=place[3]))

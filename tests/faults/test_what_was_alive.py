@@ -1,0 +1,77 @@
+"""Out of memory, for real: each rank that ran out says what was alive, without any profiling."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import highwater
+from highwater.spec.trial import Outcome, TrialResult
+
+pytestmark = pytest.mark.timeout(300)
+WORDS, WIDTH, TOKENS = 50_000, 64, 4096
+LOGITS_BYTES = 4 * WORDS * TOKENS // 2
+"""The first half of a sequence is a prompt, of which no logits are made."""
+
+
+@pytest.fixture
+def wordy(tmp_path: Path) -> Path:
+    """A model with so many words that its logits are nearly all of it."""
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": WORDS,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 192,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    directory = tmp_path / "wordy"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def ran_out(model: Path, memory: str, *, gpus: int = 1, **settings: str) -> TrialResult:
+    result = highwater.run_trial(
+        str(model),
+        TOKENS,
+        device="cpu",
+        memory=memory,
+        gpus=[gpus],
+        log_dir=str(model.parent / "logs"),
+        **settings,
+    )
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    return result
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
+    wordy: Path, strategy: str
+) -> None:
+    result = ran_out(wordy, "560MiB", gpus=2, strategy=strategy)
+    whole = 4 * (result.ranks[0].parameters or 0)
+    failed = [rank.failure for rank in result.ranks if rank.failure and rank.failure.alive]
+    assert failed
+    for failure in failed:
+        alive = failure.alive
+        assert alive is not None
+        # float32 shards of half the model: parameters, gradients, and two moments
+        assert alive.parameters_bytes == pytest.approx(whole / 2, rel=0.01)
+        assert alive.gradients_bytes == alive.parameters_bytes
+        assert alive.optimizer_states_bytes == pytest.approx(2 * alive.parameters_bytes, rel=0.01)
+        assert alive.requested_bytes == LOGITS_BYTES
+        assert (alive.requested_by or "").startswith("highwater/models/loss.py:")
+
+
+def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None:
+    (rank,) = ran_out(wordy, "880MiB").ranks
+    assert rank.failure is not None
+    assert rank.failure.phase in ("forward", "backward")
+    assert rank.failure.alive is not None
+    assert (rank.failure.alive.logits_bytes or 0) >= LOGITS_BYTES
+    assert rank.failure.layer is None  # the loss is in no layer

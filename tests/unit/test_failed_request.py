@@ -1,0 +1,123 @@
+"""The line of a trial that ran out of memory: from what a rank reported to the setting to try."""
+
+import msgspec
+import pytest
+from studies import HOSTILE, QUESTION, study_of, trial
+
+from highwater.memory.snapshot.advice import ADVICE
+from highwater.memory.snapshot.attribution import CATEGORIES
+from highwater.pages.profile.profile_tables import WORDS
+from highwater.pages.study.failed_request import alive_rows, request_line, setting_of
+from highwater.pages.study.tables import answer_table, trial_table
+from highwater.spec.settings import Settings
+from highwater.spec.study import CellAnswer
+from highwater.spec.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
+from highwater.units import GIB
+
+LOGITS = AliveMemory(
+    parameters_bytes=3 * GIB,
+    gradients_bytes=3 * GIB,
+    optimizer_states_bytes=6 * GIB,
+    activations_bytes=5 * GIB,
+    logits_bytes=4 * GIB,
+    communication_bytes=GIB,
+    unattributed_bytes=0,
+    allocated_bytes=22 * GIB,
+    reserved_bytes=23 * GIB,
+    largest_free_bytes=GIB // 2,
+    requested_bytes=4 * GIB,
+    requested_by="highwater/models/loss.py:90 forward",
+    device_free_bytes=0,
+)
+VANILLA = Settings(loss="full", allocator="native")
+
+
+def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
+    """A trial of which the second rank ran out first."""
+    said = {"kind": "device_memory", "phase": "backward", "text": "out", "at_unix_s": 1.0}
+    late = Failure(kind="error", phase="forward", text="lost its peer", at_unix_s=2.0)
+    return TrialResult(
+        outcome=Outcome.OUT_OF_MEMORY,
+        reason="out",
+        ranks=(
+            RankReport(rank=0, failure=late),
+            RankReport(rank=1, failure=Failure(**{**said, "alive": alive, **failure})),
+        ),
+    )
+
+
+def test_a_line_says_where_what_how_much_and_what_to_try() -> None:
+    line = request_line(result_of(LOGITS, layer=27), VANILLA)
+    assert line == (
+        "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
+        "1.00 GiB fragmented → chunked loss"
+    )
+    assert request_line(result_of(None), VANILLA) is None
+    assert list(alive_rows(result_of(LOGITS))) == ["alive on rank 1"]
+
+
+def changed(**sizes: int) -> AliveMemory:
+    nothing = {
+        name: 0
+        for name in AliveMemory.__struct_fields__
+        if name.endswith("_bytes") and name != "requested_bytes"
+    }
+    return AliveMemory(**{**nothing, "requested_bytes": GIB, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("alive", "settings", "setting"),
+    [
+        (LOGITS, VANILLA, "chunked loss"),
+        (LOGITS, Settings(loss="chunked"), None),
+        (
+            changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB),
+            VANILLA,
+            "expandable segments",
+        ),
+        (
+            changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB),
+            Settings(allocator="expandable"),
+            "chunked loss",
+        ),
+        (changed(activations_bytes=9 * GIB), Settings(recompute="none"), "recompute"),
+        (changed(activations_bytes=9 * GIB), Settings(recompute="layer"), "context parallel"),
+        (changed(optimizer_states_bytes=9 * GIB), VANILLA, "offload"),
+        (changed(optimizer_states_bytes=9 * GIB), Settings(offload=True), None),
+        (changed(communication_bytes=9 * GIB), VANILLA, "smaller buckets"),
+        (changed(unattributed_bytes=9 * GIB), VANILLA, None),
+        (changed(), VANILLA, None),
+    ],
+)
+def test_the_setting_to_try_is_one_that_is_not_there_yet(
+    alive: AliveMemory, settings: Settings, setting: str | None
+) -> None:
+    assert setting_of(alive, settings) == setting
+    assert setting is None or setting in ADVICE
+
+
+def test_every_category_has_its_words() -> None:
+    assert set(WORDS) == set(CATEGORIES)
+
+
+def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it() -> None:
+    cell = QUESTION.cells[0]
+    hostile = msgspec.structs.replace(LOGITS, requested_by=f"highwater/{HOSTILE}.py:1 {HOSTILE}")
+    result = result_of(hostile, phase=HOSTILE)
+    recorded = msgspec.structs.replace(trial(8192, Outcome.OUT_OF_MEMORY), result=result)
+    answer = CellAnswer(
+        cell=cell,
+        capacity_tokens=4096,
+        does_not_fit_tokens=8192,
+        limit="memory",
+        reason="memory ran out",
+        trials=2,
+    )
+    table = answer_table(study_of(trial(4096, Outcome.FIT), recorded, answers=(answer,)))
+    (line,) = (note for note in table.footnotes if "no room for 4.00 GiB" in note)
+    rows = dict(trial_table(recorded.spec, result).rows)
+    assert "no room for 4.00 GiB" in rows["out of memory"]
+    assert "optimizer states 6.00 GiB" in rows["alive on rank 1"]
+    for text in (line, *rows.values()):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
