@@ -28,6 +28,7 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
+from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.local import LocalRunner, LogLayout
 from highwater.run.probe import environment, gpus_meant, probe
 from highwater.run.readiness import check_machine, check_request
@@ -67,11 +68,21 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
     ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
     ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
     Blocks for as long as the trials take; called again after an interruption it goes on where it
-    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. Raises
-    HighwaterError for what cannot be asked, before anything starts.
+    was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
+    the answer the first out of memory is repeated once with its memory recorded, of which a note of
+    the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
+    asked, before anything starts.
     """
     request = request_from({"model": model, **settings}, keywords=True)
-    return completed_study(request) or answer(request, prepare(request), on_event=on_event)
+    known = completed_study(request)
+    if known is not None:
+        return known
+    study = answer(request, prepare(request), on_event=on_event)
+    trial = undiagnosed(request, study)
+    if trial is None:
+        return study
+    note = diagnose(request, trial).note
+    return msgspec.structs.replace(study, notes=(*study.notes, note))
 
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from highwater import find
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.pages.study.failed_request import request_line, sizes_of
 from highwater.run.local import LocalRunner
@@ -131,3 +132,25 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(
     assert alive.fragmented_bytes is not None
     assert (alive.largest_free_bytes or 0) <= alive.fragmented_bytes
     assert request_line(result, spec.settings)
+
+
+def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(
+    tmp_path: Path,
+) -> None:
+    asked = {
+        "memory": "20GiB",
+        "loss": "full",
+        "allocator": "native",
+        "start_length": "48k",
+        "max_length": "64k",
+        "resolution": "16k",
+        "log_dir": str(tmp_path),
+    }
+    study = find("Qwen3-0.6B", gpus=[1], **asked)
+    (path,) = tmp_path.rglob("memory_snapshots/*/snapshot_rank00_d0r0u0.pickle")
+    assert memory_profile(path).moment == "out of memory"
+    assert any("highwater profile" in note for note in study.notes)
+    launches = len(list(tmp_path.rglob("model_len-*.log")))
+    assert launches == study.finished_trials + 1
+    find("Qwen3-0.6B", gpus=[1], **asked)
+    assert len(list(tmp_path.rglob("model_len-*.log"))) == launches

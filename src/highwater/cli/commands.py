@@ -25,6 +25,7 @@ from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
+from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
@@ -60,7 +61,7 @@ def find(arguments: argparse.Namespace) -> int:
     console.notes([note for note in study.notes if note not in planned.notes])
     if request.memory_profiler is not None:
         console.notes(["memory snapshots of each trial are in a folder beside its log"])
-    return _say_found(arguments, study)
+    return _say_found(arguments, study, request)
 
 
 def try_(arguments: argparse.Namespace) -> int:
@@ -197,14 +198,36 @@ def say_interrupted(path: Path | None) -> None:
     )
 
 
-def _say_found(arguments: argparse.Namespace, study: Study) -> int:
-    """The answer, as JSON or as a table with the next command; the exit code."""
+def _say_found(arguments: argparse.Namespace, study: Study, request: Request | None = None) -> int:
+    """The answer, as JSON or as a table with the next command; the exit code. After the answer the
+    first out of memory is diagnosed, where a request is given.
+    """
     if arguments.json:
         console.answer_json(study)
-        return exit_code(study)
-    console.answer_table(answer_table(study))
-    console.next_command(_after_find(study))
+    else:
+        console.answer_table(answer_table(study))
+    if request is not None:
+        _diagnose(request, study)
+    if not arguments.json:
+        console.next_command(_after_find(study))
     return exit_code(study)
+
+
+def _diagnose(request: Request, study: Study) -> None:
+    """Repeat the first out of memory with its memory recorded, and say where that is; the answer
+    is there already, and nothing here changes it.
+    """
+    trial = undiagnosed(request, study)
+    if trial is None:
+        return
+    console.talk(
+        f"recording what was alive when {format_tokens(trial.spec.length_tokens)} tokens ran out "
+        "of memory: one more launch, in no study; Ctrl-C ends it, `--no-diagnose` leaves it out"
+    )
+    try:
+        console.notes([diagnose(request, trial).note])
+    except KeyboardInterrupt:
+        console.talk("interrupted: the answer stands, nothing of the launch runs any more")
 
 
 def _note_resumed(request: Request, question: Question) -> None:

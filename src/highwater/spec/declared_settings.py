@@ -279,6 +279,12 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "file of the study; default: one for each question, under the log directory",
         ),
         Setting(
+            "no_diagnose",
+            SWITCH,
+            _FIND,
+            "do not repeat the first out of memory, after the answer, with its memory recorded",
+        ),
+        Setting(
             "retry_crashed",
             SWITCH,
             _FIND,

@@ -119,6 +119,7 @@ class Request(Record, frozen=True, kw_only=True):
     checkpoint_dir: str | None = None
     memory_profiler: Profiling | None = None
     study: str | None = None
+    no_diagnose: bool = False
     retry_crashed: bool = False
     allow_busy: bool = False
     dry_run: bool = False

@@ -353,6 +353,16 @@ class TrialResult(Record, frozen=True, kw_only=True):
         return min((room for room in rooms if room is not None), default=None)
 
     @property
+    def first_failed(self) -> RankReport | None:
+        """The rank that failed before the others; None where none said that it did."""
+        failed = [rank for rank in self.ranks if rank.failure is not None]
+        return min(
+            failed,
+            key=lambda rank: (rank.failure.at_unix_s or 0.0) if rank.failure else 0.0,
+            default=None,
+        )
+
+    @property
     def step_time_s(self) -> float | None:
         """Time of the last step on the slowest rank: the first one warms up."""
         last = (rank.step_times_s[-1] for rank in self.ranks if rank.step_times_s)

@@ -12,6 +12,17 @@ def snapshot_folder(log_path: Path) -> Path:
     return log_path.with_suffix("") / "memory_snapshots"
 
 
+def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
+    """Snapshots of every launch of a trial, by the log of one: those of the last step come last."""
+    stem = log_path.stem.partition(".attempt-")[0]
+    found = [
+        path
+        for launch in (stem, f"{stem}.attempt-*")
+        for path in log_path.parent.glob(f"{launch}/memory_snapshots/*/snapshot_rank*.pickle")
+    ]
+    return tuple(sorted(found, key=lambda path: (path.stat().st_mtime, path)))
+
+
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
     """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
     those that did not: they were ended, or failed, before they could.

@@ -14,7 +14,7 @@ from pathlib import Path
 from highwater import api
 from highwater.errors import HighwaterError, UsageError
 from highwater.pages.study.study_commands import flag_value
-from highwater.pages.study.study_report import Beginning, StudyReport, assembled, first_failed
+from highwater.pages.study.study_report import Beginning, StudyReport, assembled
 from highwater.pages.text import plain_json
 from highwater.search.predicted_start import read_prediction
 from highwater.search.predicted_study import predictions_of
@@ -39,7 +39,7 @@ def study_report(study: str | Path | Study) -> StudyReport:
     read = study if isinstance(study, Study) else api.open_study(study)
 
     def log_of(result: TrialResult) -> LogEnd:
-        first = first_failed(result)
+        first = result.first_failed
         said = (
             "" if first is None or first.failure is None else first.failure.text.partition("\n")[0]
         )

@@ -9,7 +9,6 @@ from highwater.memory.snapshot.advice import Advice, advice_of
 from highwater.memory.snapshot.attribution import Category, category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.pages.profile.profile_tables import WORDS
-from highwater.pages.study.study_report import first_failed
 from highwater.pages.text import plain
 from highwater.spec.settings import Settings
 from highwater.spec.trial import AliveMemory, Failure, TrialResult
@@ -26,7 +25,7 @@ def request_line(result: TrialResult, settings: Settings) -> str | None:
     """``backward of layer 27: no room for 4.60 GiB of logits; ...``, of the rank that ran out
     first; None where none did, or where nobody knows what was alive.
     """
-    first = first_failed(result)
+    first = result.first_failed
     failure = None if first is None else first.failure
     if failure is None or failure.alive is None:
         return None

@@ -349,16 +349,6 @@ def _failed(trial: RecordedTrial) -> bool:
     return trial.result is not None and not trial.result.outcome.is_fit
 
 
-def first_failed(result: TrialResult) -> RankReport | None:
-    """The rank that failed before the others; None where none said that it did."""
-    failed = [rank for rank in result.ranks if rank.failure is not None]
-    return min(
-        failed,
-        key=lambda rank: (rank.failure.at_unix_s or 0.0) if rank.failure else 0.0,
-        default=None,
-    )
-
-
 def _failures(
     study: Study, trials: Iterable[TrialReport], logs: Mapping[int, LogEnd]
 ) -> Iterator[FailedTrial]:
@@ -366,7 +356,7 @@ def _failures(
         result = recorded.result
         if result is None or not _failed(recorded):
             continue
-        first = first_failed(result)
+        first = result.first_failed
         failure = None if first is None else first.failure
         log = logs[reported.number]
         yield FailedTrial(
