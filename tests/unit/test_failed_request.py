@@ -2,12 +2,14 @@
 
 import msgspec
 import pytest
-from studies import HOSTILE, QUESTION, study_of, trial
+from studies import HOSTILE, QUESTION, report_of, study_of, trial
 
 from highwater.memory.snapshot.advice import ADVICE
 from highwater.memory.snapshot.attribution import CATEGORIES
 from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.study.failed_request import alive_rows, request_line, setting_of
+from highwater.pages.study.study_markdown import study_markdown
+from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.spec.settings import Settings
 from highwater.spec.study import CellAnswer
@@ -115,6 +117,10 @@ def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_
     )
     table = answer_table(study_of(trial(4096, Outcome.FIT), recorded, answers=(answer,)))
     (line,) = (note for note in table.footnotes if "no room for 4.00 GiB" in note)
+    report = report_of(study_of(recorded))
+    for text in (study_page(report), study_markdown(report)):
+        assert "no room for 4.00 GiB" in text
+        assert "\x1b" not in text
     rows = dict(trial_table(recorded.spec, result).rows)
     assert "no room for 4.00 GiB" in rows["out of memory"]
     assert "optimizer states 6.00 GiB" in rows["alive on rank 1"]

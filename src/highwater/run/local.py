@@ -162,7 +162,7 @@ class LocalRunner:
         if self.profiling is None:
             return spec
         directory = snapshot_folder(log_path)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
         return msgspec.structs.replace(spec, memory_snapshots=order)
 

@@ -119,7 +119,6 @@ _COMPILED: list[tuple[Category, re.Pattern[str], re.Pattern[str]]] = [
 ]
 _BY_PHASE: Mapping[str, Category] = {
     "build": "parameters",
-    "setup": "parameters",
     "forward": "activations",
     "experience": "activations",
     "backward": "gradients",
@@ -228,9 +227,8 @@ def _traced(made: Frame, phase: str) -> Category:
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage
         return "communication"
-    if phase in ("setup", "build") and "zeros_like" in made.name:
-        # gradients and the optimizer's moments, which a trace does not tell apart
-        return "optimizer_states"
+    if phase == "setup":  # gradients and the optimizer's moments a trace does not tell apart
+        return "optimizer_states" if "zeros_like" in made.name else "parameters"
     if phase == "forward" and made.file == _NO_MODULE:  # the loss is no module
         return "logits"
     return _BY_PHASE.get(phase, "unattributed")

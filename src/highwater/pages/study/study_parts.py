@@ -223,8 +223,9 @@ def failure_lines(failed: FailedTrial) -> str:
         if failed.rank is None
         else f"Rank {failed.rank}, in {failed.phase or 'an unknown phase'}"
     )
+    known = "" if failed.out_of_memory is None else f" Out of memory: {failed.out_of_memory}."
     return (
-        f"{where}. Log: "
+        f"{where}.{known} Log: "
         f"{failed.log_path or 'none'}{f'; {failed.log.reason}' if failed.log.reason else ''}."
     )
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from highwater.pages.study.failed_request import request_line
 from highwater.pages.study.study_commands import Command, commands
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
@@ -121,6 +122,8 @@ class FailedTrial(Record, frozen=True, kw_only=True):
     phase: str | None
     text: str
     """What the rank that failed first said, or else the reason."""
+    out_of_memory: str | None
+    """What had no room, what was alive and which setting to try; None where nobody knows."""
     log_path: str | None
     log: LogEnd
     """The log's end as it was when the report was made."""
@@ -367,6 +370,7 @@ def _failures(
             rank=None if first is None else first.rank,
             phase=None if failure is None else failure.phase,
             text=result.reason if failure is None else failure.text,
+            out_of_memory=request_line(result, recorded.spec.settings),
             log_path=result.log_path,
             log=LogEnd(lines=tuple(map(without_secrets, log.lines)), reason=log.reason),
         )
