@@ -7,6 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
@@ -21,7 +22,7 @@ from highwater.models.rope import scale_rope
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
-from highwater.train.data import UNTRAINED, Document, pack
+from highwater.train.data import UNTRAINED, Batch, Document, pack
 from highwater.train.micro_batches import batches
 
 LLAMA_3 = {
@@ -228,9 +229,35 @@ def test_a_synthetic_sequence_has_the_length_and_trains_the_response_alone(
     assert int(batch.trained_positions_N[0]) == max(prompt, 1) - 1
 
 
-def test_ranks_train_on_different_tokens() -> None:
-    mine, theirs = (next(batches(spec(), vocab_size=1000, data_rank=rank)) for rank in (0, 1))
-    assert not torch.equal(mine.input_ids_T, theirs.input_ids_T)
+@pytest.mark.parametrize(("sequences", "seed"), [(1, 0), (2, 7)])
+def test_a_step_has_the_same_sequences_on_any_number_of_ranks(sequences: int, seed: int) -> None:
+    of_layouts = [
+        [
+            {(*row.tolist(), reward) for batch in step for row, reward in _sequences(batch)}
+            for step in _steps(ranks, micro_batches=12 // ranks, sequences=sequences, seed=seed)
+        ]
+        for ranks in (1, 2, 3, 4)
+    ]
+    first, second = of_layouts[0]
+    assert all(layout == [first, second] for layout in of_layouts)
+    assert len(first | second) == 2 * 12 * sequences, "no two are alike"
+
+
+def _steps(ranks: int, *, micro_batches: int, sequences: int, seed: int) -> list[list[Batch]]:
+    """The micro-batches of all data ranks in each of two steps."""
+    each = msgspec.structs.replace(
+        spec(settings=Settings(sequences_per_micro_batch=sequences)),
+        layout=Layout(gpus=ranks),
+        seed=seed,
+    )
+    sources = [batches(each, vocab_size=1000, data_rank=rank) for rank in range(ranks)]
+    return [[next(source) for source in sources for _ in range(micro_batches)] for _ in range(2)]
+
+
+def _sequences(batch: Batch) -> list[tuple[torch.Tensor, float]]:
+    assert set(batch.groups) == {0}
+    rows = batch.input_ids_T.split(batch.document_lengths)
+    return list(zip(rows, batch.rewards, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -327,11 +354,6 @@ def test_what_the_first_tokens_logprob_is_does_not_matter(monkeypatch: pytest.Mo
     )
     assert batch.old_logprobs_N is not None
     assert batch.old_logprobs_N.tolist() == [-0.5] * 63
-
-
-def test_data_ranks_of_synthetic_batches_answer_prompts_of_their_own() -> None:
-    groups = [next(batches(spec(), vocab_size=11, data_rank=rank)).groups for rank in (0, 1)]
-    assert groups == [(0,), (1,)]
 
 
 def spec(

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,21 +30,24 @@ def batches(
 
 def _synthetic(spec: TrialSpec, *, vocab_size: int, data_rank: int) -> Iterator[Batch]:
     """Random tokens and rewards, every sequence exactly the trial's length, the response alone
-    trained on.
+    trained on; as far as GRPO is concerned all of them answer one prompt.
 
-    All sequences of a data rank answer one prompt, its own, as far as GRPO is concerned.
+    Sequences are numbered, and a number is the same sequence on any layout: data ranks take turns,
+    a micro-batch each, so that a step has the same ones however many ranks its micro-batches are
+    on.
     """
-    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + data_rank)
-    prompt = min(PROMPT_TOKENS, spec.length_tokens // 2)
-    while True:
-        documents: list[Document] = []
-        for _ in range(spec.sequences):
-            ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
-            labels = ids.clone()
-            labels[:prompt] = UNTRAINED
-            reward = float(torch.randn((), generator=generator))
-            documents.append(Document(ids, labels, reward=reward, group=data_rank))
-        yield pack(documents)
+    in_all_ranks = spec.sequences * spec.layout.data_parallel_degree
+    for first in count(data_rank * spec.sequences, in_all_ranks):
+        numbers = range(first, first + spec.sequences)
+        yield pack([_sequence(spec, number, vocab_size=vocab_size) for number in numbers])
+
+
+def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
+    ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
+    labels = ids.clone()
+    labels[: min(PROMPT_TOKENS, spec.length_tokens // 2)] = UNTRAINED
+    return Document(ids, labels, reward=float(torch.randn((), generator=generator)))
 
 
 def _from_user(
