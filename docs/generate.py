@@ -1,5 +1,5 @@
 """Writes the documents that follow from code and records: the H200 guide, the pictures, the
-reference of the command line.
+references of the command line and of the statistics.
 
 ``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site
 DIRECTORY`` writes what only the documentation site has: the guide as a page.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from charts import pictures
 from picture import picture
+from statistics_page import statistics_page
 
 from highwater import guide, write_guide
 from highwater.cli.grammar import commands
@@ -45,6 +46,7 @@ def documents() -> dict[str, str]:
         "guide-h200.md": f"{title}: H200\n\n{OF_THE_H200}\n\n{rest}",
         "capacities.svg": picture(),
         "reference/cli.md": "\n".join(_command_line()),
+        "reference/statistics.md": statistics_page(),
         "decisions/README.md": "\n".join(_decisions()),
         **pictures(),
     }

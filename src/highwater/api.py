@@ -383,6 +383,8 @@ def _runner(
         timeout_s=request.timeout_s,
         log_layout=log_layout,
         allow_busy=request.allow_busy,
+        tensorboard=request.tensorboard,
+        logit_range=request.logit_range,
         checkpoint_directory=None
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),

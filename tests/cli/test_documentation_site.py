@@ -19,6 +19,7 @@ GENERATED = (
     "guide-h200.md",
     "capacities.svg",
     "reference/cli.md",
+    "reference/statistics.md",
     "decisions/README.md",
     *(f"results/{name}.svg" for name in ("families/families", "h20/agreement", "layer/layer")),
     *(f"results/{name}.svg" for name in ("predict/errors", "speed/speed")),

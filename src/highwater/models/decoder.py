@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from highwater.attention.registry import Attention
 from highwater.errors import ModelError
 from highwater.models.document_rope import follow_documents
-from highwater.models.loss import token_statistics
+from highwater.models.loss import LogitRange, token_statistics
 from highwater.models.requirements import not_by_attention
 from highwater.models.router import follow_routers
 from highwater.parallel.sequence_layout import SequenceLayout
@@ -122,6 +122,8 @@ class LanguageModel(Decoder):
         super().__init__(causal_lm, attention=attention)
         self.loss: Loss = loss
         self.routers = follow_routers(causal_lm)
+        self.logit_range: LogitRange | None = None
+        """What is shown the logits of passes that record a gradient, where somebody asks."""
 
     def forward(
         self,
@@ -149,7 +151,12 @@ class LanguageModel(Decoder):
             0, trained_positions_N
         )
         statistics = token_statistics(
-            hidden_NE, self.head.weight, labels_N, loss=self.loss, logprob_gradient=logprob_gradient
+            hidden_NE,
+            self.head.weight,
+            labels_N,
+            loss=self.loss,
+            logprob_gradient=logprob_gradient,
+            logit_range=self.logit_range if torch.is_grad_enabled() else None,
         )
         router_loss = None if routers is None else routers.loss(self.attention.sequence)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)

@@ -9,6 +9,7 @@ Bytes per N x V, forward and backward, at 2 bytes an element: ``full`` 2 (the lo
 their own gradient), ``chunked`` 0; the entropy adds none. Measured by bench/loss.py on a GPU.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,40 @@ class TokenStatistics(NamedTuple):
     """Entropy of each token's distribution, in nats."""
 
 
+class LogitRange:
+    """The smallest and the largest logit since it was reset: one more pass over the logits, and two
+    numbers that stay on the device.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all logits."""
+        self._extremes: tuple[Tensor, Tensor] | None = None
+
+    def see(self, logits_NV: Tensor) -> None:
+        """Widen the range to these logits."""
+        if not len(logits_NV):
+            return
+        least, largest = logits_NV.aminmax()
+        if self._extremes is not None:
+            least, largest = (
+                torch.minimum(least, self._extremes[0]),
+                torch.maximum(largest, self._extremes[1]),
+            )
+        self._extremes = least, largest
+
+    def read(self) -> tuple[float, float]:
+        """The smallest and the largest; infinity and minus infinity where there was none. The host
+        waits for the device.
+        """
+        if self._extremes is None:
+            return math.inf, -math.inf
+        least, largest = self._extremes
+        return float(least), float(largest)
+
+
 def token_statistics(
     hidden_NE: Tensor,
     weight_VE: Tensor,
@@ -40,6 +75,7 @@ def token_statistics(
     *,
     loss: Loss,
     logprob_gradient: float | None = None,
+    logit_range: LogitRange | None = None,
 ) -> TokenStatistics:
     """Statistics of the distribution of each token, ``softmax(hidden @ weight.T)``.
 
@@ -51,18 +87,23 @@ def token_statistics(
     log-probability, where it is known beforehand and the entropies are not part of the loss. Then
     ``chunked`` computes logits once, too: gradients are made in the forward pass, and the backward
     pass hands them over, whatever gradient comes to it. Where no gradient is recorded there is
-    nothing to keep, so that both losses go in chunks.
+    nothing to keep, so that both losses go in chunks. ``logit_range`` is shown the logits.
     """
     if logprob_gradient is not None and loss == "chunked" and torch.is_grad_enabled():
         return TokenStatistics(
             *_StatisticsOfKnownGradient.apply(
-                hidden_NE, weight_VE, labels_N, chunk_rows(weight_VE), logprob_gradient
+                hidden_NE,
+                weight_VE,
+                labels_N,
+                chunk_rows(weight_VE),
+                logprob_gradient,
+                logit_range,
             )
         )
     keep_logits = loss == "full" and torch.is_grad_enabled()
     rows = max(1, len(labels_N)) if keep_logits else chunk_rows(weight_VE)
     return TokenStatistics(
-        *_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, keep_logits)
+        *_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, keep_logits, logit_range)
     )
 
 
@@ -83,11 +124,14 @@ class _TokenStatistics(torch.autograd.Function):
         labels_N: Tensor,
         rows: int,
         keep_logits: bool,
+        logit_range: LogitRange | None,
     ) -> tuple[Tensor, Tensor]:
         chunks: list[RowStatistics] = []
         logits_NV = None
         for hidden, labels in zip(hidden_NE.split(rows), labels_N.split(rows), strict=True):
             logits_NV = hidden @ weight_VE.T
+            if logit_range is not None:
+                logit_range.see(logits_NV)
             chunks.append(row_kernels.statistics(logits_NV, labels))
         whole = RowStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         ctx.rows = rows
@@ -100,7 +144,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_NE, weight_VE, labels_N, *saved = ctx.saved_tensors
         whole = RowStatistics(*saved)
         for_logprob_N, for_entropy_N = (gradient.contiguous() for gradient in gradients)
@@ -110,7 +154,7 @@ class _TokenStatistics(torch.autograd.Function):
             )
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
             row_kernels.backward_(logits_NV, labels_N, whole, for_logprob_N, for_entropy_N)
-            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None
+            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None, None
         hidden_gradient_NE = torch.empty_like(hidden_NE)
         weight_gradient_VE = WeightGradient(weight_VE)
         per_token = (hidden_gradient_NE, hidden_NE, labels_N, for_logprob_N, for_entropy_N, *whole)
@@ -121,7 +165,7 @@ class _TokenStatistics(torch.autograd.Function):
             row_kernels.backward_(logits_NV, labels, RowStatistics(*of), for_logprob, for_entropy)
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
-        return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None
+        return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None, None
 
 
 class _StatisticsOfKnownGradient(torch.autograd.Function):
@@ -138,6 +182,7 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
         labels_N: Tensor,
         rows: int,
         logprob_gradient: float,
+        logit_range: LogitRange | None,
     ) -> tuple[Tensor, Tensor]:
         chunks: list[RowStatistics] = []
         hidden_gradient_NE = torch.empty_like(hidden_NE)
@@ -146,6 +191,8 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
             *(t.split(rows) for t in (hidden_NE, labels_N, hidden_gradient_NE)), strict=True
         ):
             logits_NV = hidden @ weight_VE.T
+            if logit_range is not None:
+                logit_range.see(logits_NV)
             of = row_kernels.statistics(logits_NV, labels)
             chunks.append(of)
             logprob_gradients_N, nothing_N = (
@@ -161,9 +208,9 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
         return torch.cat([of.logprob_N for of in chunks]), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         assert ctx.gradients is not None, (
             "token_statistics is differentiable once: its gradients were handed over"
         )
         (hidden_gradient_NE, weight_gradient_VE), ctx.gradients = ctx.gradients, None
-        return hidden_gradient_NE, weight_gradient_VE, None, None, None
+        return hidden_gradient_NE, weight_gradient_VE, None, None, None, None

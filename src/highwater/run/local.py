@@ -30,7 +30,7 @@ from highwater.spec.model import load_model
 from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.secrets import kept_report, kept_result
 from highwater.spec.settings import Allocator
-from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, RankReport, StatisticsFiles, TrialResult, TrialSpec
 from highwater.store.trial_snapshots import snapshot_folder
 from highwater.units import MIB
 
@@ -83,13 +83,16 @@ class LocalRunner:
         allow_busy: bool = False,
         checkpoint_directory: Path | None = None,
         profiling: Profiling | None = None,
+        tensorboard: bool = False,
+        logit_range: bool = False,
     ) -> None:
         """Keep where logs and saves go, and the limits.
 
         ``timeout_s`` bounds one trial from launch to exit; ``allow_busy`` runs on GPUs that others
         use too. Below ``checkpoint_directory`` (None: beside its log) each trial that saves gets a
         directory of its own, for as long as it runs. ``profiling``: what its ranks record of their
-        memory, in a folder beside its log.
+        memory, in a folder beside its log. ``tensorboard``
+            and ``logit_range`` are what its statistics have besides what costs nothing.
         """
         self.log_directory = log_directory
         self.checkpoint_directory = checkpoint_directory
@@ -97,6 +100,8 @@ class LocalRunner:
         self.log_layout: LogLayout = log_layout
         self.allow_busy = allow_busy
         self.profiling = profiling
+        self.tensorboard = tensorboard
+        self.logit_range = logit_range
 
     # Attempts and repeats are the same to it: every launch is fresh.
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
@@ -127,6 +132,7 @@ class LocalRunner:
         ):
             spec = self._recorded(spec, log_path)
             spec_path, reports_path = folder / "spec.json", folder / "reports"
+            spec = self._with_statistics(spec, log_path)
             spec_path.write_text(to_json(spec), encoding="utf-8")
             reports_path.mkdir()
             exit_code = self._launch(spec, spec_path, reports_path, log)
@@ -165,6 +171,20 @@ class LocalRunner:
         directory.mkdir(parents=True, exist_ok=True)
         order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
         return msgspec.structs.replace(spec, memory_snapshots=order)
+
+    def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial that writes its statistics beside its log; those of a memory-only one would
+        pass for a training's.
+        """
+        if spec.is_memory_only:
+            return spec
+        stem = log_path.absolute().with_suffix("")
+        files = StatisticsFiles(
+            path=f"{stem}.statistics.jsonl",
+            tensorboard_directory=f"{stem}.tensorboard" if self.tensorboard else None,
+            logit_range=self.logit_range,
+        )
+        return msgspec.structs.replace(spec, statistics=files)
 
     def _launch(
         self, spec: TrialSpec, spec_path: Path, reports_path: Path, log: IO[bytes]

@@ -159,6 +159,7 @@ def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
         memory_budget_bytes=None,
         checkpoint_directory=None,
         memory_snapshots=None,
+        statistics=None,
     )
 
 

@@ -206,6 +206,18 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "steps whose memory is recorded, from 0: a snapshot of each rank beside the log, for "
             "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
         ),
+        Setting(
+            "tensorboard",
+            SWITCH,
+            _RUN,
+            "also write the statistics of each step for TensorBoard, beside the log",
+        ),
+        Setting(
+            "logit_range",
+            SWITCH,
+            _RUN,
+            "smallest and largest logit among the statistics: one more pass over the logits",
+        ),
         Setting("allow_busy", SWITCH, _RUN, "also start on GPUs that somebody else uses"),
         Setting("dry_run", SWITCH, _RUN, "answer from a memory law; nothing is trained"),
         Setting(

@@ -121,6 +121,8 @@ class Request(Record, frozen=True, kw_only=True):
     study: str | None = None
     no_diagnose: bool = False
     retry_crashed: bool = False
+    tensorboard: bool = False
+    logit_range: bool = False
     allow_busy: bool = False
     dry_run: bool = False
 

@@ -120,7 +120,10 @@ def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, inde
     except HighwaterError:  # a question that nobody could ask
         return False
     here = msgspec.structs.replace(
-        trial.spec, model_directory=asked.model_directory, checkpoint_directory=None
+        trial.spec,
+        model_directory=asked.model_directory,
+        checkpoint_directory=None,
+        statistics=None,
     )
     return here == asked and (not trial.spec.is_memory_only or question.proof == "memory")
 

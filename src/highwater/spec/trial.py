@@ -30,7 +30,7 @@ Source: the published system's trials.
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-_NOT_IN_A_KEY = ("model_directory", "checkpoint_directory", "memory_snapshots")
+_NOT_IN_A_KEY = ("model_directory", "checkpoint_directory", "memory_snapshots", "statistics")
 """Fields of a trial on which its outcome does not depend."""
 
 
@@ -64,6 +64,17 @@ class Outcome(StrEnum):
     def tells(self) -> bool:
         """Whether the trial says if memory holds its length; a timeout or a crash does not."""
         return self.is_fit or self.is_memory
+
+
+class StatisticsFiles(Record, frozen=True, kw_only=True):
+    """Where a launch writes the statistics of its steps; no part of what it is asked."""
+
+    path: str
+    """Absolute path of the file that gets a line for each step."""
+    tensorboard_directory: str | None = None
+    """Absolute path of the directory that gets TensorBoard's files; None: none are written."""
+    logit_range: bool = False
+    """Whether the smallest and largest logit are among them: one more pass over the logits."""
 
 
 class TrialSpec(Record, frozen=True, kw_only=True):
@@ -101,6 +112,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     """Absolute path where this launch saves, made for it and removed after it; not in its key."""
     memory_snapshots: SnapshotOrder | None = None
     """The snapshots of its memory that this launch records; None: none. Not in its key."""
+    statistics: StatisticsFiles | None = None
+    """Where this launch writes statistics; None: nowhere. Not in its key."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""

@@ -1,5 +1,9 @@
 """The engine's own trial, as its worker goes about it: what a trace has of it besides its steps."""
 
+from collections.abc import Sequence
+
+import torch
+
 from highwater.attention.dense import prove
 from highwater.spec.events import ReleaseCached
 from highwater.spec.model import load_model
@@ -8,6 +12,7 @@ from highwater.tracer.allocation_recorder import AllocationRecorder
 from highwater.train.assemble import assemble
 from highwater.train.data import Batch
 from highwater.train.rank_context import RankContext, compute_dtype
+from highwater.train.statistics import Statistics, summed
 from highwater.train.step import Training
 from highwater.train.trial import rehearse
 
@@ -38,6 +43,13 @@ def begin(
 
 def before_step(recorder: AllocationRecorder) -> None:
     """Nothing happens between two steps."""
+
+
+def after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
+    """Sum the numbers of a step's statistics over the ranks."""
+    documents = sum(len(batch.rewards) for batch in micro_batches)
+    width = Statistics(training.mesh, training.sequence).width(documents)
+    summed(torch.zeros(width, dtype=torch.float64), training.mesh)
 
 
 def _prove_kernel(spec: TrialSpec, context: RankContext) -> None:

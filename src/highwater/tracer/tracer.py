@@ -98,6 +98,7 @@ def trace(order: TraceOrder) -> EventLog:
                 own = [context.share_of(batch) for batch in step]
             trainer.before_step(recorder)
             train_step(training, own, enter=recorder.enter)
+            trainer.after_step(training, own)
         recorder.is_closed = True
     versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
     return EventLog(

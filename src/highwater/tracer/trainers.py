@@ -1,6 +1,6 @@
 """The step of each trainer that is traced: a row for each, by the names of spec/trainer.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from highwater.spec.trainer import Trainer
@@ -23,14 +23,22 @@ class TracedTrainer:
     first step. The batch is a trial's rehearsal."""
     before_step: Callable[[AllocationRecorder], None]
     """Happens before every step."""
+    after_step: Callable[[Training, Sequence[Batch]], None]
+    """Happens after every step of these micro-batches."""
 
 
 TRACED: Mapping[Trainer, TracedTrainer] = {
     "highwater": TracedTrainer(
-        set_up=engine_step.set_up, begin=engine_step.begin, before_step=engine_step.before_step
+        set_up=engine_step.set_up,
+        begin=engine_step.begin,
+        before_step=engine_step.before_step,
+        after_step=engine_step.after_step,
     ),
     "trinity": TracedTrainer(
-        set_up=trinity_step.set_up, begin=trinity_step.begin, before_step=trinity_step.before_step
+        set_up=trinity_step.set_up,
+        begin=trinity_step.begin,
+        before_step=trinity_step.before_step,
+        after_step=trinity_step.after_step,
     ),
 }
 """The traced step of each trainer, by the name that ``--trainer`` takes."""

@@ -67,6 +67,10 @@ def before_step(recorder: AllocationRecorder) -> None:
     recorder.release()
 
 
+def after_step(_: Training, __: Sequence[Batch]) -> None:
+    """Nothing of ours comes between two of its steps."""
+
+
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
     """The actor on FSDP1, and its reference in host memory."""
     config = read_config(

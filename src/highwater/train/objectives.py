@@ -68,6 +68,35 @@ def clip_loss(
     return losses_N.sum() / max(1, trained_tokens)
 
 
+def old_logprobs(sampled_N: Tensor | None, before_N: Tensor) -> Tensor:
+    """Log-probabilities under the policy that sampled the tokens; in a document of which nobody
+    knows them, where they are NaN, under the policy before the step.
+    """
+    if sampled_N is None:
+        return before_N
+    sampled_N = sampled_N.to(before_N.dtype)
+    return torch.where(sampled_N.isnan(), before_N, sampled_N)
+
+
+def clipped_tokens(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual: float,
+) -> tuple[Tensor, Tensor]:
+    """Whose ratios ``clip_loss`` clips, and which tokens its dual clip holds; each of shape N, true
+    or false. verl's ``pg_clipfrac`` and ``pg_clipfrac_lower`` are their means.
+    """
+    ratio_N = _log_ratio(logprobs_N, old_logprobs_N).exp()
+    plain_N = -advantages_N * ratio_N
+    clipped_N = -advantages_N * ratio_N.clamp(1 - low, 1 + high)
+    held_N = torch.maximum(plain_N, clipped_N) > -advantages_N * dual
+    return clipped_N > plain_N, held_N & (advantages_N < 0) & bool(dual)
+
+
 def entropy_bonus(entropies_N: Tensor, *, coefficient: float, trained_tokens: int) -> Tensor:
     """What is subtracted to keep the policy from collapsing: the mean entropy, weighted."""
     return coefficient * entropies_N.sum() / max(1, trained_tokens)

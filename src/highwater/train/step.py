@@ -29,6 +29,7 @@ from highwater.train.experience import (
     token_experience,
 )
 from highwater.train.optimizers import fill_missing_gradients
+from highwater.train.step_record import StepRecord
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
@@ -67,6 +68,8 @@ class Training:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     keeps_gradients: bool = True
     """Whether gradients stay allocated between steps; else each backward pass makes them anew."""
+    record: StepRecord = field(default_factory=StepRecord)
+    """What the last step left for its statistics."""
 
     @property
     def traits(self) -> ObjectiveTraits:
@@ -127,6 +130,7 @@ def backward_of(
     enter("experience")
     experiences = _experiences(training, micro_batches)
     counted = count(training, micro_batches)
+    training.record.begin(micro_batches, most_documents=counted.most_documents)
     if training.critic is not None:
         for batch, experience in zip(micro_batches, experiences, strict=True):
             enter("forward")
@@ -195,6 +199,8 @@ class Counts(NamedTuple):
     """Trained tokens, or pairs of documents: those of the objective."""
     tokens: int
     """All tokens, padding apart: those of the routers' auxiliary loss."""
+    most_documents: int
+    """The most documents that any rank has."""
 
 
 def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
@@ -205,10 +211,12 @@ def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
     mesh, traits = training.mesh, training.traits
     tokens = sum(len(batch.input_ids_T) - batch.padding_tokens for batch in micro_batches)
     trained = sum(len(batch.labels_N) for batch in micro_batches)
-    documents = sum(len(batch.rewards) for batch in micro_batches)
+    of_ranks = [sum(len(batch.rewards) for batch in micro_batches)]
     if mesh.size() > 1:
-        own = torch.tensor([tokens, trained, documents], device=mesh.device_type)
-        tokens, trained, documents = map(int, total(own, mesh))
+        of_ranks = [of_ranks[0] if rank == mesh.get_rank() else 0 for rank in range(mesh.size())]
+        own = torch.tensor([tokens, trained, *of_ranks], device=mesh.device_type)
+        tokens, trained, *of_ranks = total(own, mesh).tolist()
+    documents = sum(of_ranks)
     if not (documents if traits.gives_scalars else trained):
         raise UsageError(
             "a step of this data trains no token, on any rank: its loss would be the same whatever "
@@ -218,7 +226,9 @@ def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
         )
     # Ranks that share sequences have a part of their tokens, and all of their documents.
     pairs = documents // (2 * _sharing(training.sequence))
-    return Counts(trained=pairs if traits.pairs else trained, tokens=tokens)
+    return Counts(
+        trained=pairs if traits.pairs else trained, tokens=tokens, most_documents=max(of_ranks)
+    )
 
 
 def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence[Experience | None]:
@@ -264,6 +274,8 @@ def _policy_loss(
             assert experience is not None
             statistics = _statistics(training.policy, batch)
             loss = _preference_loss(training, statistics, batch, experience, counted.trained)
+    of_tokens = (experience.advantages_N, experience.reference_logprobs_N) if experience else ()
+    training.record.keep(statistics.logprobs_N, statistics.entropies_N, *of_tokens)
     if statistics.router_loss is not None:
         loss = loss + statistics.router_loss / counted.tokens
     return loss
@@ -297,7 +309,7 @@ def _clipped_loss(
     logprobs_N, numbers = statistics.logprobs_N, training.hyperparameters
     loss = objectives.clip_loss(
         logprobs_N,
-        _old_logprobs(batch, logprobs_N.detach()),
+        objectives.old_logprobs(batch.old_logprobs_N, logprobs_N.detach()),
         experience.advantages_N.to(logprobs_N.dtype),
         low=numbers.clip_ratio_low,
         high=numbers.clip_ratio_high,
@@ -319,16 +331,6 @@ def _clipped_loss(
             trained_tokens=counted,
         )
     return loss
-
-
-def _old_logprobs(batch: Batch, before_N: Tensor) -> Tensor:
-    """Log-probabilities under the policy that sampled the tokens; in a document of which nobody
-    knows them, under the policy before the step.
-    """
-    if batch.old_logprobs_N is None:
-        return before_N
-    old_N = batch.old_logprobs_N.to(before_N.dtype)
-    return torch.where(old_N.isnan(), before_N, old_N)
 
 
 def _reward_loss(

@@ -34,6 +34,7 @@ from highwater.train.memory_profiler import TrialProfiler
 from highwater.train.micro_batches import batches
 from highwater.train.out_of_memory import OutOfMemoryWatch
 from highwater.train.rank_context import RankContext, compute_dtype, synchronize, take_context
+from highwater.train.statistics_log import StatisticsLog
 from highwater.train.step import Training, backward_of, clear_gradients, clip_trained, train_step
 from highwater.version import __version__
 
@@ -51,6 +52,7 @@ class Trial:
         self.out_of_memory: OutOfMemoryWatch | None = None
         self.report = RankReport(rank=int(os.environ["RANK"]), versions=versions())
         self.watch: MemoryWatch | None = None
+        self.statistics_log: StatisticsLog | None = None
 
     def run(self) -> None:
         """Do all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
@@ -70,6 +72,11 @@ class Trial:
         if training.policy.weights == "random":
             sys.stdout.write(
                 f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none\n"
+            )
+        if self.spec.statistics is not None:
+            name = self.report.device_name or ""
+            self.statistics_log = StatisticsLog(
+                self.spec, self.spec.statistics, training, device_name=name
             )
         self._divide_budget(training, context)
         source = batches(
@@ -167,21 +174,24 @@ class Trial:
         step = len(self.report.losses) + 1
         with seeded(seed=self.spec.seed, rank=self.report.rank, step=step, device=training.device):
             loss, norms = train_step(training, micro_batches, enter=self._enter)
-        names = ("loss", "gradient norm", "critic's gradient norm")
+        names = ("loss", "gradient_norm", "critic_gradient_norm")
         values = {
             name: float(value) for name, value in zip(names, (loss, *norms), strict=False)
         }  # waits for the device
         for name, value in values.items():
             if not math.isfinite(value):
                 raise FloatingPointError(
-                    f"the {name} of step {len(self.report.losses) + 1} is {value}"
+                    f"the {name.replace('_', ' ')} of step {len(self.report.losses) + 1} is {value}"
                 )
         self.report = self._with(
             losses=(*self.report.losses, values["loss"]),
-            gradient_norms=(*self.report.gradient_norms, values["gradient norm"]),
+            gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
             step_times_s=(*self.report.step_times_s, time.perf_counter() - began),
             first_step_at_unix_s=first,
         )
+        if self.statistics_log is not None and self.watch is not None:
+            seconds, peaks = self.report.step_times_s[-1], self.watch.peaks()
+            self.statistics_log.write(step, values, step_time_s=seconds, memory=peaks)
 
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
         """Save what is due after a step: the shards after the last one, Hugging Face weights after

@@ -1,0 +1,283 @@
+"""One process of a group: a step's statistics, the same sequences on any number of ranks, beside
+plain PyTorch over a list of documents. Started by ``rank_server.py``.
+
+``statistics_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: {"ranks":
+what each rank exported, "expected": what the reference says}}.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from highwater.models.decoder import LanguageModel
+from highwater.models.loss import LogitRange
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.layout import Layout
+from highwater.spec.quantities import Group
+from highwater.train.data import pack, shard
+from highwater.train.statistics import Statistics
+from highwater.train.step import train_step
+from references import objectives as plain
+from references.advantages import generalised, standardised_in_groups, whitened
+from references.documents import Document, predictions
+from references.policy import divergence
+from references.wide import float32_casts_lifted
+
+__all__ = ["save_models"]
+
+MICRO_BATCHES = 12
+"""Of the step on all data ranks together: 1, 2, 3 and 4 of them have as many each."""
+OBJECTIVES = ("sft", "grpo", "ppo", "dpo", "rw")
+TRAINED = ("everywhere", "in the last micro-batch")
+"""Where the step trains: in the last micro-batch alone, most ranks have no valid token."""
+OVERRIDDEN: dict[str, Group] = {"nll": "context", "entropy": "rank", "n_valid_tokens": "data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsCase:
+    """One objective, one loss, one way to share sequences."""
+
+    objective: str
+    loss: str
+    trained: str
+    ulysses: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective}, {self.loss}, trained {self.trained}, ulysses {self.ulysses}"
+
+    @property
+    def plain(self) -> Case:
+        """The same, as other tests of the step have it."""
+        has_ratios = self.objective in ("grpo", "ppo")
+        return Case(
+            values={
+                "strategy": "fsdp2",
+                "offload": "no",
+                "recompute": "layer",
+                "model": "dense",
+                "objective": self.objective,
+                "loss": "-" if self.objective == "rw" else self.loss,
+                "entropy": "none" if has_ratios else "-",
+                "estimator": "k3" if self.objective == "grpo" else "-",
+                "numbers": "changed" if has_ratios else "default",
+            }
+        )
+
+
+def cases_for(processes: int) -> list[StatisticsCase]:
+    return [
+        StatisticsCase(objective=objective, loss=loss, trained=trained, ulysses=ulysses)
+        for objective in OBJECTIVES
+        for loss in (("full",) if objective == "rw" else ("full", "chunked"))
+        for trained in TRAINED
+        for ulysses in (1, 2)
+        if processes % ulysses == 0
+    ]
+
+
+def main() -> None:
+    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    world = dist.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    groups = {
+        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
+        for u in (1, 2)
+        if world % u == 0
+    }
+    results: dict[str, Any] = {}
+    for case in cases_for(world):
+        try:
+            own = run(case, weights, mesh, groups[case.ulysses])
+            ranks: list[Any] = [None] * world
+            dist.all_gather_object(ranks, own)
+            results[case.name] = {"ranks": ranks}
+            if dist.get_rank() == 0:
+                results[case.name]["expected"] = expected(case.objective, case.trained, weights)
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(
+    case: StatisticsCase, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """What this rank exports of a step; and once more, with groups of its own."""
+    rank, data_ranks = dist.get_rank(), mesh.size() // case.ulysses
+    own = [
+        shard(
+            pack([_ours(one) for one in documents(case.objective, case.trained, number)]),
+            ulysses_degree=case.ulysses,
+            rank=rank % case.ulysses,
+        )
+        for number in range(rank // case.ulysses, MICRO_BATCHES, data_ranks)
+    ]
+    training = train(case.plain, weights, mesh, group)
+    if isinstance(training.policy, LanguageModel):
+        training.policy.logit_range = training.record.logit_range = LogitRange()
+    loss, (norm, *_) = train_step(training, own)
+    exported: list[dict[str, Any]] = []
+    for groups in ({}, OVERRIDDEN):
+        statistics = Statistics(mesh, group, groups=groups)
+        statistics.add("loss", float(loss))
+        statistics.add("gradient_norm", float(norm))
+        training.record.add_to(statistics, training.hyperparameters)
+        exported.append(dict(statistics.export(most_documents=training.record.most_documents)))
+    of_the_parts = {
+        "n_valid_tokens": sum(len(batch.labels_N) for batch in own),
+        "nll": sum(-float(of.logprobs_N.sum()) for of in training.record.tokens),
+        "entropy": sum(float(of.entropies_N.sum()) for of in training.record.tokens),
+    }
+    return {"exported": exported[0], "overridden": exported[1], "parts": of_the_parts}
+
+
+def documents(objective: str, trained: str, number: int) -> list[Document]:
+    """A micro-batch of three documents of odd lengths, or of two pairs; one of them is a single
+    token.
+    """
+    generator = torch.Generator().manual_seed(number)
+    lengths = (7 + number, 1, 13, 6) if objective in ("rw", "dpo") else (7 + number, 1, 12)
+    packed = []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        labels[length // 2 : length // 2 + 2] = -100
+        if trained != "everywhere" and number < MICRO_BATCHES - 1:
+            labels[:] = -100
+        sampled = -4.5 + torch.randn(length, generator=generator, dtype=torch.float64)
+        packed.append(
+            Document(
+                ids=ids,
+                labels=labels,
+                reward=float(torch.randn((), generator=generator)),
+                group=ALONE if (number, index) == (3, 0) else index % 2,
+                old_logprobs=None if index % 3 else sampled[1:][labels[1:] != -100],
+            )
+        )
+    return packed
+
+
+@cache
+def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
+    """Every number of the step, from documents that run alone through plain models."""
+    step = [one for m in range(MICRO_BATCHES) for one in documents(objective, trained, m)]
+    numbers = StatisticsCase(
+        objective=objective, loss="full", trained=trained, ulysses=1
+    ).plain.numbers
+    found: dict[str, float] = {
+        "n_tokens": sum(len(one.ids) for one in step),
+        "n_valid_tokens": sum(len(one.trained) for one in step),
+        "n_documents": len(step),
+        "n_valid_documents": sum(bool(len(one.trained)) for one in step),
+    }
+    found["prompt_tokens"] = found["n_tokens"] - found["n_valid_tokens"]
+    if objective == "rw":
+        model = _plain_model(AutoModelForSequenceClassification, weights / "scalar dense")
+        pairs = list(zip(step[::2], step[1::2], strict=True))
+        return found | _with_gradient(plain.pairwise(model, pairs), model)
+    model = _plain_model(AutoModelForCausalLM, weights / "dense")
+    reference = _plain_model(AutoModelForCausalLM, weights / "reference")
+    loss = {
+        "sft": lambda: plain.supervised(model, step),
+        "grpo": lambda: plain.group_relative(
+            model, reference, step, estimator="k3", numbers=numbers
+        ),
+        "ppo": lambda: plain.proximal(model, None, step, numbers=numbers)[0],
+        "dpo": lambda: plain.preference(
+            model, reference, list(zip(step[::2], step[1::2], strict=True))
+        ),
+    }[objective]()
+    found |= _with_gradient(loss, model)
+    with torch.no_grad():
+        predicted = [predictions(model, one) for one in step]
+        logprobs = torch.cat([of.logprobs for of in predicted])
+        found["nll"] = -float(logprobs.mean())
+        found["entropy"] = float(torch.cat([of.entropies for of in predicted]).mean())
+        perplexities = [float((-of.logprobs.mean()).exp()) for of in predicted if len(of.logprobs)]
+        found["ppl_avg"] = sum(perplexities) / len(perplexities)
+        found["ppl_min"], found["ppl_max"] = min(perplexities), max(perplexities)
+        logits = torch.cat([_logits(model, one) for one in step if len(one.trained)])
+        found["logit_min"], found["logit_max"] = float(logits.min()), float(logits.max())
+        if objective in ("grpo", "dpo"):
+            held = torch.cat([predictions(reference, one).logprobs for one in step])
+            estimator = "k3" if objective == "grpo" else "k2"
+            found["kl_reference"] = float(divergence(logprobs, held, estimator=estimator).mean())
+    if objective in ("grpo", "ppo"):
+        found |= _ratios(objective, step, [of.logprobs for of in predicted], numbers)
+    return found
+
+
+def _with_gradient(loss: Tensor, model: torch.nn.Module) -> dict[str, float]:
+    loss.backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return {"loss": float(loss), "gradient_norm": float(torch.stack(norms).norm())}
+
+
+def _logits(model: Any, document: Document) -> Tensor:
+    with float32_casts_lifted():
+        return model(input_ids=document.ids[None], use_cache=False).logits[0, document.trained - 1]
+
+
+def _ratios(
+    objective: str, step: list[Document], logprobs: list[Tensor], numbers: plain.Numbers
+) -> dict[str, float]:
+    """As verl's compute_policy_loss has ``pg_clipfrac``, ``pg_clipfrac_lower`` and ``ppo_kl``."""
+    if objective == "grpo":
+        of_documents = standardised_in_groups(
+            [one.reward for one in step], [one.group for one in step]
+        )
+        advantages = torch.cat(
+            [a.expand(len(one.trained)) for a, one in zip(of_documents, step, strict=True)]
+        )
+    else:
+        advantages = whitened(
+            torch.cat(
+                [
+                    generalised(
+                        torch.zeros(len(one.trained), dtype=torch.float64),
+                        one.reward,
+                        discount=numbers.discount,
+                        decay=numbers.decay,
+                    )
+                    for one in step
+                ]
+            )
+        )
+    new = torch.cat(logprobs)
+    old = torch.cat(
+        [
+            of if one.old_logprobs is None else one.old_logprobs
+            for one, of in zip(step, logprobs, strict=True)
+        ]
+    )
+    ratio = torch.exp(new - old)
+    losses1 = -advantages * ratio
+    losses2 = -advantages * torch.clamp(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high)
+    clipped = torch.maximum(losses1, losses2)
+    losses3 = -advantages * numbers.dual_clip
+    lower = torch.gt(clipped, losses3) * (advantages < 0)
+    return {
+        "clip_fraction": float(torch.gt(losses2, losses1).double().mean()),
+        "dual_clip_fraction": float(lower.double().mean()),
+        "kl_old": float((old - new).mean()),
+    }
+
+
+if __name__ == "__main__":
+    main()

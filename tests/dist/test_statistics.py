@@ -1,0 +1,84 @@
+"""Statistics of a step do not depend on the topology: 1, 2, 3 and 4 gloo processes, with and
+without Ulysses, on the same sequences, against plain PyTorch over a list of documents.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_groups import RankGroups
+from statistics_cases import cases_for, save_models
+
+TOLERANCE = 1e-10
+"""Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
+COUNTS = ("n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents", "n_valid_documents")
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    save_models(folder)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
+    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    ranks.run("statistics_cases.py", processes, weights, result)
+    results = json.loads(result.read_text())
+    assert set(results) == {case.name for case in cases_for(processes)}
+    wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
+    assert not wrong, json.dumps(wrong, indent=1)
+    for case in cases_for(processes):
+        _check_groups(results[case.name]["ranks"], case.ulysses)
+
+
+def _deviations(of: dict[str, Any]) -> dict[str, Any]:
+    """What is not as expected, on any rank."""
+    if "error" in of:
+        return of
+    expected, wrong = of["expected"], {}
+    for rank, found in enumerate(of["ranks"]):
+        exported = found["exported"]
+        reduced = {name for name in exported if not name.endswith("_by_rank")}
+        if reduced != set(expected):
+            return {"names": sorted(reduced ^ set(expected))}
+        for name, wanted in expected.items():
+            off = abs(exported[name] - wanted)
+            if off > (0 if name in COUNTS else TOLERANCE * max(1.0, abs(wanted))):
+                wrong[f"rank {rank}: {name}"] = (exported[name], wanted)
+    return wrong
+
+
+def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
+    """A rank's own numbers add up to those of all; and a quantity whose group is another is that of
+    its group.
+    """
+    of_ranks = [one["parts"] for one in found]
+    for rank, one in enumerate(found):
+        exported, overridden = one["exported"], one["overridden"]
+        assert exported["n_valid_tokens_by_rank"] == [of["n_valid_tokens"] for of in of_ranks]
+        for name in ("n_tokens", "n_valid_tokens", "prompt_tokens"):
+            assert sum(exported[f"{name}_by_rank"]) == exported[name]
+        same_place = of_ranks[rank % sharing :: sharing]
+        assert overridden["n_valid_tokens"] == sum(of["n_valid_tokens"] for of in same_place)
+        if "nll" not in exported:
+            continue
+        first = rank // sharing * sharing
+        _check_mean("nll", overridden, of_ranks[first : first + sharing])
+        _check_mean("entropy", overridden, of_ranks[rank : rank + 1])
+
+
+def _check_mean(name: str, overridden: dict[str, Any], parts: list[dict[str, float]]) -> None:
+    tokens = sum(of["n_valid_tokens"] for of in parts)
+    wanted = sum(of[name] for of in parts) / tokens if tokens else None
+    assert overridden[name] == (wanted if wanted is None else pytest.approx(wanted, rel=TOLERANCE))
