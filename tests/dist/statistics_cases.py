@@ -1,8 +1,8 @@
-"""One process of a group: a step's statistics, the same sequences on any number of ranks, beside
-plain PyTorch over a list of documents. Started by ``rank_server.py``.
+"""One process of a group: a step's statistics and an evaluation, of the same sequences on any
+number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_server.py``.
 
-``statistics_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON object {case name: {"ranks":
-what each rank exported, "expected": what the reference says}}.
+``statistics_cases.py WEIGHTS RESULT EXTENT``: writes, as rank 0, one JSON object {case name:
+{"ranks": what each rank exported, "expected": what the reference says}}.
 """
 
 import json
@@ -10,11 +10,13 @@ import sys
 import traceback
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from combinatorial import Box, cover
 from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -25,6 +27,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.quantities import Group
 from highwater.train.data import pack, shard
+from highwater.train.evaluation import evaluate
 from highwater.train.statistics import Statistics
 from highwater.train.step import train_step
 from references import objectives as plain
@@ -75,19 +78,23 @@ class StatisticsCase:
         )
 
 
-def cases_for(processes: int) -> list[StatisticsCase]:
-    return [
-        StatisticsCase(objective=objective, loss=loss, trained=trained, ulysses=ulysses)
-        for objective in OBJECTIVES
-        for loss in (("full",) if objective == "rw" else ("full", "chunked"))
-        for trained in TRAINED
-        for ulysses in (1, 2)
-        if processes % ulysses == 0
+def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
+    """``all`` cases, or those in which every two values meet: ``pairs``."""
+    shares = [str(degree) for degree in (1, 2) if processes % degree == 0]
+    boxes: list[Box] = [
+        {"objective": OBJECTIVES[:-1], "loss": ("full", "chunked")},
+        {"objective": ("rw",), "loss": ("full",)},
     ]
+    boxes = [{**box, "trained": TRAINED, "ulysses": shares} for box in boxes]
+    every = [
+        dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
+    ]
+    chosen = every if extent == "all" else cover(boxes, strength=2, seed=0)
+    return [StatisticsCase(**{**case, "ulysses": int(case["ulysses"])}) for case in chosen]
 
 
 def main() -> None:
-    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    weights, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
@@ -99,7 +106,7 @@ def main() -> None:
         if world % u == 0
     }
     results: dict[str, Any] = {}
-    for case in cases_for(world):
+    for case in cases_for(world, extent):
         try:
             own = run(case, weights, mesh, groups[case.ulysses])
             ranks: list[Any] = [None] * world
@@ -130,6 +137,7 @@ def run(
     training = train(case.plain, weights, mesh, group)
     if isinstance(training.policy, LanguageModel):
         training.policy.logit_range = training.record.logit_range = LogitRange()
+    evaluated = evaluate(training, own)
     loss, (norm, *_) = train_step(training, own)
     exported: list[dict[str, Any]] = []
     for groups in ({}, OVERRIDDEN):
@@ -143,7 +151,11 @@ def run(
         "nll": sum(-float(of.logprobs_N.sum()) for of in training.record.tokens),
         "entropy": sum(float(of.entropies_N.sum()) for of in training.record.tokens),
     }
-    return {"exported": exported[0], "overridden": exported[1], "parts": of_the_parts}
+    return {
+        "exported": exported[0] | {"evaluation": evaluated.loss, "evaluated": evaluated.counted},
+        "overridden": exported[1],
+        "parts": of_the_parts,
+    }
 
 
 def documents(objective: str, trained: str, number: int) -> list[Document]:
@@ -190,7 +202,8 @@ def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
     if objective == "rw":
         model = _plain_model(AutoModelForSequenceClassification, weights / "scalar dense")
         pairs = list(zip(step[::2], step[1::2], strict=True))
-        return found | _with_gradient(plain.pairwise(model, pairs), model)
+        found |= _with_gradient(plain.pairwise(model, pairs), model)
+        return found | {"evaluation": found["loss"], "evaluated": len(pairs)}
     model = _plain_model(AutoModelForCausalLM, weights / "dense")
     reference = _plain_model(AutoModelForCausalLM, weights / "reference")
     loss = {
@@ -214,6 +227,8 @@ def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
         found["ppl_min"], found["ppl_max"] = min(perplexities), max(perplexities)
         logits = torch.cat([_logits(model, one) for one in step if len(one.trained)])
         found["logit_min"], found["logit_max"] = float(logits.min()), float(logits.max())
+        found["evaluation"] = found["loss"] if objective == "dpo" else found["nll"]
+        found["evaluated"] = len(step) / 2 if objective == "dpo" else len(logprobs)
         if objective in ("grpo", "dpo"):
             held = torch.cat([predictions(reference, one).logprobs for one in step])
             estimator = "k3" if objective == "grpo" else "k2"

@@ -1,4 +1,4 @@
-"""Statistics of a step do not depend on the topology: 1, 2, 3 and 4 gloo processes, with and
+"""Statistics and evaluations do not depend on the topology: 1, 2, 3 and 4 gloo processes, with and
 without Ulysses, on the same sequences, against plain PyTorch over a list of documents.
 """
 
@@ -17,7 +17,14 @@ from statistics_cases import cases_for, save_models
 
 TOLERANCE = 1e-10
 """Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
-COUNTS = ("n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents", "n_valid_documents")
+COUNTS = (
+    "n_tokens",
+    "n_valid_tokens",
+    "prompt_tokens",
+    "n_documents",
+    "n_valid_documents",
+    "evaluated",
+)
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +35,24 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("processes", "extent"),
+    [
+        (2, "pairs"),
+        (3, "pairs"),
+        *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in (1, 2, 3, 4)),
+    ],
+)
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
-    processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
+    processes: int, extent: str, ranks: RankGroups, weights: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
-    ranks.run("statistics_cases.py", processes, weights, result)
+    ranks.run("statistics_cases.py", processes, weights, result, extent)
     results = json.loads(result.read_text())
-    assert set(results) == {case.name for case in cases_for(processes)}
+    assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)
-    for case in cases_for(processes):
+    for case in cases_for(processes, extent):
         _check_groups(results[case.name]["ranks"], case.ulysses)
 
 

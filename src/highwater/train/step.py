@@ -225,7 +225,7 @@ def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
             "first, and -100 is not trained on",
         )
     # Ranks that share sequences have a part of their tokens, and all of their documents.
-    pairs = documents // (2 * _sharing(training.sequence))
+    pairs = documents // (2 * sharing(training.sequence))
     return Counts(
         trained=pairs if traits.pairs else trained, tokens=tokens, most_documents=max(of_ranks)
     )
@@ -269,11 +269,12 @@ def _policy_loss(
             statistics = _statistics(training.policy, batch)
             loss = _clipped_loss(training, statistics, batch, experience, counted.trained)
         case "rw":
-            return _reward_loss(training.policy, batch, training.sequence, pairs=counted.trained)
+            return reward_loss(training.policy, batch, training.sequence, pairs=counted.trained)
         case "dpo":
             assert experience is not None
             statistics = _statistics(training.policy, batch)
-            loss = _preference_loss(training, statistics, batch, experience, counted.trained)
+            logprobs_N = statistics.logprobs_N
+            loss = preference_loss(training, logprobs_N, batch, experience, pairs=counted.trained)
     of_tokens = (experience.advantages_N, experience.reference_logprobs_N) if experience else ()
     training.record.keep(statistics.logprobs_N, statistics.entropies_N, *of_tokens)
     if statistics.router_loss is not None:
@@ -333,7 +334,7 @@ def _clipped_loss(
     return loss
 
 
-def _reward_loss(
+def reward_loss(
     model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int
 ) -> Tensor:
     """The reward of a document is its last token's number, on whichever rank that is; every rank
@@ -343,22 +344,18 @@ def _reward_loss(
     rewards_D = sum_over(
         numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
     )
-    return objectives.pairwise(rewards_D, pairs=pairs) / _sharing(sequence)
+    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
 
 
-def _preference_loss(
-    training: Training,
-    statistics: MicroBatchStatistics,
-    batch: Batch,
-    experience: Experience,
-    pairs: int,
+def preference_loss(
+    training: Training, logprobs_N: Tensor, batch: Batch, experience: Experience, *, pairs: int
 ) -> Tensor:
     """A document's log-ratio is summed over its tokens, on whichever ranks they are; every rank has
     an equal share of the loss.
     """
     assert experience.reference_logprobs_N is not None
     log_ratios_D = objectives.document_sums(
-        statistics.logprobs_N - experience.reference_logprobs_N,
+        logprobs_N - experience.reference_logprobs_N,
         batch.documents_N,
         documents=len(batch.rewards),
     )
@@ -367,10 +364,10 @@ def _preference_loss(
         beta=training.hyperparameters.dpo_beta,
         pairs=pairs,
     )
-    return (loss / _sharing(training.sequence)).to(statistics.logprobs_N.dtype)
+    return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
 
 
-def _sharing(sequence: dist.ProcessGroup | None) -> int:
+def sharing(sequence: dist.ProcessGroup | None) -> int:
     """Ranks that share a sequence."""
     return 1 if sequence is None else dist.get_world_size(sequence)
 

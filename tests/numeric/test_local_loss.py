@@ -1,0 +1,149 @@
+"""The loss stays where the logits are: no allocation of ranks that share a sequence holds gathered
+ones, and the host waits for no number in a micro-batch.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from traces import traced, trial
+
+from highwater.attention.dense import register
+from highwater.models.build import build, read_config
+from highwater.parallel import mesh as process_mesh
+from highwater.spec.events import Allocate, EventLog
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import PROMPT_TOKENS
+from highwater.spec.working_sizes import CHUNK_BYTES
+from highwater.train.data import Document, pack
+from highwater.train.step import Training, backward_of
+
+aten: Any = torch.ops.aten
+READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)
+"""Operators whose results the host waits for: ``float(tensor)``, a mask's positions, and what
+``bool(tensor)`` is made of."""
+VOCABULARY = 40_000
+LENGTH = 20_000
+SHARING = Layout(gpus=2, ulysses_degree=2)
+TRIALS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "grpo": {"objective": "grpo", "entropy": "full", "sequences_per_micro_batch": 2},
+    "ppo": {"objective": "ppo", "critic": True},
+    "dpo": {"objective": "dpo", "sequences_per_micro_batch": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
+    folder = tmp_path_factory.mktemp("traced")
+    config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+    return traced(
+        {
+            f"{name}, {loss}": trial(
+                folder / f"{name}-{loss}",
+                config | {"vocab_size": VOCABULARY},
+                settings=Settings(loss=loss, **settings),
+                layout=SHARING,
+                length_tokens=LENGTH,
+            )
+            for name, settings in TRIALS.items()
+            for loss in ("full", "chunked")
+        },
+        folder,
+    )
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("name", list(TRIALS))
+def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
+    name: str, loss: str, logs: dict[str, EventLog]
+) -> None:
+    sequences = TRIALS[name].get("sequences_per_micro_batch", 1)
+    # A micro-batch's row is cut into halves: of one sequence the second half is all trained, and
+    # nothing follows its last token; of two each half is one sequence, its prompt first.
+    trained = LENGTH // 2 - 1 if sequences == 1 else LENGTH - PROMPT_TOKENS
+    own_bytes = 2 * VOCABULARY * trained
+    gathered_bytes = 2 * VOCABULARY * sequences * (LENGTH - PROMPT_TOKENS)
+    log = logs[f"{name}, {loss}"]
+    largest = max(event.bytes for event in log.events if isinstance(event, Allocate))
+    assert CHUNK_BYTES["cuda"] < own_bytes < gathered_bytes
+    if loss == "full":
+        assert largest == own_bytes
+    else:
+        assert largest <= CHUNK_BYTES["cuda"]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what the host reads of tensors, and the operators besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.reads.append(str(func))
+        else:
+            self.others += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo", "ppo", "rw", "dpo"])
+def test_the_host_waits_for_no_number_of_a_micro_batch(
+    objective: Any, alone: None, tmp_path: Path
+) -> None:
+    training = trained(tmp_path, objective)
+    ids = torch.arange(40)
+    untrained = torch.full_like(ids, -100)
+    micro_batches = [
+        pack([Document(ids, ids, reward=1.0), Document(ids[:7], ids[:7])]),
+        pack([Document(ids, untrained), Document(ids[:7], untrained[:7])]),
+    ]
+    with HostReads() as host:
+        backward_of(training, micro_batches)
+    assert host.others > 100
+    assert host.reads == []
+
+
+def trained(folder: Path, objective: Any) -> Training:
+    tiny = load_model("tiny").directory
+    config = json.loads(Path(tiny, "config.json").read_text()) | {"vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+
+    def model(loss: Any) -> Any:
+        return build(
+            read_config(str(folder), length_tokens=64, rope="auto"),
+            directory=str(folder),
+            mesh=mesh,
+            attention=register("flash"),
+            loss=loss,
+            recompute="layer",
+            compute_dtype=torch.float32,
+        )
+
+    policy = model(None if objective == "rw" else "chunked")
+    return Training(
+        policy=policy,
+        optimizer=torch.optim.SGD(policy.parameters()),
+        mesh=mesh,
+        objective=objective,
+        reference=model("chunked").requires_grad_(False) if objective in ("grpo", "dpo") else None,
+    )
