@@ -3,6 +3,8 @@ ones, and the host waits for no number in a micro-batch.
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +83,24 @@ def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
         assert largest == own_bytes
     else:
         assert largest <= CHUNK_BYTES["cuda"]
+
+
+@pytest.mark.timeout(240)
+def test_gathering_logits_takes_more_memory_than_a_loss_that_stays_local() -> None:
+    sizes = ("--tokens", "2048", "--vocabulary", "2003", "--hidden", "16", "--rounds", "1")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "highwater.bench.local_loss", "--device", "cpu", *sizes],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    peaks = row["peak_bytes"]
+    least = min(peak for name, peak in peaks.items() if name.startswith("gathered"))
+    # Of two ranks' logits half, and blocks of a fixed size that PyTorch's path on the CPU has.
+    assert peaks["local, full"] < 0.75 * least
+    assert row["time_ratio"].keys() == row["peak_ratio"].keys() == peaks.keys()
 
 
 class HostReads(TorchDispatchMode):
