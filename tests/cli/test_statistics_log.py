@@ -54,6 +54,15 @@ def test_a_step_says_the_same_of_the_same_sequences_on_any_layout(
             assert len(step["peak_data_segment_bytes"]) == 2
 
 
+def test_the_lines_say_what_the_result_says(highwater: Run, tiny: Path, tmp_path: Path) -> None:
+    done = highwater("try", str(tiny), *CPU, "--gpus", "2", "--json")
+    result = json.loads(done.stdout)["result"]
+    found = lines(tmp_path)
+    assert [step["loss"] for step in found] == result["ranks"][0]["losses"]
+    assert [step["gradient_norm"] for step in found] == result["ranks"][0]["gradient_norms"]
+    assert found[-1]["tokens_per_s"] == pytest.approx(result["tokens_per_s"])
+
+
 def test_tensorboard_reads_the_numbers_of_the_lines(
     highwater: Run, tiny: Path, tmp_path: Path
 ) -> None:

@@ -15,11 +15,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tiny_training import trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import traced, trial
 
-from highwater.attention.dense import register
-from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.events import Allocate, EventLog
 from highwater.spec.layout import Layout
@@ -28,7 +27,7 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import PROMPT_TOKENS
 from highwater.spec.working_sizes import CHUNK_BYTES
 from highwater.train.data import Document, pack
-from highwater.train.step import Training, backward_of
+from highwater.train.step import backward_of
 
 aten: Any = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)
@@ -140,30 +139,3 @@ def test_the_host_waits_for_no_number_of_a_micro_batch(
         backward_of(training, micro_batches)
     assert host.others > 100
     assert host.reads == []
-
-
-def trained(folder: Path, objective: Any) -> Training:
-    tiny = load_model("tiny").directory
-    config = json.loads(Path(tiny, "config.json").read_text()) | {"vocab_size": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
-
-    def model(loss: Any) -> Any:
-        return build(
-            read_config(str(folder), length_tokens=64, rope="auto"),
-            directory=str(folder),
-            mesh=mesh,
-            attention=register("flash"),
-            loss=loss,
-            recompute="layer",
-            compute_dtype=torch.float32,
-        )
-
-    policy = model(None if objective == "rw" else "chunked")
-    return Training(
-        policy=policy,
-        optimizer=torch.optim.SGD(policy.parameters()),
-        mesh=mesh,
-        objective=objective,
-        reference=model("chunked").requires_grad_(False) if objective in ("grpo", "dpo") else None,
-    )

@@ -178,10 +178,10 @@ class LocalRunner:
         """
         if spec.is_memory_only:
             return spec
-        stem = log_path.absolute().with_suffix("")
+        board = log_path.absolute().with_suffix(".tensorboard")
         files = StatisticsFiles(
-            path=f"{stem}.statistics.jsonl",
-            tensorboard_directory=f"{stem}.tensorboard" if self.tensorboard else None,
+            path=str(_statistics_path(log_path.absolute())),
+            tensorboard_directory=str(board) if self.tensorboard else None,
             logit_range=self.logit_range,
         )
         return msgspec.structs.replace(spec, statistics=files)
@@ -361,13 +361,17 @@ def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
     return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)
 
 
+def _statistics_path(log_path: Path) -> Path:
+    return log_path.with_suffix(".statistics.jsonl")
+
+
 def _free_log_path(wanted: Path) -> Path:
     """The path itself, or the first ``.attempt-N`` beside it that is free.
 
-    No log is ever overwritten.
+    No log is ever overwritten, nor the statistics of one that is gone.
     """
     path, attempt = wanted, 1
-    while path.exists():
+    while path.exists() or _statistics_path(path).exists():
         attempt += 1
         path = wanted.with_suffix(f".attempt-{attempt}.log")
     return path
