@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from combinatorial import Box, cover
-from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
+from cover_cases import ALONE, VOCABULARY, Case, Place, _ours, _plain_model, save_models, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -26,7 +26,7 @@ from highwater.models.loss import LogitRange
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
 from highwater.spec.quantities import Group
-from highwater.train.data import pack, shard
+from highwater.train import data
 from highwater.train.evaluation import evaluate
 from highwater.train.statistics import Statistics
 from highwater.train.step import train_step
@@ -39,7 +39,16 @@ from references.wide import float32_casts_lifted
 __all__ = ["save_models"]
 
 MICRO_BATCHES = 12
-"""Of the step on all data ranks together: 1, 2, 3 and 4 of them have as many each."""
+"""Of the step on all data ranks together: 1, 2, 3, 4 and 6 of them have as many each."""
+LAYOUTS = {
+    1: ("1",),
+    2: ("2", "2 ulysses 2", "2 ring 2", "2 copies 2"),
+    3: ("3", "3 ring 3"),
+    4: ("4", "4 ulysses 2", "4 ring 4", "4 ring 2 copies 2", "4 ulysses 2 ring 2"),
+    6: ("6", "6 ulysses 2", "6 ring 2", "6 ring 3", "6 ulysses 2 ring 3", "6 ring 3 copies 2"),
+    8: ("8 ulysses 2", "8 ring 4", "8 ulysses 2 ring 4", "8 ulysses 2 ring 2 copies 2"),
+}
+"""By processes: the degrees by which they share sequences, and the copies of the shards."""
 OBJECTIVES = ("sft", "grpo", "ppo", "dpo", "rw")
 TRAINED = ("everywhere", "in the last micro-batch")
 """Where the step trains: in the last micro-batch alone, most ranks have no valid token."""
@@ -53,11 +62,15 @@ class StatisticsCase:
     objective: str
     loss: str
     trained: str
-    ulysses: int
+    ranks: str
 
     @property
     def name(self) -> str:
-        return f"{self.objective}, {self.loss}, trained {self.trained}, ulysses {self.ulysses}"
+        return f"{self.objective}, {self.loss}, trained {self.trained}, ranks {self.ranks}"
+
+    @property
+    def layout(self) -> Layout:
+        return self.plain.layout
 
     @property
     def plain(self) -> Case:
@@ -65,6 +78,7 @@ class StatisticsCase:
         has_ratios = self.objective in ("grpo", "ppo")
         return Case(
             values={
+                "ranks": self.ranks,
                 "strategy": "fsdp2",
                 "offload": "no",
                 "recompute": "layer",
@@ -80,17 +94,16 @@ class StatisticsCase:
 
 def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
     """``all`` cases, or those in which every two values meet: ``pairs``."""
-    shares = [str(degree) for degree in (1, 2) if processes % degree == 0]
     boxes: list[Box] = [
         {"objective": OBJECTIVES[:-1], "loss": ("full", "chunked")},
         {"objective": ("rw",), "loss": ("full",)},
     ]
-    boxes = [{**box, "trained": TRAINED, "ulysses": shares} for box in boxes]
+    boxes = [{**box, "trained": TRAINED, "ranks": LAYOUTS[processes]} for box in boxes]
     every = [
         dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
     ]
     chosen = every if extent == "all" else cover(boxes, strength=2, seed=0)
-    return [StatisticsCase(**{**case, "ulysses": int(case["ulysses"])}) for case in chosen]
+    return [StatisticsCase(**case) for case in chosen]
 
 
 def main() -> None:
@@ -99,16 +112,14 @@ def main() -> None:
     device = torch.device("cpu")
     process_mesh.join(device)
     world = dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
-    groups = {
-        u: process_mesh.sequence_group(Layout(gpus=world, ulysses_degree=u), mesh)
-        for u in (1, 2)
-        if world % u == 0
-    }
+    places: dict[Layout, Place] = {}
+    for layout in dict.fromkeys(case.layout for case in cases_for(world, extent)):
+        mesh = process_mesh.shard_mesh(layout, device)
+        places[layout] = mesh, process_mesh.sequence_groups(layout, mesh)
     results: dict[str, Any] = {}
     for case in cases_for(world, extent):
         try:
-            own = run(case, weights, mesh, groups[case.ulysses])
+            own = run(case, weights, *places[case.layout])
             ranks: list[Any] = [None] * world
             dist.all_gather_object(ranks, own)
             results[case.name] = {"ranks": ranks}
@@ -122,26 +133,28 @@ def main() -> None:
 
 
 def run(
-    case: StatisticsCase, weights: Path, mesh: dist.DeviceMesh, group: dist.ProcessGroup | None
+    case: StatisticsCase,
+    weights: Path,
+    mesh: dist.DeviceMesh,
+    shared: process_mesh.SequenceGroups | None,
 ) -> dict[str, Any]:
     """What this rank exports of a step; and once more, with groups of its own."""
-    rank, data_ranks = dist.get_rank(), mesh.size() // case.ulysses
+    sharing, data_ranks = case.layout.context_degree, case.layout.data_parallel_degree
     own = [
-        shard(
-            pack([_ours(one) for one in documents(case.objective, case.trained, number)]),
-            ulysses_degree=case.ulysses,
-            rank=rank % case.ulysses,
+        data.share_of(
+            data.pack([_ours(one) for one in documents(case.objective, case.trained, number)]),
+            shared,
         )
-        for number in range(rank // case.ulysses, MICRO_BATCHES, data_ranks)
+        for number in range(dist.get_rank() // sharing, MICRO_BATCHES, data_ranks)
     ]
-    training = train(case.plain, weights, mesh, group)
+    training = train(case.plain, weights, mesh, shared)
     if isinstance(training.policy, LanguageModel):
         training.policy.logit_range = training.record.logit_range = LogitRange()
     evaluated = evaluate(training, own)
     loss, (norm, *_) = train_step(training, own)
     exported: list[dict[str, Any]] = []
     for groups in ({}, OVERRIDDEN):
-        statistics = Statistics(mesh, group, groups=groups)
+        statistics = Statistics(mesh, shared and shared.every, groups=groups)
         statistics.add("loss", float(loss))
         statistics.add("gradient_norm", float(norm))
         training.record.add_to(statistics, training.hyperparameters)
@@ -190,7 +203,7 @@ def expected(objective: str, trained: str, weights: Path) -> dict[str, float]:
     """Every number of the step, from documents that run alone through plain models."""
     step = [one for m in range(MICRO_BATCHES) for one in documents(objective, trained, m)]
     numbers = StatisticsCase(
-        objective=objective, loss="full", trained=trained, ulysses=1
+        objective=objective, loss="full", trained=trained, ranks="1"
     ).plain.numbers
     found: dict[str, float] = {
         "n_tokens": sum(len(one.ids) for one in step),

@@ -1,5 +1,5 @@
-"""Statistics and evaluations do not depend on the topology: 1, 2, 3 and 4 gloo processes, with and
-without Ulysses, on the same sequences, against plain PyTorch over a list of documents.
+"""Statistics and evaluations do not depend on the topology: 1 to 8 gloo processes, with Ulysses,
+rings and copies, on the same sequences, against plain PyTorch over a list of documents.
 """
 
 import json
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_groups import RankGroups
-from statistics_cases import cases_for, save_models
+from statistics_cases import LAYOUTS, cases_for, save_models
 
 TOLERANCE = 1e-10
 """Relative, or of 1 where a number is smaller: summation order alone differs, all is float64."""
@@ -38,9 +38,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        (2, "pairs"),
-        (3, "pairs"),
-        *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in (1, 2, 3, 4)),
+        *((processes, "pairs") for processes in (2, 4, 6)),
+        *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in LAYOUTS),
     ],
 )
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
@@ -53,7 +52,7 @@ def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)
     for case in cases_for(processes, extent):
-        _check_groups(results[case.name]["ranks"], case.ulysses)
+        _check_groups(results[case.name]["ranks"], case.layout.context_degree)
 
 
 def _deviations(of: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from highwater.attention.dense import register
+from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.layout import Layout
