@@ -5,7 +5,8 @@ parallelism, in one run.
 runs rank 0 of the two alone, on one GPU: every kernel and every allocation is there, what crosses
 a link is not, so that its losses mean nothing. Each case is a process of its own for each rank;
 ``two_ranks.json`` beside it gets a row as soon as it is measured, with what a trace predicted of
-it, by ``--predict`` (no GPU), before. ``--table`` only prints; ``--only`` names cases.
+it, by ``--predict`` (no GPU), before. ``--table`` only prints; ``--only`` names cases. Predicted is
+the fullest rank's, the last one; traced is rank 0's own.
 
 torch's: Hugging Face's model, FSDP2 over both ranks (float32, computed in bfloat16),
 ``context_parallel`` around cuDNN's attention, recomputation per layer, Liger's fused loss
@@ -138,18 +139,19 @@ def _spec(case: Case, folder: str) -> Any:
     Path(folder, "config.json").write_text(json.dumps(config))
     model = load_model(folder)
     degrees = {f"{case.shared_by}_degree": 2} if case.shared_by != "torch" else {}
+    layout = Layout(gpus=2, **degrees)
     return TrialSpec(
         model_name=case.model,
         model_directory=model.directory,
         config_digest=model.config_digest,
         device="cuda",
-        layout=Layout(gpus=2, **degrees),
+        layout=layout,
         settings=Settings(
             recompute=case.recompute,
             loss="chunked",
             allocator="expandable",
             accumulates=False,
-            token_budget_tokens=case.length_tokens,
+            token_budget_tokens=case.length_tokens // layout.context_degree,  # of one sequence
         ),
         length_tokens=case.length_tokens,
         micro_batches=1,
@@ -177,13 +179,40 @@ def _predicted(case: Case) -> dict[str, Any]:
             offload=False,
             exact=True,
         ).cells
+        last, first = (_traced_peak_bytes(spec, rank) for rank in (1, 0))
+    allocated_bytes = cell.replayed and cell.replayed.peak_allocated_bytes
     return {
         "formula_allocated_bytes": cell.footprint.allocated_bytes,
-        "allocated_bytes": cell.replayed and cell.replayed.peak_allocated_bytes,
+        "allocated_bytes": allocated_bytes,
+        "allocated_by_rank_0_bytes": allocated_bytes and allocated_bytes - last + first,
         "reserved_bytes": cell.replayed and cell.replayed.peak_reserved_bytes,
         "device_used_bytes": cell.device_used_bytes,
         "within_s": round(time.monotonic() - began, 1),
     }
+
+
+def _traced_peak_bytes(spec: Any, rank: int) -> int:
+    """What is alive at a rank's peak by its own trace; predictions are of the fullest rank."""
+    from highwater.spec.codec import from_json, to_json
+    from highwater.spec.events import Allocate, EventLog, Free, TraceOrder
+
+    with tempfile.TemporaryDirectory() as folder:
+        order, target = Path(folder, "order.json"), Path(folder, "events.json")
+        order.write_text(to_json(TraceOrder(spec=spec, rank=rank)))
+        words = ["-m", "highwater.tracer.tracer", str(order), str(target)]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run([sys.executable, *words], env=os.environ | hidden, check=True)
+        log = from_json(target.read_bytes(), EventLog)
+    sizes: dict[int, int] = {}
+    alive = most = 0
+    for event in log.events:
+        if isinstance(event, Allocate):
+            sizes[event.id] = event.bytes
+            alive += event.bytes
+            most = max(most, alive)
+        elif isinstance(event, Free):
+            alive -= sizes.pop(event.id)
+    return most
 
 
 def _report(case: Case) -> None:
@@ -337,7 +366,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     """One row a case."""
     head = (
         "| tokens | layers | shared by | recomputed | links | step s | to Ulysses | allocated GiB "
-        "| predicted | reserved GiB | predicted |\n|" + "---|" * 11 + "\n"
+        "| traced | predicted | reserved GiB | predicted |\n|" + "---|" * 12 + "\n"
     )
     lines: list[str] = []
     for row in rows.values():
@@ -355,11 +384,11 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             case.links,
             f"{seconds:.2f}" if seconds else measured.get("failed", "-"),
             f"{min(base[1:]) / seconds:.3f}" if seconds and base else "-",
-            *(
-                _gib(each.get(name))
-                for name in ("allocated_bytes", "reserved_bytes")
-                for each in (measured, foretold)
-            ),
+            _gib(measured.get("allocated_bytes")),
+            _gib(foretold.get("allocated_by_rank_0_bytes")),
+            _gib(foretold.get("allocated_bytes")),
+            _gib(measured.get("reserved_bytes")),
+            _gib(foretold.get("reserved_bytes")),
         )
         lines.append(f"| {' | '.join(cells)} |\n")
     return head + "".join(lines)

@@ -4,15 +4,17 @@ import platform
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, object]:
     """Command, versions and GPU of this process."""
-    is_file = sys.argv[0].endswith(".py")
     found: dict[str, object] = {
-        "command": ["python", *(_module(sys.argv) if is_file else ("-m", *sys.argv))],
+        "command": ["python", *_words(sys.argv)],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -32,7 +34,15 @@ def environment() -> dict[str, object]:
     }
 
 
-def _module(argv: list[str]) -> list[str]:
-    """The arguments with a module's file as ``-m`` names it: no path of this machine is told."""
-    name = argv[0].rpartition("/highwater/")[2].removesuffix(".py").replace("/", ".")
-    return ["-m", f"highwater.{name}", *argv[1:]]
+def _words(argv: list[str]) -> list[str]:
+    """The arguments with a file as it is named from here, one of this package's as ``-m`` names it:
+    no path of this machine is told.
+    """
+    if not argv[0].endswith(".py"):
+        return ["-m", *argv]
+    file = Path(argv[0]).resolve()
+    if file.is_relative_to(_PACKAGE):
+        parts = file.relative_to(_PACKAGE.parent).with_suffix("").parts
+        return ["-m", ".".join(parts), *argv[1:]]
+    is_below = file.is_relative_to(Path.cwd())
+    return [str(file.relative_to(Path.cwd()) if is_below else file.name), *argv[1:]]
