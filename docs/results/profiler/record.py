@@ -1,206 +1,208 @@
-"""Records memory snapshots on a GPU, and what recording costs; ``highwater profile`` reads them.
+"""Records memory snapshots on a GPU, what was alive without any, and what recording costs.
 
-``python docs/results/profiler/record.py OUT`` (one GPU of 64 GiB or more that nobody uses, no
-network, some minutes). It writes into OUT:
+``python docs/results/profiler/record.py OUT`` wants one GPU of 64 GiB or more that nobody uses, 64
+GiB of host memory, no network, and less than ten minutes. A case that fails, or takes too long, is
+told and does not end the others. It writes ``OUT/record.json``, anew after each case, and snapshots
+of at most 15 MiB, which ``highwater profile`` reads:
 
-- ``trial/step_N/``: a trial of our engine that fits, 8,192 tokens of Qwen3-0.6B
-- ``out_of_memory/``: the same at 65,536 tokens under 20 GiB, with logits kept: it runs out
-- ``trainer/``: two steps of Hugging Face's Trainer with a small random model, recorded as anybody
-  would, with the stacks of C++
-- ``step_times.json``: a step without the layer watch, with it, and recorded, taking turns in one
-  process; ratios over the first
+- ``step_times``: steps without the layer watch, with it, recorded, and with it once more after the
+  recording; ratios over the first, within one process
+- ``fits``, ``runs_out``: trials that record, 8,192 tokens of Qwen3-0.6B and, with logits kept,
+  65,536 under 20 GiB (``fits/step_N/``, ``runs_out/step_0/``)
+- trials of many settings that run out, and say what was alive without any recording
+- ``loop``: anybody's loop, named by Megatron's coordinates (``loop/``)
+- ``trainer``: two steps of Hugging Face's Trainer, with the stacks of C++ (``trainer/``)
+- ``search``: a search whose first out of memory is repeated (``search/step_0/``)
+
+It prints for each trial how much of what was allocated has no name, and exits 1 where that is more
+than 5 % or a case failed.
 """
 
 import argparse
 import json
-import os
 import shutil
-import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
+from trials import (
+    FITS_TOKENS,
+    MODEL,
+    RUNS_OUT_TOKENS,
+    TRIAL_S,
+    Found,
+    run,
+    snapshot_row,
+    spec_of,
+    that_run_out,
+    trial_row,
+)
 
-from highwater.bench.environment import environment
-from highwater.run.local import LocalRunner
-from highwater.spec.layout import Layout
-from highwater.spec.model import load_model
-from highwater.spec.profiling import Profiling, SnapshotOrder
+import highwater
+from highwater.run.probe import busy_gpus, probe
+from highwater.spec.profiling import Profiling
 from highwater.spec.settings import Settings
-from highwater.spec.trial import TrialResult, TrialSpec
-from highwater.store.trial_snapshots import snapshot_folder
-from highwater.train.assemble import assemble
-from highwater.train.data import Batch
-from highwater.train.layer_watch import LayerWatch
-from highwater.train.memory_profiler import TrialProfiler
-from highwater.train.micro_batches import batches
-from highwater.train.rank_context import RankContext, take_context
-from highwater.train.step import train_step
-from highwater.units import GIB, MIB
+from highwater.spec.trial import TrialSpec
+from highwater.units import MIB, format_bytes
 
-MODEL = "Qwen3-0.6B"
-FITS_TOKENS, RUNS_OUT_TOKENS = 8192, 65_536
 ENTRIES = 30_000
 """Events of a step that are kept: one of 8,192 tokens has fewer."""
-TRAINER_ENTRIES = 6_000
-"""With the stacks of C++ each is several times as large."""
-ROUNDS = 12
 MOST_FILE_BYTES = 15 * MIB
+NAMELESS_SHARE = 0.05
+"""Part of what is allocated that may have no name."""
+RELEASE_S = 30
+"""Seconds for the driver to take a process's memory back."""
+IN_PROCESS_S = 200
+"""Seconds for a case that uses the GPU in a process of its own."""
+OTHERS = ("loop", "trainer")
+"""Programs of others: their categories are as good as the names of their functions."""
+Case = Callable[[], Found]
 
 
 def main() -> None:
-    """Record all of it; what is there already is left alone."""
+    """Run every case, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    out: Path = parser.parse_args().out
-    out.mkdir(parents=True)
-    profiling = Profiling(max_entries=ENTRIES)
-    # trials first: they want a GPU that no process uses
-    ended = {
-        "trial": trial(out / "trial", FITS_TOKENS, profiling),
-        "out_of_memory": trial(out / "out_of_memory", RUNS_OUT_TOKENS, profiling),
-    }
-    for name, result in ended.items():
-        print(name, result.outcome, result.reason)
-    trainer(out / "trainer")
-    (out / "step_times.json").write_text(json.dumps(step_times(), indent=1) + "\n")
-    for path in sorted(out.rglob("*.pickle")):
-        print(f"{path} {path.stat().st_size / MIB:.1f} MiB")
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise SystemExit(f"{path} is too large to keep: fewer entries")
+    parser.add_argument("out", type=Path, help="a new folder, or an empty one")
+    parser.add_argument("--limit-s", type=float, default=570, help="time for all of it")
+    arguments = parser.parse_args()
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + arguments.limit_s
+    found: dict[str, Found] = {}
+    for name, case in cases(out).items():
+        left_s = deadline - time.monotonic()
+        print(f"== {name}, {left_s:.0f} s left", flush=True)
+        found[name] = attempt(case) if left_s > TRIAL_S / 4 else {"error": "no time was left"}
+        (out / "record.json").write_text(json.dumps(found, indent=1) + "\n")
+    problems = [*checks(found), *large_files(out)]
+    print("\n".join(problems) or "every case was recorded, and named within its bounds")
+    sys.exit(bool(problems))
 
 
-def spec_of(length_tokens: int) -> TrialSpec:
-    """A trial of the plainest settings, within 20 GiB."""
-    model = load_model(MODEL)
-    return TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(),
-        length_tokens=length_tokens,
-        memory_budget_bytes=20 * GIB,
-    )
-
-
-def trial(target: Path, length_tokens: int, profiling: Profiling) -> TrialResult:
-    """Run a trial that records; its snapshots, and its result beside them."""
-    with tempfile.TemporaryDirectory() as folder:
-        runner = LocalRunner(log_directory=Path(folder), timeout_s=400, profiling=profiling)
-        result = runner.run(spec_of(length_tokens))
-        shutil.copytree(snapshot_folder(Path(str(result.log_path))), target)
-    target.joinpath("result.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(result, log_path=None)))
-    )
-    return result
-
-
-def trainer(target: Path) -> None:
-    """Two steps of Hugging Face's Trainer, which needs accelerate."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
-
-    target.mkdir()
-    config = Qwen3Config(
-        vocab_size=32_000,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-    )
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(32_000, (8, 1024)).tolist()]
-    torch.cuda.memory._record_memory_history(max_entries=TRAINER_ENTRIES)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=2,
-            per_device_train_batch_size=4,
-            bf16=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        Trainer(Qwen3ForCausalLM(config), arguments, train_dataset=rows).train()
-    torch.cuda.memory._dump_snapshot(str(target / "snapshot_rank00.pickle"))
-    torch.cuda.memory._record_memory_history(None)
-    torch.cuda.empty_cache()
-
-
-def step_times() -> dict[str, object]:
-    """Seconds of each step of three ways to run the same training, which take turns."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    spec = msgspec.structs.replace(spec_of(FITS_TOKENS), memory_budget_bytes=None)
-    context = take_context(spec)
-    watch = LayerWatch()
-    steps = {
-        "without": step_of(spec, context, None, None),
-        "off": step_of(spec, context, watch, None),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        times: dict[str, list[float]] = {name: [] for name in (*steps, "on")}
-        for step in steps.values():
-            step()
-        for _ in range(ROUNDS):
-            for name, step in steps.items():
-                times[name].append(step())
-        # last, because a recorder that was there once is no longer nothing
-        order = SnapshotOrder(
-            directory=folder,
-            profiling=Profiling(profile_steps=tuple(range(ROUNDS)), max_entries=ENTRIES),
-        )
-        profiler = TrialProfiler(order, rank=0, place="d0r0u0")
-        on = step_of(spec, context, LayerWatch(profiler.enter), profiler)
-        on()
-        times["on"] = [on() for _ in range(ROUNDS - 1)]
-    medians = {name: statistics.median(values) for name, values in times.items()}
+def cases(out: Path) -> dict[str, Case]:
+    """The cases by name; those that may be missed come last."""
+    kept = Settings()
     return {
-        "environment": environment(),
-        "model": MODEL,
-        "length_tokens": FITS_TOKENS,
-        "step_times_s": times,
-        "ratio_over_without": {name: each / medians["without"] for name, each in medians.items()},
+        "step_times": partial(in_process, "step_times", out),
+        "fits": partial(recorded, out / "fits", spec_of(FITS_TOKENS, kept)),
+        "runs_out": partial(recorded, out / "runs_out", spec_of(RUNS_OUT_TOKENS, kept)),
+        "loop": partial(in_process, "loop", out),
+        "trainer": partial(in_process, "trainer", out),
+        "search": partial(search, out / "search"),
+        **{name: partial(unrecorded, spec) for name, spec in that_run_out()},
     }
 
 
-def step_of(
-    spec: TrialSpec, context: RankContext, watch: LayerWatch | None, profiler: TrialProfiler | None
-) -> Callable[[], float]:
-    """A training of its own, of which a call runs one step; its seconds, without what is written
-    after it.
-    """
-    training = assemble(spec, context)
-    if watch is not None:
-        for model, _ in training.trained:
-            watch.follow(model.layers)
-    enter = watch.enter if watch is not None else lambda _: None
-    source = batches(
-        spec,
-        vocab_size=training.policy.causal_lm.config.vocab_size,
-        data_rank=0,
-        window_tokens=None,
-    )
-    micro: Sequence[Batch] = [context.share_of(next(source)) for _ in range(spec.micro_batches)]
-    done = 0
+def attempt(case: Case) -> Found:
+    """What a case found, or why it found nothing."""
+    began = time.monotonic()
+    try:
+        await_free_gpu()
+        found = case()
+    except Exception as error:  # noqa: BLE001 -- the others are run all the same
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return {"took_s": round(time.monotonic() - began, 1), **found}
 
-    def step() -> float:
-        nonlocal done
-        with profiler.step(done) if profiler is not None else nullcontext():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            float(train_step(training, micro, enter=enter)[0])
-            torch.cuda.synchronize()
-            took_s = time.perf_counter() - began
-        done += 1
-        return took_s
 
-    return step
+def await_free_gpu() -> None:
+    """Wait until the driver has taken back what the case before had."""
+    deadline = time.monotonic() + RELEASE_S
+    while busy_gpus(probe().gpus) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def recorded(target: Path, spec: TrialSpec) -> Found:
+    """Run a trial that records; what its snapshots say, and it besides."""
+    result = run(spec, target, Profiling(max_entries=ENTRIES))
+    return {**trial_row(spec, result), **snapshots_in(target)}
+
+
+def unrecorded(spec: TrialSpec) -> Found:
+    """Run a trial that records nothing and runs out."""
+    row = trial_row(spec, run(spec))
+    print(row.get("line", row["outcome"]), flush=True)
+    return row if "line" in row else {"error": f"it ended as {row['outcome']}", **row}
+
+
+def in_process(name: str, out: Path) -> Found:
+    """Run a case of ``in_process.py``."""
+    script, told = Path(__file__).with_name("in_process.py"), out / f"{name}.json"
+    command = [sys.executable, str(script), name, str(out)]
+    code = subprocess.run(command, check=False, timeout=IN_PROCESS_S).returncode
+    if code:
+        raise RuntimeError(f"its process ended with status {code}")
+    found: Found = json.loads(told.read_text())
+    told.unlink()
+    return found
+
+
+def search(target: Path) -> Found:
+    """A search of two lengths, whose first out of memory is repeated."""
+    with tempfile.TemporaryDirectory() as folder:
+        study = highwater.find(
+            MODEL,
+            gpus=[1],
+            memory="20GiB",
+            loss="full",
+            allocator="native",
+            start_length="48k",
+            max_length="64k",
+            resolution="16k",
+            log_dir=folder,
+        )
+        launches = len(list(Path(folder).rglob("model_len-*.log")))
+        for path in Path(folder).rglob("memory_snapshots/*/*.pickle"):
+            (target / path.parent.name).mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target / path.parent.name)
+    return {
+        "trials": study.finished_trials,
+        "launches": launches,
+        "notes": [note.replace(folder, "LOG") for note in study.notes],
+        "answers": msgspec.to_builtins(study.answers),
+        **snapshots_in(target),
+    }
+
+
+def snapshots_in(target: Path) -> Found:
+    """What the snapshots below a folder say, by their step."""
+    paths = sorted(target.rglob("*.pickle"))
+    return {"snapshots": {path.parent.name: snapshot_row(path) for path in paths}}
+
+
+def checks(found: Mapping[str, Found]) -> Iterator[str]:
+    """Print what has no name, and the ratios; yield what is not as it has to be."""
+    for case, told in found.items():
+        if "error" in told:
+            yield f"{case}: {told['error']}"
+        if told.get("snapshots") == {}:
+            yield f"{case}: there is no snapshot"
+        snapshots = told.get("snapshots", {}).items()
+        rows = {case: told, **{f"{case}, {step}": row for step, row in snapshots}}
+        for name, row in rows.items():
+            share = row.get("unattributed_share")
+            if share is not None:
+                whole = format_bytes(row["allocated_bytes"])
+                print(f"{name}: {share:.2%} of {whole} has no name")
+                if share > NAMELESS_SHARE and case not in OTHERS:
+                    yield f"{name}: {share:.2%} of {whole} has no name"
+        for name, ratio in told.get("ratio_over_without", {}).items():
+            print(f"step time, {name}: {ratio:.4f} of the step without")
+
+
+def large_files(out: Path) -> Iterator[str]:
+    """Print the sizes of snapshots; yield those that are too large to keep."""
+    for path in sorted(out.rglob("*.pickle")):
+        size = path.stat().st_size
+        print(f"{path.relative_to(out)}: {format_bytes(size)}")
+        if size > MOST_FILE_BYTES:
+            yield f"{path.relative_to(out)} is too large to keep: fewer entries"
 
 
 if __name__ == "__main__":
