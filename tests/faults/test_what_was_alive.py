@@ -4,9 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from processes import marked
 
 import highwater
+from highwater.api import prepare_trial
+from highwater.spec.profiling import Profiling
+from highwater.spec.request import request_from
 from highwater.spec.trial import Outcome, TrialResult
+from highwater.store.trial_snapshots import snapshot_lines
 
 pytestmark = pytest.mark.timeout(300)
 WORDS, WIDTH, TOKENS = 50_000, 64, 4096
@@ -75,3 +80,20 @@ def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None
     assert rank.failure.alive is not None
     assert (rank.failure.alive.logits_bytes or 0) >= LOGITS_BYTES
     assert rank.failure.layer is None  # the loss is in no layer
+
+
+def test_a_rank_that_was_killed_is_named_among_those_without_a_snapshot(
+    mark: str, tiny: Path
+) -> None:
+    asked = {
+        "device": "cpu",
+        "memory": "1GiB",
+        "gpus": [2],
+        "data": "faulty_batches:killed_in_rank_1",
+        "log_dir": "logs",
+    }
+    spec = prepare_trial(request_from({"model": str(tiny), **asked}, keywords=True), 32)
+    result = highwater.run_trial(str(tiny), 32, **asked)
+    *_, ended = snapshot_lines(spec, result, Profiling(ranks=(1,)))
+    assert "rank 1 was ended" in ended
+    assert marked(mark) == []

@@ -12,6 +12,7 @@ TRIALS = (
     "test_strategies.py",
     "test_machine_constants.py",
     "test_traces.py",
+    "test_recorded_memory.py",
 )
 """All their tests launch trials, or other processes that want a GPU of their own."""
 

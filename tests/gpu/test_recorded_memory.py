@@ -1,7 +1,8 @@
-"""Snapshots of real trials and of anybody's loop, read by the profile: every rank's file is there,
-on out of memory too, and what was alive is named.
+"""Snapshots of real trials, read by the profile: every rank's file is there, on out of memory too,
+ranks that were killed are named, and what was alive is.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ UNATTRIBUTED_SHARE = 0.05
 PROFILING = Profiling(max_entries=50_000)
 
 
-def recorded(tmp_path: Path, length: int, *, loss: Loss = "full") -> tuple[TrialSpec, TrialResult]:
+def recorded(
+    tmp_path: Path, length: int, *, loss: Loss = "full", data: str | None = None
+) -> tuple[TrialSpec, TrialResult]:
     model = load_model("Qwen3-0.6B")
     spec = TrialSpec(
         model_name=model.name,
@@ -34,6 +37,7 @@ def recorded(tmp_path: Path, length: int, *, loss: Loss = "full") -> tuple[Trial
         settings=Settings(loss=loss),
         length_tokens=length,
         memory_budget_bytes=parse_bytes("20GiB"),
+        data=data,
     )
     runner = LocalRunner(log_directory=tmp_path, timeout_s=400, profiling=PROFILING)
     return spec, runner.run(spec)
@@ -82,27 +86,6 @@ def test_out_of_memory_leaves_a_snapshot_that_names_the_request_and_the_logits(
     check_names(profile)
 
 
-def test_anybodys_loop_leaves_a_snapshot_out_of_memory_or_not(tmp_path: Path) -> None:
-    import torch
-
-    from highwater import MemoryProfiler
-
-    weight = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
-    with MemoryProfiler(tmp_path / "one") as profiler:
-        profiler.enter("forward")
-        loss = (torch.ones(1024, 1024, device="cuda") @ weight).relu().sum()
-        profiler.enter("backward")
-        loss.backward()
-    profile = memory_profile(profiler.path)
-    assert profile.rank == 0
-    assert profile.allocated_bytes >= 3 * weight.nbytes
-    failing = MemoryProfiler(tmp_path / "two")
-    with pytest.raises(torch.OutOfMemoryError), failing:
-        torch.empty(1 << 50, device="cuda")
-    failed = memory_profile(failing.path)
-    assert (failed.moment, failed.requested_bytes) == ("out of memory", 1 << 50)
-
-
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_out_of_memory_says_what_was_alive_without_any_profiling(
     tmp_path: Path, loss: Loss
@@ -132,6 +115,30 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(
     assert alive.fragmented_bytes is not None
     assert (alive.largest_free_bytes or 0) <= alive.fragmented_bytes
     assert request_line(result, spec.settings)
+
+
+KILLED_IN_THE_SECOND_STEP = """
+import os, signal
+
+def batches(*, length_tokens, **_):
+    for _ in range(2):
+        yield [list(range(length_tokens))]
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed_batches.py").write_text(KILLED_IN_THE_SECOND_STEP)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    spec, result = recorded(tmp_path, 1024, data="killed_batches:batches")
+    assert result.outcome is Outcome.CRASHED, result.reason
+    assert "SIGKILL" in result.reason
+    first, ended = snapshot_lines(spec, result, PROFILING)
+    assert "1 of 1 ranks" in first
+    assert "step_0" in first
+    assert "rank 0 was ended" in ended
 
 
 def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(

@@ -20,7 +20,7 @@ from highwater.spec.model import load_model
 from highwater.spec.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines
 
 MODEL = load_model("Qwen3-0.6B")
@@ -107,7 +107,8 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
 
 def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
     log = tmp_path / "model_len-4096.attempt-2.log"
-    result = TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="", log_path=str(log))
+    reports = (RankReport(rank=0), RankReport(rank=1))
+    result = TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="", ranks=reports, log_path=str(log))
     (none,) = snapshot_lines(SPEC, result, Profiling())
     assert "none" in none
     for part, ranks in (("step_0", (0, 1)), ("step_1", (1,))):
@@ -121,3 +122,7 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
     assert second.endswith("none of rank 0")
     assert len(list(snapshot_lines(SPEC, result, Profiling(ranks=(1,))))) == 2
     assert "none" not in "".join(snapshot_lines(SPEC, result, Profiling(ranks=(1,))))
+    without = msgspec.structs.replace(result, ranks=reports[:1])
+    *_, ended = snapshot_lines(SPEC, without, Profiling())
+    assert "rank 1 was ended" in ended
+    assert len(list(snapshot_lines(SPEC, without, Profiling(ranks=(0,))))) == 2

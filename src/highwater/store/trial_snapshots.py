@@ -1,6 +1,6 @@
 """Snapshots of a trial's memory: where they lie, and which ranks left none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from highwater.spec.profiling import Profiling, coordinates, snapshot_name
@@ -25,13 +25,15 @@ def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
     """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
-    those that did not: they were ended, or failed, before they could.
+    those that did not; and by name the ranks that were ended, by a signal or because another had
+    failed, before they could write one of where they were.
     """
     if result.log_path is None:
         return
     folder = snapshot_folder(Path(result.log_path))
     ranks = [rank for rank in range(spec.layout.gpus) if profiling.records(rank)]
     parts = sorted(part for part in folder.glob("*") if part.is_dir())
+    ended = sorted({*ranks} - {rank.rank for rank in result.ranks})
     if not parts:
         yield f"memory snapshots: none below {folder}, no rank came so far"
     for part in parts:
@@ -43,3 +45,13 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
         yield f"memory snapshots: {len(ranks) - len(silent)} of {len(ranks)} ranks in {part}" + (
             f"; none of rank {', '.join(map(str, silent))}" if silent else ""
         )
+    if ended:
+        yield (
+            f"memory snapshots: {_named(ended)} ended, before a snapshot of where that was could "
+            f"be written"
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    several = len(ranks) > 1
+    return f"rank{'s' * several} {', '.join(map(str, ranks))} {'were' if several else 'was'}"
