@@ -114,7 +114,7 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(
     assert alive.requested_bytes
     assert alive.fragmented_bytes is not None
     assert (alive.largest_free_bytes or 0) <= alive.fragmented_bytes
-    assert request_line(result, spec.settings)
+    assert request_line(result, spec.settings, spec.layout)
 
 
 KILLED_IN_THE_SECOND_STEP = """

@@ -1,9 +1,12 @@
 """The line of a trial that ran out of memory: from what a rank reported to the setting to try."""
 
+import re
+
 import msgspec
 import pytest
 from studies import HOSTILE, QUESTION, report_of, study_of, trial
 
+from highwater.cli.grammar import parse
 from highwater.memory.snapshot.advice import ADVICE
 from highwater.memory.snapshot.attribution import CATEGORIES
 from highwater.pages.profile.profile_tables import WORDS
@@ -11,6 +14,7 @@ from highwater.pages.study.failed_request import alive_rows, request_line, setti
 from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
+from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.study import CellAnswer
 from highwater.spec.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
@@ -31,6 +35,7 @@ LOGITS = AliveMemory(
     requested_by="highwater/models/loss.py:90 forward",
     device_free_bytes=0,
 )
+MICRO_BATCH = "one-micro-batch"
 VANILLA = Settings(loss="full", allocator="native")
 
 
@@ -49,13 +54,15 @@ def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
 
 
 def test_a_line_says_where_what_how_much_and_what_to_try() -> None:
-    line = request_line(result_of(LOGITS, layer=27), VANILLA)
+    line = request_line(result_of(LOGITS, layer=27), VANILLA, Layout())
     assert line == (
         "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
         "1.00 GiB fragmented → chunked loss"
     )
-    assert request_line(result_of(None), VANILLA) is None
-    assert list(alive_rows(result_of(LOGITS))) == ["alive on rank 1"]
+    assert request_line(result_of(None), VANILLA, Layout()) is None
+    assert list(alive_rows(result_of(LOGITS), Layout(gpus=2, ring_degree=2))) == [
+        "alive on rank 1, d0r1u0"
+    ]
 
 
 def changed(**sizes: int) -> AliveMemory:
@@ -86,6 +93,12 @@ def changed(**sizes: int) -> AliveMemory:
         (changed(activations_bytes=9 * GIB), Settings(recompute="layer"), "context parallel"),
         (changed(optimizer_states_bytes=9 * GIB), VANILLA, "offload"),
         (changed(optimizer_states_bytes=9 * GIB), Settings(offload=True), None),
+        (changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB), VANILLA, MICRO_BATCH),
+        (
+            changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB),
+            Settings(accumulates=False),
+            "offload",
+        ),
         (changed(communication_bytes=9 * GIB), VANILLA, "smaller buckets"),
         (changed(unattributed_bytes=9 * GIB), VANILLA, None),
         (changed(), VANILLA, None),
@@ -94,8 +107,31 @@ def changed(**sizes: int) -> AliveMemory:
 def test_the_setting_to_try_is_one_that_is_not_there_yet(
     alive: AliveMemory, settings: Settings, setting: str | None
 ) -> None:
-    assert setting_of(alive, settings) == setting
+    assert setting_of(alive, settings, Layout()) == setting
     assert setting is None or setting in ADVICE
+
+
+def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first() -> None:
+    states = changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB)
+    layout = Layout(gpus=4, replicate_degree=2)
+    assert setting_of(states, VANILLA, layout) == "fewer copies"
+    assert setting_of(changed(activations_bytes=9 * GIB), VANILLA, layout) == "context parallel"
+
+
+def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted() -> None:
+    counted = {"parameters_bytes": GIB, "gradients_bytes": GIB, "optimizer_states_bytes": 2 * GIB}
+    assert setting_of(AliveMemory(**counted), VANILLA, Layout(gpus=2, replicate_degree=2)) is None
+    asked = {"requested_bytes": 4 * GIB, "requested_by": LOGITS.requested_by}
+    assert setting_of(AliveMemory(**counted, **asked), VANILLA, Layout()) == "chunked loss"
+
+
+def test_whatever_is_advised_can_be_typed() -> None:
+    asked = {words for text in ADVICE.values() for words in re.findall(r"--[a-z-]+(?: \w+)?", text)}
+    assert len(asked) >= len(ADVICE)
+    for words in asked - {"--offload"}:
+        flag, value = words.split()
+        assert parse(["find", "Qwen3-0.6B", flag, value]).model == "Qwen3-0.6B"
+    assert parse(["find", "Qwen3-0.6B", "--offload"]).offload
 
 
 def test_every_category_has_its_words() -> None:

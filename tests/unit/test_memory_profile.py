@@ -20,7 +20,7 @@ from highwater.memory.trace.timeline import timeline
 from highwater.pages.profile.profile_page import profile_page
 from highwater.pages.profile.profile_tables import advice, answer, category_table
 from highwater.spec.events import Allocate, Enter, EventLog, Free
-from highwater.units import MIB
+from highwater.units import MIB, format_bytes
 
 DATA = Path(__file__).parents[1] / "data"
 sys.path.insert(0, str(DATA))
@@ -182,6 +182,16 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path:
     assert profile.allocated_bytes == replayed.peak_allocated_bytes
     assert sizes(profile) == {"parameters": 100, "activations": 40, "logits": 60}
     assert profile.places[2].place == "model.layers.* aten.add.Tensor"
+    measured = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
+    beside = category_table([profile, measured])
+    predicted_logits, measured_logits = (each.bytes_of("logits") for each in (profile, measured))
+    row = next(row for row in beside.rows if row[0].startswith("logits"))
+    assert row[1:] == (
+        format_bytes(predicted_logits),
+        format_bytes(measured_logits),
+        f"+{format_bytes(measured_logits - predicted_logits)}",
+    )
+    assert len(Page(profile_page([profile, measured])).all("svg")) >= 4
 
 
 def test_the_rules_for_this_engine_name_files_and_functions_that_are_there() -> None:

@@ -97,7 +97,7 @@ def trial_row(spec: TrialSpec, result: TrialResult) -> Found:
     sizes = sizes_of(alive)
     return {
         **row,
-        "line": request_line(result, spec.settings),
+        "line": request_line(result, spec.settings, spec.layout),
         "by_category_bytes": sizes,
         "is_whole": sum(sizes.values()) == alive.allocated_bytes,
         **_nameless(sizes["unattributed"], alive.allocated_bytes or 0),

@@ -235,7 +235,8 @@ class AliveMemory(Record, frozen=True, kw_only=True):
     gradients_bytes: int
     optimizer_states_bytes: int
     activations_bytes: int | None = None
-    """All that a pass had allocated besides: saved for its backward pass, or being computed."""
+    """All that a pass had allocated besides: saved for its backward pass, being computed, or keys
+    and values on their way around a ring."""
     logits_bytes: int | None = None
     """Blocks of logits that the loss was working on."""
     communication_bytes: int | None = None

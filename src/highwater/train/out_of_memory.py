@@ -8,7 +8,7 @@ from the loss's frames, which hold the logits.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType, TracebackType
@@ -162,8 +162,8 @@ class OutOfMemoryWatch:
                 if block["state"] == "inactive"
             )
             training = self._training
-            gradients = chain(
-                _weight_gradients(frames), () if training is None else _gradients(training)
+            gradients = self._storages(
+                chain(_weight_gradients(frames), () if training is None else _gradients(training))
             )
             self._moment = _Moment(
                 requested_bytes=requested,
@@ -173,8 +173,8 @@ class OutOfMemoryWatch:
                 reserved_bytes=stats["reserved_bytes.all.current"],
                 largest_free_bytes=max(blocks, default=0),
                 logits_bytes=self._bytes(self._logits(frames)),
-                gradients_bytes=max(self._gradients_bytes, self._bytes(gradients)),
-                communication_bytes=0 if training is None else self._gathered_bytes(training),
+                gradients_bytes=max(self._gradients_bytes, sum(gradients.values())),
+                communication_bytes=self._gathered_bytes(besides=gradients),
                 phase=self._where.phase,
                 layer=self._where.layer,
             )
@@ -200,10 +200,15 @@ class OutOfMemoryWatch:
                     ):
                         yield found
 
-    def _gathered_bytes(self, training: Training) -> int:
-        """Bytes of what FSDP holds besides; a rank alone may use its shard as what is gathered."""
-        found = self._storages(_gathered(training))
-        return sum(size for place, size in found.items() if place not in self._lasting)
+    def _gathered_bytes(self, *, besides: Collection[int]) -> int:
+        """Bytes of what FSDP holds besides; a rank alone may use its shard as what is gathered, and
+        what copies reduced becomes a gradient.
+        """
+        if self._training is None:
+            return 0
+        found = self._storages(_gathered(self._training))
+        counted = {*self._lasting, *besides}
+        return sum(size for place, size in found.items() if place not in counted)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of tensors that are on the device; of storage that they share once."""
@@ -253,6 +258,9 @@ def _gathered(training: Training) -> Iterator[Tensor]:
             if isinstance(module, FSDPModule):
                 for group in _groups(module):
                     yield from _tensors_in(group._all_gather_result)
+                    # between copies, where there are any
+                    yield from _tensors_in(getattr(group, "_partial_reduce_output", None))
+                    yield from _tensors_in(getattr(group, "_all_reduce_state", None))
                     yield from _tensors_in(getattr(group.comm_ctx, "all_gather_state", None))
                     yield from _tensors_in(getattr(group.comm_ctx, "reduce_scatter_state", None))
                     yield from _tensors_in(getattr(group.comm_ctx, "reduce_scatter_states", None))

@@ -10,6 +10,8 @@ Advice = Literal[
     "chunked loss",
     "recompute",
     "context parallel",
+    "fewer copies",
+    "one-micro-batch",
     "offload",
     "smaller buckets",
 ]
@@ -21,8 +23,12 @@ ADVICE: Mapping[Advice, str] = {
     "goes in chunks",
     "recompute": "activations are kept for the backward pass: `--recompute layer`, or gradient "
     "checkpointing in each layer",
-    "context parallel": "activations of one sequence are most of it: `--ulysses 2`, or more GPUs "
-    "for a sequence; a shorter one",
+    "context parallel": "activations of one sequence are most of it: `--ulysses 2`, where heads "
+    "do not divide `--ring 2`, or more GPUs for a sequence; a shorter one",
+    "fewer copies": "each copy has parameters, gradients and optimizer states: `--copies 1` shards "
+    "them over all GPUs",
+    "one-micro-batch": "gradients lie there from the start, for micro-batches to be added to: "
+    "`--micro-batches 1`",
     "offload": "parameters, gradients and optimizer states are most of it: more GPUs that shard "
     "them, or `--offload`",
     "smaller buckets": "buffers of collectives are most of it: fewer parameters gathered at once, "
@@ -33,6 +39,10 @@ _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4
 """Logits or buffers that are at least this part of all are what to begin with: both cost little
 speed to be rid of."""
+_MANY_GRADIENTS = 8
+"""Gradients that are at least this part of all are worth a step of one micro-batch."""
+NOT_IN_A_SNAPSHOT: tuple[Advice, ...] = ("fewer copies", "one-micro-batch")
+"""Settings of which a snapshot does not tell whether they are there already."""
 
 
 def advice_of(
@@ -50,12 +60,15 @@ def advice_of(
     total = sum(sizes.values())
     states = sum(sizes.get(each, 0) for each in _STATES)
     activations = sizes.get("activations", 0)
+    are_states = states * 2 >= total and states >= activations
     fits_in_pieces = requested_bytes is not None and (free_bytes or 0) >= requested_bytes > 0
     helps: dict[Advice, bool] = {
         "expandable segments": fits_in_pieces,
         "chunked loss": sizes.get("logits", 0) * _MOST_OF_IT >= total,
         "smaller buckets": sizes.get("communication", 0) * _MOST_OF_IT >= total,
-        "offload": states * 2 >= total and states >= activations,
+        "fewer copies": are_states,
+        "one-micro-batch": are_states and sizes.get("gradients", 0) * _MANY_GRADIENTS >= total,
+        "offload": are_states,
         "recompute": activations * 2 >= total,
         "context parallel": activations * 2 >= total,
     }

@@ -4,7 +4,7 @@ of two profiles side by side.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from highwater.memory.snapshot.advice import ADVICE, Advice, advice_of
+from highwater.memory.snapshot.advice import ADVICE, NOT_IN_A_SNAPSHOT, Advice, advice_of
 from highwater.memory.snapshot.attribution import CATEGORIES, Category
 from highwater.memory.snapshot.memory_profile import InStack, MemoryProfile
 from highwater.pages.text import plain
@@ -128,7 +128,7 @@ def advice(profile: MemoryProfile) -> Advice | None:
         {each.category: each.bytes for each in profile.categories},
         requested_bytes=profile.requested_bytes,
         free_bytes=profile.free_bytes,
-        tried=["expandable segments"] if is_expandable else [],
+        tried=[*NOT_IN_A_SNAPSHOT, *(["expandable segments"] if is_expandable else [])],
     )
 
 

@@ -10,6 +10,8 @@ from highwater.memory.snapshot.attribution import Category, category_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.pages.profile.profile_tables import WORDS
 from highwater.pages.text import plain
+from highwater.spec.layout import Layout
+from highwater.spec.profiling import coordinates
 from highwater.spec.settings import Settings
 from highwater.spec.trial import AliveMemory, Failure, TrialResult
 from highwater.units import format_bytes
@@ -21,7 +23,7 @@ _LEAST_FRAGMENTED = 50
 """Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
 
 
-def request_line(result: TrialResult, settings: Settings) -> str | None:
+def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
     """``backward of layer 27: no room for 4.60 GiB of logits; ...``, of the rank that ran out
     first; None where none did, or where nobody knows what was alive.
     """
@@ -39,21 +41,25 @@ def request_line(result: TrialResult, settings: Settings) -> str | None:
     fragmented = alive.fragmented_bytes
     if fragmented is not None and fragmented * _LEAST_FRAGMENTED > (alive.reserved_bytes or 0):
         told.append(f"{format_bytes(fragmented)} fragmented")
-    advice = setting_of(alive, settings)
+    advice = setting_of(alive, settings, layout)
     return f"{_where(failure)}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
 
 
-def setting_of(alive: AliveMemory, settings: Settings) -> Advice | None:
-    """The setting to try first that these settings do not have already."""
+def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice | None:
+    """The setting to try first that is not there already."""
     sizes = sizes_of(alive)
     asked = _category(alive.requested_by)
     if asked is not None:
         sizes[asked] += max(0, alive.requested_bytes or 0)
+    # on the CPU states are all that is counted, and would always be most of it
+    is_whole = alive.allocated_bytes is not None
     has: dict[Advice, bool] = {
         "expandable segments": settings.allocator == "expandable",
         "chunked loss": settings.loss == "chunked",
         "recompute": settings.recompute != "none",
-        "offload": settings.offload,
+        "fewer copies": not is_whole or layout.replicate_degree == 1,
+        "one-micro-batch": not is_whole or not settings.keeps_gradients,
+        "offload": not is_whole or settings.offload,
     }
     return advice_of(
         sizes,
@@ -76,8 +82,8 @@ def sizes_of(alive: AliveMemory) -> dict[Category, int]:
     }
 
 
-def alive_rows(result: TrialResult) -> Mapping[str, str]:
-    """What each rank that ran out had allocated, by the rank's name."""
+def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
+    """What each rank that ran out had allocated, by the rank and its place in the mesh."""
     rows: dict[str, str] = {}
     for rank in result.ranks:
         alive = None if rank.failure is None else rank.failure.alive
@@ -89,7 +95,8 @@ def alive_rows(result: TrialResult) -> Mapping[str, str]:
             ]
             if alive.fragmented_bytes is not None:
                 parts.append(f"fragmented {format_bytes(alive.fragmented_bytes)}")
-            rows[f"alive on rank {rank.rank}"] = ", ".join(parts)
+            place = f", {coordinates(layout, rank.rank)}" if layout.gpus > 1 else ""
+            rows[f"alive on rank {rank.rank}{place}"] = ", ".join(parts)
     return rows
 
 

@@ -370,7 +370,7 @@ def _failures(
             rank=None if first is None else first.rank,
             phase=None if failure is None else failure.phase,
             text=result.reason if failure is None else failure.text,
-            out_of_memory=request_line(result, recorded.spec.settings),
+            out_of_memory=request_line(result, recorded.spec.settings, recorded.spec.layout),
             log_path=result.log_path,
             log=LogEnd(lines=tuple(map(without_secrets, log.lines)), reason=log.reason),
         )

@@ -95,15 +95,16 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
 
 def _out_of_memory(spec: TrialSpec, result: TrialResult) -> tuple[tuple[str, str], ...]:
     """Rows of a trial that ran out: what was asked for, what was alive, what to try."""
-    line = request_line(result, spec.settings)
-    return () if line is None else (("out of memory", line), *alive_rows(result).items())
+    line = request_line(result, spec.settings, spec.layout)
+    rows = alive_rows(result, spec.layout)
+    return () if line is None else (("out of memory", line), *rows.items())
 
 
 def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
     """Why the shortest length that did not fit ran out, as the last trial of it says."""
     for trial in reversed(study.trials_of(answer.cell)):
         if trial.result is not None and trial.spec.length_tokens == answer.does_not_fit_tokens:
-            line = request_line(trial.result, answer.cell.settings)
+            line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
             if line is not None:
                 yield f"{format_tokens(trial.spec.length_tokens)} tokens, {line}"
                 return
