@@ -1,0 +1,18 @@
+"""The profile of a real snapshot: two steps of Hugging Face's Trainer, recorded on an H200."""
+
+from pathlib import Path
+
+import pytest
+
+from highwater.memory.snapshot.memory_profile import memory_profile
+
+RECORDED = Path(__file__).parents[2] / "docs/results/profiler/trainer/snapshot_rank00.pickle"
+
+
+def test_a_snapshot_of_hugging_faces_trainer_has_a_name_for_what_was_alive() -> None:
+    profile = memory_profile(RECORDED)
+    parameters = 4 * (32_000 * 512 * 2 + 4 * (512 * 512 * 3 + 3 * 512 * 1536))
+    assert profile.bytes_of("unattributed") <= 0.05 * profile.allocated_bytes
+    assert profile.bytes_of("parameters") == pytest.approx(parameters, rel=0.02)
+    assert profile.bytes_of("optimizer_states") == pytest.approx(2 * parameters, rel=0.02)
+    assert profile.bytes_of("logits") >= 4 * 4 * 1024 * 32_000
