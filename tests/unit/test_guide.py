@@ -311,6 +311,21 @@ def test_predicted_measured_and_published_stand_in_tables_of_their_own() -> None
     assert headings == ["published", "measured", "predicted"]
 
 
+def test_a_ring_is_predicted_where_it_is_named_and_explained_where_it_occurs() -> None:
+    asked = {"predict": ["Qwen3-8B"], "gpus": ["6xH200-141GB"]}
+    without, made = guide(**asked), guide(**asked, ulysses=[2], ring=[1, 3])
+    degrees = {
+        (each.cell.layout.ulysses_degree, each.cell.layout.ring_degree)
+        for table in made.tables
+        for each in table.capacities
+    }
+    assert degrees == {(2, 1), (2, 3)}
+    assert "**ring=N**" in guide_markdown(made)
+    assert "ring=" not in guide_markdown(without)
+    with pytest.raises(UsageError, match="no model to predict"):
+        guide("a.csv", ring=[3])
+
+
 def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path) -> None:
     other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
     with pytest.raises(UsageError, match=r"a model Qwen3-0\.6B, .* two") as refused:

@@ -203,6 +203,9 @@ def _guide_flags(parser: Parser) -> None:
         type=int,
         help="what is predicted is of so many; 2: as `recommend` by default; default: as `predict`",
     )
+    for name, default in (("ulysses", "as `predict`"), ("ring", "no ring")):
+        text = f"what is predicted has these {name} degrees; default: {default}"
+        parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
     _output(parser, "a page (.html), or Markdown (.md); default: print it")
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 

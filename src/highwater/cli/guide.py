@@ -33,6 +33,8 @@ def guide(arguments: argparse.Namespace) -> int:
         trainer=arguments.trainer,
         gpu_memory=arguments.gpu_memory,
         sequences_per_micro_batch=arguments.sequences_per_micro_batch,
+        ulysses=arguments.ulysses,
+        ring=arguments.ring,
     )
     console.notes(made.notes)
     if output is not None:

@@ -68,6 +68,8 @@ def guide(
     trainer: Trainer = OURS,
     gpu_memory: str | int | None = None,
     sequences_per_micro_batch: int | None = None,
+    ulysses: Sequence[int] = (),
+    ring: Sequence[int] = (),
 ) -> Guide:
     """The simplest settings that fit each length, on every kind and number of GPUs.
 
@@ -75,9 +77,9 @@ def guide(
     ``highwater predict --json`` (``.json``). ``predict`` names models whose capacities are
     predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on this machine's.
     ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. It is
-    predicted of so many ``sequences_per_micro_batch``, None: as many as ``predict`` takes by
-    default. Raises HighwaterError for a source that cannot be read, and for what cannot be
-    predicted.
+    predicted of so many ``sequences_per_micro_batch``, and with these degrees of ``ulysses`` and
+    ``ring``; None, or none: as ``predict`` does by itself. Raises HighwaterError for a source that
+    cannot be read, and for what cannot be predicted.
     """
     if (gpus or gpu_memory is not None) and not predict:
         raise UsageError(
@@ -93,6 +95,11 @@ def guide(
             "sequences a micro-batch are named, and no model to predict",
             hint=f"for example `{_EXAMPLE}`",
         )
+    if (ulysses or ring) and not predict:
+        raise UsageError(
+            "ways to share a sequence are named, and no model to predict",
+            hint=f"for example `{_EXAMPLE}`",
+        )
     capacities: list[Capacity] = []
     notes: dict[str, None] = {}
     models: dict[str, _Known] = {}
@@ -100,6 +107,7 @@ def guide(
     settings: dict[str, Any] = {"trainer": trainer, "gpu_memory": gpu_memory}
     if sequences_per_micro_batch is not None:
         settings["sequences_per_micro_batch"] = sequences_per_micro_batch
+    settings |= {name: list(of) for name, of in (("ulysses", ulysses), ("ring", ring)) if of}
     for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
         _check_models(found.capacities, found.words, models)
         capacities += found.capacities

@@ -103,7 +103,7 @@ def words(guide: Guide) -> Iterator[str]:
     labels = {cell_label(each.cell) for table in guide.tables for each in table.capacities}
     used = {name for name in guide_text.WORDS if any(name in label for label in labels)}
     yield from (
-        f"**{name}**: {text}"
+        f"**{name}{'N' if name.endswith('=') else ''}**: {text}"
         for name, text in guide_text.WORDS.items()
         if name in used | guide_text.ALWAYS
     )

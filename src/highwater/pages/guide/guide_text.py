@@ -18,6 +18,10 @@ WORDS: Mapping[str, str] = {
     "says how much it is.",
     "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of "
     "GPUs.",
+    "ring=": "a ring: N GPUs, or groups of SP GPUs, share each sequence, passing keys and values "
+    "on; for more GPUs than the heads let share one.",
+    "copies": "HSDP: copies of what FSDP2 shards, for example one a node; each takes the states of "
+    "fewer GPUs.",
     "chunked": "`--loss chunked`: the loss never holds more than a chunk of the logits.",
     "entropy-saving": "`--entropy chunked`: the entropy is computed in chunks and recomputed in "
     "the backward pass.",
@@ -126,7 +130,8 @@ PRACTICES = (
     "that saves most.",
     "Past the native length use YaRN, with a factor of length / native length.",
     "When memory runs out, first `Env`, then a higher SP, and only then FSDP2 with CPU offload.",
-    "SP has to be a common divisor of the number of GPUs and of the model's attention heads.",
+    "SP has to be a common divisor of the number of GPUs and of the model's attention heads; a "
+    "ring has no such limit.",
     "Take more GPUs rather than fill the last one: a full GPU fails on the first step that is a "
     "little larger.",
 )
