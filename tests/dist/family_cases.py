@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"processes": 2, "strategy": "fsdp2"},
     "fsdp1 ulysses": {"processes": 2, "strategy": "fsdp", "ulysses": 2},
     "offload": {"processes": 2, "strategy": "fsdp2", "offload": True, "recompute": "layer"},
+    "ring": {"processes": 2, "strategy": "fsdp2", "ring": 2},
 }
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative: the order of summation alone differs."""
@@ -111,8 +112,7 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
     """Of loss, norm and the worst parameter's gradient; and where casts were lifted."""
-    ulysses = layout.get("ulysses", 1)
-    data_ranks = dist.get_world_size() // ulysses
+    data_ranks = _layout_of(layout).data_parallel_degree
     with Lifted() if dtype == "float64" else nullcontext() as lifted:
         ours = _ours(directory, getattr(torch, dtype), layout)
         everything = [documents(r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
@@ -147,13 +147,11 @@ def _ours(
     directory: Path, dtype: torch.dtype, layout: dict[str, Any]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
     """Loss, norm before clipping and every gradient, by the engine."""
-    device, rank, ulysses = torch.device("cpu"), dist.get_rank(), layout.get("ulysses", 1)
-    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    shared = process_mesh.sequence_groups(
-        Layout(gpus=dist.get_world_size(), ulysses_degree=ulysses), mesh
-    )
+    device, of_ranks = torch.device("cpu"), _layout_of(layout)
+    mesh = process_mesh.shard_mesh(of_ranks, device)
+    shared = process_mesh.sequence_groups(of_ranks, mesh)
     whole = [
-        pack([Document(*pair) for pair in documents(rank // ulysses, m)])
+        pack([Document(*p) for p in documents(dist.get_rank() // of_ranks.context_degree, m)])
         for m in range(MICRO_BATCHES)
     ]
     model = build(
@@ -176,6 +174,14 @@ def _ours(
         micro_batches,
     )
     return loss, norm, _whole(model, optimizer.gradients)
+
+
+def _layout_of(layout: dict[str, Any]) -> Layout:
+    return Layout(
+        gpus=dist.get_world_size(),
+        ulysses_degree=layout.get("ulysses", 1),
+        ring_degree=layout.get("ring", 1),
+    )
 
 
 def _theirs(
