@@ -22,6 +22,7 @@ TABLES = (
     ("speed/README.md", "speed/offload_step.py --table"),
     ("checkpoints/README.md", "checkpoints/saves.py --table"),
     ("context_parallel/README.md", "context_parallel/six_gpus.py --table"),
+    ("context_parallel/README.md", "context_parallel/topology.py --table"),
     ("context_parallel/README.md", "context_parallel/two_ranks.py --table"),
     ("h20/README.md", "h20/compare.py --table"),
     ("predict/README.md", "predict/traced.py --summary"),
