@@ -3,10 +3,12 @@ parallelism, in one run.
 
 ``python docs/results/context_parallel/two_ranks.py`` measures on two GPUs; ``--links left-out``
 runs rank 0 of the two alone, on one GPU: every kernel and every allocation is there, what crosses
-a link is not, so that its losses mean nothing. Each case is a process of its own for each rank;
-``two_ranks.json`` beside it gets a row as soon as it is measured, with what a trace predicted of
-it, by ``--predict`` (no GPU), before. ``--table`` only prints; ``--only`` names cases. Predicted is
-the fullest rank's, the last one; traced is rank 0's own.
+a link is not, so that its losses mean nothing. Each case is a process of its own for each rank.
+Those of one length live beside each other and take turns, since a GPU's clock falls as it warms: a
+case that ran after the others would look slower. In a turn one step is timed, after one that takes
+memory anew; then the others get it. ``two_ranks.json`` beside this file gets a row for each case,
+with what a trace predicted of it, by ``--predict`` (no GPU), before. ``--table`` only prints;
+``--only`` names cases. Predicted is the fullest rank's, the last one; traced is rank 0's own.
 
 torch's: Hugging Face's model, FSDP2 over both ranks (float32, computed in bfloat16),
 ``context_parallel`` around cuDNN's attention, recomputation per layer, Liger's fused loss
@@ -18,15 +20,20 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any, NamedTuple
 
 FILE = Path(__file__).with_suffix(".json")
 GIB = 1024**3
-STEPS = 3
-TIMEOUT_S = 400
+TURNS = 3
+TURN_S = 120
+"""Seconds that a turn may take at the most, or the building of a model."""
 LENGTHS = (32_768, 131_072, 262_144)
 
 
@@ -65,66 +72,123 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        _report(Case(*json.loads(arguments.run)))
+        _serve(Case(*json.loads(arguments.run)))
         return
     rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    for case in [] if arguments.table else _cases(arguments):
-        row = rows.setdefault(case.name, {"case": case._asdict()})
-        if arguments.predict and case.shared_by != "torch" and "predicted" not in row:
-            row["predicted"] = _predicted(case)
-        if not arguments.predict and "measured" not in row:
-            row["measured"] = _measured(case)
+    for length in () if arguments.table else arguments.lengths:
+        cases = _cases(arguments, length)
+        of_cases = [rows.setdefault(case.name, {"case": case._asdict()}) for case in cases]
+        if arguments.predict:
+            for case, row in zip(cases, of_cases, strict=True):
+                if case.shared_by != "torch":
+                    row["predicted"] = _predicted(case)
+        else:
+            for row, measured in zip(of_cases, _measured(cases), strict=True):
+                row["measured"] = measured
         FILE.write_text(json.dumps(rows, indent=1) + "\n")
-        print(json.dumps(row), flush=True)
     print(table(rows))
 
 
-def _cases(arguments: argparse.Namespace) -> list[Case]:
+def _cases(arguments: argparse.Namespace, length: int) -> list[Case]:
     kinds = [
         (shared_by, recompute)
         for recompute in ("layer", "all-but-attention")
         for shared_by in ("ulysses", "ring", "torch")
         if (shared_by, recompute) != ("torch", "all-but-attention")
     ]
-    cases = [
-        Case(arguments.model, arguments.layers, length, *kind, arguments.links)
-        for length in arguments.lengths
-        for kind in kinds
-    ]
+    model, layers, links = arguments.model, arguments.layers, arguments.links
+    cases = [Case(model, layers, length, *kind, links) for kind in kinds]
     words = arguments.only or [""]
     return [case for case in cases if any(word in case.name for word in words)]
 
 
-def _measured(case: Case) -> dict[str, Any]:
-    """What rank 0 prints, whose peer runs beside it where there are links."""
-    ranks = 2 if case.links == "there" else 1
-    with tempfile.TemporaryDirectory() as folder:
+def _measured(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What rank 0 of each case reports, or why it does not."""
+    with TemporaryDirectory() as folder:
+        contenders = [Contender(case, Path(folder, str(i))) for i, case in enumerate(cases)]
+        try:
+            for contender in contenders:
+                contender.await_model()
+            for _ in range(TURNS):
+                for contender in contenders:
+                    contender.take_turn()
+            return [contender.report() for contender in contenders]
+        finally:
+            for contender in contenders:
+                contender.end()
+
+
+class Contender:
+    """The processes of one case. One that fails is told, and does not end the others."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        """Start them; they build their models beside each other."""
+        folder.mkdir()
+        self._failed: str | None = None
         command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(case)]
         both = "expandable_segments:True"
         allocator = {"PYTORCH_ALLOC_CONF": both, "PYTORCH_CUDA_ALLOC_CONF": both}
-        store = {"HIGHWATER_STORE": str(Path(folder, "store")), "WORLD_SIZE": "2"}
-        processes = [
+        store = {"HIGHWATER_STORE": str(folder / "store"), "WORLD_SIZE": "2"}
+        self._errors = [
+            (folder / f"errors-{rank}").open("w+") for rank in range(1 + (case.links == "there"))
+        ]
+        self._ranks = [
             subprocess.Popen(
                 command,
                 env=os.environ | allocator | store | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 text=True,
             )
-            for rank in range(ranks)
+            for rank, errors in enumerate(self._errors)
         ]
+
+    def await_model(self) -> None:
+        """Wait until it is built."""
+        self._answer()
+
+    def take_turn(self) -> None:
+        """Two steps, of which the second is timed."""
+        self._ask("turn")
+
+    def report(self) -> dict[str, Any]:
+        """What rank 0 measured; ``failed`` where it could not."""
+        answer = self._ask("report")
+        return {"failed": self._failed} if answer is None else answer
+
+    def end(self) -> None:
+        """End the processes."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _ask(self, what: str) -> dict[str, Any] | None:
+        if self._failed is not None:
+            return None
+        with suppress(BrokenPipeError):  # a rank that is gone answers nothing below
+            for rank in self._ranks:
+                print(what, file=rank.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any] | None:
+        """The next line of JSON from rank 0; its last words become ``failed`` where none comes."""
+        told = self._ranks[0].stdout or ()
+        late = Timer(TURN_S, self._ranks[0].kill)
+        late.start()
         try:
-            told, errors = processes[0].communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done in {TIMEOUT_S} s"}
+            line = next((line for line in told if line.startswith("{")), None)
         finally:
-            for process in processes:
-                process.kill()
-        lines = [line for line in told.splitlines() if line.startswith("{")]
-        return json.loads(lines[-1]) if lines else {"failed": " ".join(errors.split())[-600:]}
+            late.cancel()
+        if line is not None:
+            return json.loads(line)
+        self._errors[0].seek(0)
+        self._failed = " ".join(self._errors[0].read().split())[-600:] or f"not in {TURN_S} s"
+        self.end()
+        return None
 
 
-def _spec(case: Case, folder: str) -> Any:
+def spec_of(case: Case, folder: str) -> Any:
     """The trial of the case, of a model as deep as it says."""
     from highwater.spec.layout import Layout
     from highwater.spec.model import load_model
@@ -155,7 +219,6 @@ def _spec(case: Case, folder: str) -> Any:
         ),
         length_tokens=case.length_tokens,
         micro_batches=1,
-        steps=STEPS,
     )
 
 
@@ -163,8 +226,8 @@ def _predicted(case: Case) -> dict[str, Any]:
     """What the trace says of a whole trial on two H200s."""
     import highwater
 
-    with tempfile.TemporaryDirectory() as folder:
-        spec = _spec(case, folder)
+    with TemporaryDirectory() as folder:
+        spec = spec_of(case, folder)
         began = time.monotonic()
         (cell,) = highwater.predict(
             folder,
@@ -196,7 +259,7 @@ def _traced_peak_bytes(spec: Any, rank: int) -> int:
     from highwater.spec.codec import from_json, to_json
     from highwater.spec.events import Allocate, EventLog, Free, TraceOrder
 
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         order, target = Path(folder, "order.json"), Path(folder, "events.json")
         order.write_text(to_json(TraceOrder(spec=spec, rank=rank)))
         words = ["-m", "highwater.tracer.tracer", str(order), str(target)]
@@ -215,8 +278,8 @@ def _traced_peak_bytes(spec: Any, rank: int) -> int:
     return most
 
 
-def _report(case: Case) -> None:
-    """One rank's peaks and step times, as a line of JSON."""
+def _serve(case: Case) -> None:
+    """Be one rank: build, then take turns as they are asked for, and report at the end."""
     import torch
     import torch.distributed as dist
 
@@ -229,38 +292,57 @@ def _report(case: Case) -> None:
     if case.links == "there":
         process_mesh.join(device)
     else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    with tempfile.TemporaryDirectory() as folder:
-        spec = _spec(case, folder)
-        step = (_torchs if case.shared_by == "torch" else _ours)(spec, device)
-        times: list[float] = []
-        losses: list[float] = []
+        leave_links_out()
+    times: list[float] = []
+    losses: list[str] = []
+    with TemporaryDirectory() as folder:
+        spec = spec_of(case, folder)
+        step = (_torchs if case.shared_by == "torch" else ours)(spec, device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            losses.append(float(step()))
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-    told = {
-        "step_times_s": times,
-        "losses": [str(loss) for loss in losses],
-        "allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
-        "environment": environment(),
-    }
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stdout.flush()
+        _say({})
+        for asked in sys.stdin:
+            if asked.strip() == "report":
+                break
+            for _ in range(2):
+                torch.cuda.synchronize(device)
+                began = time.perf_counter()
+                losses.append(str(float(step())))
+                torch.cuda.synchronize(device)
+                seconds = time.perf_counter() - began
+            times.append(seconds)
+            torch.cuda.empty_cache()
+            _say({"step_time_s": seconds})
+    _say(
+        {
+            "step_times_s": times,
+            "losses": losses,
+            "allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
+            "environment": environment(),
+        }
+    )
     if case.links == "there":
         dist.barrier()
     os._exit(0)
 
 
-def _ours(spec: Any, device: Any) -> Any:
+def leave_links_out() -> None:
+    """Be rank 0 of two, of whom the other answers at once and says nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def ours(spec: Any, device: Any) -> Any:
     """A step of the engine's."""
     import torch
 
@@ -374,7 +456,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         times = measured.get("step_times_s")
         beside = rows.get(case._replace(shared_by="ulysses", recompute="layer").name, {})
         base = beside.get("measured", {}).get("step_times_s")
-        seconds = min(times[1:]) if times else None
+        seconds = median(times) if times else None
         foretold = row.get("predicted", {})
         cells = (
             f"{case.length_tokens:,}",
@@ -383,7 +465,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             case.recompute,
             case.links,
             f"{seconds:.2f}" if seconds else measured.get("failed", "-"),
-            f"{min(base[1:]) / seconds:.3f}" if seconds and base else "-",
+            f"{median(base) / seconds:.3f}" if seconds and base else "-",
             _gib(measured.get("allocated_bytes")),
             _gib(foretold.get("allocated_by_rank_0_bytes")),
             _gib(foretold.get("allocated_bytes")),
