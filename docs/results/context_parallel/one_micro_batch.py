@@ -1,10 +1,10 @@
 """Measure steps of one micro-batch and of two on one H200, beside what was predicted of each.
 
 ``python docs/results/context_parallel/one_micro_batch.py`` (one H200, no network, random weights)
-writes, for each case that ``one_micro_batch.json`` has no measurement of, first what the formula
-and a trace predict, then what ``highwater try`` measured, and prints it as a line of JSON; the
-table comes last. ``--predict`` (no GPU) writes the predictions alone, ``--table`` only prints,
-``--only`` names cases. A case that fails says so in its line, and the next one begins.
+writes, for each case that ``one_micro_batch.json`` has no measurement of, what the formula and a
+trace predict, unless it is there already, then what ``highwater try`` measured, and prints it as a
+line of JSON; the table comes last. ``--predict`` (no GPU) writes the predictions alone, ``--table``
+only prints, ``--only`` names cases. A case that fails says so in its line, and the next one begins.
 """
 
 import argparse
@@ -85,10 +85,11 @@ def main() -> None:
         row = rows.setdefault(case.name, {"case": case._asdict()})
         if "measured" in row or (arguments.predict and "formula" in row):
             continue
-        row |= _soft(
-            "predicted", lambda case=case: _predicted(case, has_trace=not arguments.no_trace)
-        )
-        _write(rows)  # before anything is measured
+        if "formula" not in row:
+            row |= _soft(
+                "predicted", lambda case=case: _predicted(case, has_trace=not arguments.no_trace)
+            )
+            _write(rows)  # before anything is measured
         if not arguments.predict:
             row |= _soft("measured", lambda case=case, row=row: _measured(case, row))
             _write(rows)

@@ -47,12 +47,16 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8, help="the most processes of a layout")
     parser.add_argument("--length", type=int, default=509)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="+", help="layouts; what is known of others stays")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     file = FILES[arguments.device]
     if not arguments.table:
         found: dict[str, Any] = {}
-        for layout in (each for each in LAYOUTS if int(each.split()[1]) <= arguments.gpus):
+        if arguments.only:
+            found = json.loads(file.read_text())["layouts"]
+        layouts = [each for each in LAYOUTS if int(each.split()[1]) <= arguments.gpus]
+        for layout in arguments.only or layouts:
             try:
                 found[layout] = trained(layout, arguments)
             except (RuntimeError, subprocess.SubprocessError) as error:  # the others are run

@@ -36,6 +36,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--predict", action="store_true", help="predict by trace, try nothing")
+    parser.add_argument("--only", default="", help="a word that is in what is tried")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -44,6 +45,8 @@ def main() -> None:
         return
     rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
     for shared_by, recompute in [] if arguments.table else KINDS:
+        if arguments.only not in f"{shared_by}, {recompute}":
+            continue
         row = rows.setdefault(f"{shared_by}, {recompute}", {"tried": {}})
         if arguments.predict:
             row["predicted"] = _predicted(shared_by, recompute)
