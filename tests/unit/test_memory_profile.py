@@ -24,7 +24,7 @@ from highwater.units import MIB, format_bytes
 
 DATA = Path(__file__).parents[1] / "data"
 sys.path.insert(0, str(DATA))
-from write_snapshots import MAIN, SITE, Program, megatron, trainer
+from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
 FREED = ("??", 0, "c10::StorageImpl::release_resources()")
 
@@ -132,6 +132,93 @@ def test_a_snapshot_without_a_trace_says_what_was_alive_in_the_end(tmp_path: Pat
     assert "No events were recorded" in Page(profile_page([profile])).text("p")
 
 
+ZERO_GRAD = ((f"{SITE}/torch/nn/modules/module.py", 2970, "zero_grad"), MAIN)
+MM_BACKWARD = (("??", 0, "torch::autograd::generated::MmBackward0::apply"), ENGINE)
+
+
+@pytest.mark.parametrize(("is_phase", "stack"), [(True, ()), (False, MM_BACKWARD)])
+@pytest.mark.parametrize("ends", ["in the pass", "after it", "nobody knows"])
+def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pass(
+    tmp_path: Path, ends: str, is_phase: bool, stack: tuple[tuple[str, int, str], ...]
+) -> None:
+    program = Program()
+    program.phase = "backward of layer 3" if is_phase else ""
+    made = program.allocate(30 * MIB, *stack)
+    program.free(program.allocate(100 * MIB, *stack), *stack)
+    if ends == "in the pass":
+        program.free(made, *stack)
+    if ends != "nobody knows":
+        program.phase = "optimizer" if is_phase else ""
+        program.allocate(MIB, *(() if is_phase else ((f"{SITE}/torch/optim/adam.py", 1, "step"),)))
+    if ends == "after it":
+        program.free(made, *ZERO_GRAD)
+    lasting = "gradients" if ends == "after it" else "backward_pass"
+    found = sizes(memory_profile(written(tmp_path, program)))
+    assert found == (
+        {"gradients": 30, "backward_pass": 100}
+        if lasting == "gradients"
+        else {"backward_pass": 130}
+    )
+
+
+def test_a_gradient_that_lives_until_it_is_zeroed_is_one_without_any_optimizer(
+    tmp_path: Path,
+) -> None:
+    program = Program()
+    made = program.allocate(30 * MIB, *MM_BACKWARD)
+    program.free(made, *ZERO_GRAD)
+    assert sizes(memory_profile(written(tmp_path, program))) == {"gradients": 30}
+
+
+def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(
+    tmp_path: Path,
+) -> None:
+    program = Program()
+    program.allocate(30 * MIB, (f"{SITE}/torch/nn/modules/linear.py", 106, "__init__"), MAIN)
+    program.phase = "backward"
+    program.run_out(64 * MIB, 0)
+    program.allocate(90 * MIB)
+    program.run_out(64 * MIB, 0)
+    profile = memory_profile(written(tmp_path, program))
+    assert sizes(profile) == {"parameters": 30, "backward_pass": 90}
+    assert advice(profile) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "is_shown"),
+    [
+        ("/home/me/torch/train.py", True),
+        ("/opt/torch/.venv/lib/python3.12/site-packages/transformers/trainer.py", True),
+        ("C:\\torch\\Lib\\site-packages\\accelerate\\accelerator.py", True),
+        (f"{SITE}/torch/nn/functional.py", False),
+        (f"{SITE}/torch/_tensor.py", False),
+        ("/usr/lib/python3/dist-packages/torch/utils/_contextlib.py", False),
+        ("/workspace/pytorch/torch/autograd/__init__.py", False),
+        ("C:\\venv\\Lib\\site-packages\\torch\\_ops.py", False),
+        ("RegisterCUDA_0.cpp", False),
+    ],
+)
+def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
+    tmp_path: Path, path: str, is_shown: bool
+) -> None:
+    program = Program()
+    program.allocate(MIB, (path, 7, "run"), MAIN)
+    (place,) = memory_profile(written(tmp_path, program)).places
+    assert place.place.endswith(":7 run") == is_shown
+    assert is_shown or place.place == "work/pretrain.py:88 main"
+
+
+def test_rules_for_this_engine_are_for_no_other_program_below_a_folder_of_its_name(
+    tmp_path: Path,
+) -> None:
+    program = Program()
+    home = "/home/me/highwater/models/.venv/lib/python3.12/site-packages"
+    program.allocate(MIB, (f"{home}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
+    program.allocate(2 * MIB, LINEAR, (f"{home}/other/program.py", 3, "clip"), STEP)
+    found = sizes(memory_profile(written(tmp_path, program)))
+    assert found == {"optimizer_states": 1, "activations": 2}
+
+
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5000)), max_size=60)
 
 
@@ -172,6 +259,12 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path:
             Enter("backward"),
             Free(2),
             Allocate(4, 10 * MIB, 0, 0),
+            Allocate(5, 50 * MIB, 0, 1, 1),
+            Allocate(6, 20 * MIB, 0, 0),
+            Free(6),
+            Free(5),
+            Enter("optimizer"),
+            Allocate(7, MIB, 0, 1),
         ),
     )
     path = tmp_path / "timeline.pickle"
@@ -180,7 +273,14 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path:
     replayed = replay(log, allocator="native", workspaces_bytes=())
     assert profile.is_traced
     assert profile.allocated_bytes == replayed.peak_allocated_bytes
-    assert sizes(profile) == {"parameters": 100, "activations": 40, "logits": 60}
+    # of the backward pass: a gradient that stays, a layer that is recomputed, and one on the way
+    assert sizes(profile) == {
+        "parameters": 100,
+        "logits": 60,
+        "gradients": 10,
+        "activations": 50,
+        "backward_pass": 20,
+    }
     assert profile.places[2].place == "model.layers.* aten.add.Tensor"
     measured = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
     beside = category_table([profile, measured])

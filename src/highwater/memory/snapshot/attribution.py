@@ -5,12 +5,19 @@ Frames are asked from the innermost outwards, and the first that tells decides: 
 the rules are exact; of any other program they are PyTorch's own files, then names that libraries
 have in common. Where no frame tells, the phase does that the program had said it was in; else it is
 ``unattributed``.
+
+A backward pass makes the gradients of parameters, those of activations, and what it needs on the
+way, by the same functions. What is still there when the pass has ended is a parameter's gradient;
+the rest is the ``backward_pass``, as is all of it where no later event tells.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, get_args
 
+from highwater.memory.snapshot.history import Allocation
 from highwater.memory.snapshot.snapshot import Frame, Snapshot
 
 Category = Literal[
@@ -18,6 +25,7 @@ Category = Literal[
     "gradients",
     "optimizer_states",
     "activations",
+    "backward_pass",
     "logits",
     "communication",
     "workspaces",
@@ -39,7 +47,8 @@ _OURS = (
     _Rule("logits", r"highwater/(models/loss|kernels/rows\w*)\.py$"),
     _Rule("gradients", r"highwater/train/optimizers\.py$", r"^make_optimizer$"),
     _Rule("gradients", r"highwater/(models/fused/weight_gradient|parallel/offload)\.py$"),
-    _Rule("gradients", r"highwater/", r"^(backward|clip|add_up|_sum_to_shard)$"),
+    _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
+    _Rule("backward_pass", r"highwater/", r"^backward$"),
     _Rule(
         "communication", r"highwater/(parallel/(collectives|mesh)|attention/(ulysses|ring))\.py$"
     ),
@@ -59,7 +68,8 @@ _PYTORCH = (
     _Rule("optimizer_states", r"torch/optim/", r"^(?!zero_grad$)"),
     _Rule("gradients", r"torch/nn/utils/clip_grad"),
     _Rule("gradients", r"torch/distributed/", r"foreach_reduce$|reduce_grad|_post_backward|accum"),
-    _Rule("gradients", "", r"AccumulateGrad|autograd::Engine|Backward\d*::apply"),
+    _Rule("gradients", "", r"AccumulateGrad"),
+    _Rule("backward_pass", "", r"autograd::Engine|Backward\d*::apply"),
     _Rule(
         "parameters",
         r"torch/distributed/",
@@ -96,12 +106,13 @@ _LIBRARIES = (
         r"|fp16)",
     ),
     _Rule("gradients", r"param_and_grad_buffer|grad_accum|clip_grads"),
-    _Rule("gradients", r"megatron/|deepspeed/|transformer_engine/", r"backward|grad"),
+    _Rule("backward_pass", r"megatron/|deepspeed/|transformer_engine/", r"backward"),
+    _Rule("gradients", r"megatron/|deepspeed/|transformer_engine/", r"grad"),
     _Rule("communication", r"deepspeed/comm|tensor_parallel/mappings|p2p_communication"),
     _Rule("communication", r"\.py$", r"^_?(all_gather|all_reduce|reduce_scatter|all_to_all)"),
     _Rule("parameters", r"deepspeed/runtime/zero/partition_parameters"),
     _Rule("activations", r"flash_attn|flashinfer|xformers|/fla/"),
-    _Rule("gradients", r"\.py$", r"^_?backward$"),
+    _Rule("backward_pass", r"\.py$", r"^_?backward$"),
     _Rule(
         "parameters",
         r"\.py$",
@@ -113,15 +124,18 @@ _LIBRARIES = (
     _Rule("activations", r"\.py$", r"^_?forward(_\w+)?$"),
 )
 """Libraries that are trained with, and names that they share."""
-_COMPILED: list[tuple[Category, re.Pattern[str], re.Pattern[str]]] = [
-    (rule.category, re.compile(rule.file), re.compile(rule.name))
-    for rule in (*_OURS, *_PYTORCH, *_LIBRARIES)
-]
+_RULES = (*_OURS, *_PYTORCH, *_LIBRARIES)
+_FILES, _NAMES = (
+    tuple(re.compile(pattern) for pattern in patterns)
+    for patterns in zip(*((rule.file, rule.name) for rule in _RULES), strict=True)
+)
+_BACKWARD = "backward"
+"""What the phases of a backward pass begin with."""
 _BY_PHASE: Mapping[str, Category] = {
     "build": "parameters",
     "forward": "activations",
     "experience": "activations",
-    "backward": "gradients",
+    _BACKWARD: "backward_pass",
     "optimizer": "optimizer_states",
 }
 """What an allocation is for of which the phase alone is known."""
@@ -131,62 +145,162 @@ _NO_MODULE = "no module"
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _MODELING = re.compile(r"/modeling_\w+\.py$")
 _LINEAR = re.compile(r"torch/nn/modules/linear\.py$")
-_PYTORCHS = re.compile(r"(^|/)torch/|\.(cpp|cc|c|h|cu|cuh)$|^\?*$|^<")
-"""Paths of PyTorch, of C++ and of what has none."""
+_PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/", re.DOTALL)
+_PYTORCHS = re.compile(
+    r"^torch/|/torch/(_\w+|autograd|cuda|distributed|nn|optim)[/.]|/torch/utils/checkpoint\.py$"
+    r"|\.(cpp|cc|c|h|cu|cuh)$|^\?*$|^<"
+)
+"""Paths of PyTorch, installed or in a checkout, of C++ and of what has none."""
+_BETWEEN = re.compile(
+    r"_call_impl$|_wrapped_call_impl$|^(_?fn|inner|wrapper|decorate_context|_fn)$"
+    r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
+    r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$|CachingAllocator"
+)
+"""Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer; the
+allocator's own besides.
+"""
+_OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
+"""An operator of PyTorch's by its function of C++; what only allocates is none."""
 
 
 class Attribution:
-    """The category and the place of each stack of a snapshot; each frame is looked at once."""
+    """The category and the place of each allocation of a snapshot.
+
+    Each frame, each path and each stack is looked at once: a file may pair them in a few bytes.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._of_frame: dict[int, Category | None] = {}
-        self._of_stack: dict[tuple[int, str], Category] = {}
+        self._rules = _AskedRules()
+        self.place = cache(self._place)
+        self.line = cache(self._line)
+        self.is_between = cache(self._is_between)
+        self._of_stack = cache(self._category_of_stack)
+        self._is_own = cache(lambda file: not _PYTORCHS.search(_in_packages(file)))
+        self._is_part = cache(self._is_part_of_a_model)
+        self._is_optimizers = cache(self._is_an_optimizers)
 
-    def category(self, stack: int, phase: str) -> Category:
-        """What was allocated for, by its stack, else by the phase that was named."""
-        known = self._of_stack.get((stack, phase))
-        if known is None:
-            known = self._found(self._snapshot.stacks[stack], phase)
-            self._of_stack[stack, phase] = known
-        return known
+    def category(self, allocation: Allocation) -> Category:
+        """What was allocated for, by its stack, else by the phase that was named; by its end, of
+        what a backward pass made.
+        """
+        stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
+        found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
+        if found == "backward_pass" and self._outlives_its_pass(allocation):
+            return "gradients"
+        return found
 
-    def place(self, stack: int) -> str:
-        """The innermost line that is not PyTorch's own, ``models/loss.py:88 forward``; PyTorch's
-        where there is none; empty without a stack.
+    def _place(self, stack: int) -> str:
+        """The innermost line that is not PyTorch's own, ``models/loss.py:88 forward``; where there
+        is none PyTorch's operator, else its innermost function; empty without a stack.
         """
         indices = self._snapshot.stacks[stack]
-        frames = [self._snapshot.frames[index] for index in indices]
-        if not frames:
+        if not indices:
             return ""
-        own = (frame for frame in frames if not _PYTORCHS.search(frame.file))
-        return shown(frames[0] if is_traced(self._snapshot, stack) else next(own, frames[0]))
-
-    def _found(self, stack: Sequence[int], phase: str) -> Category:
+        if is_traced(self._snapshot, stack):
+            return self.line(indices[0])
+        told = [index for index in indices if not self.is_between(index)] or indices
         frames = self._snapshot.frames
-        if stack and frames[stack[-1]].file == _PHASE:
-            return _traced(frames[stack[0]], frames[stack[-1]].name)
-        if _is_head([frames[index] for index in stack]):
-            return "logits"
-        categories = map(self._category_of_frame, stack)
-        for category in categories:
-            if category is not None:
-                return category
-        return _BY_PHASE.get(phase.partition(" ")[0], "unattributed")
+        own = next((index for index in told if self._is_own(frames[index].file)), None)
+        if own is not None:
+            return self.line(own)
+        operators = (_OPERATOR.match(frames[index].name) for index in told)
+        operator = next(filter(None, operators), None)
+        return f"aten::{operator[1]}" if operator else self.line(told[0])
 
-    def _category_of_frame(self, index: int) -> Category | None:
-        if index not in self._of_frame:
-            self._of_frame[index] = category_of(self._snapshot.frames[index])
-        return self._of_frame[index]
+    def _line(self, index: int) -> str:
+        return shown(self._snapshot.frames[index])
+
+    def _is_between(self, index: int) -> bool:
+        return _BETWEEN.search(self._snapshot.frames[index].name) is not None
+
+    def _category_of_stack(self, stack: int) -> Category | None:
+        frames, indices = self._snapshot.frames, self._snapshot.stacks[stack]
+        if is_traced(self._snapshot, stack):
+            return _traced(frames[indices[0]], frames[indices[-1]].name)
+        if self._is_head(indices):
+            return "logits"
+        return next(filter(None, (self._rules.category(frames[index]) for index in indices)), None)
+
+    def _is_head(self, stack: Sequence[int]) -> bool:
+        """Whether a linear layer was called by a model of transformers itself, not by one of its
+        parts: its output head. In such a stack the modelling file's ``forward`` stands once.
+        """
+        frames = self._snapshot.frames
+        innermost = next((frames[i] for i in stack if frames[i].file.endswith(".py")), None)
+        if innermost is None or innermost.name != "forward" or not _LINEAR.search(innermost.file):
+            return False
+        return sum(map(self._is_part, stack)) == 1
+
+    def _is_part_of_a_model(self, index: int) -> bool:
+        frame = self._snapshot.frames[index]
+        return frame.name == "forward" and _MODELING.search(frame.file) is not None
+
+    def _outlives_its_pass(self, allocation: Allocation) -> bool:
+        """Whether what a backward pass made was there when something came after the pass."""
+        of_phase = self._told_phase(allocation.stack, allocation.phase).startswith(_BACKWARD)
+        for later in (self._optimizers_events, self._events_of_other_phases if of_phase else ()):
+            following = bisect_right(later, allocation.born)
+            if following < len(later) and later[following] <= allocation.died:
+                return True
+        return False
+
+    @cached_property
+    def _optimizers_events(self) -> Sequence[int]:
+        events = enumerate(self._snapshot.events)
+        return [number for number, event in events if self._is_optimizers(event.stack)]
+
+    @cached_property
+    def _events_of_other_phases(self) -> Sequence[int]:
+        """Numbers of the events that were in a phase which is no backward pass."""
+        return [
+            number
+            for number, event in enumerate(self._snapshot.events)
+            # in a trace an end has the phase of its beginning
+            if (event.action == "alloc" or not is_traced(self._snapshot, event.stack))
+            and (phase := self._told_phase(event.stack, event.phase))
+            and not phase.startswith(_BACKWARD)
+        ]
+
+    def _is_an_optimizers(self, stack: int) -> bool:
+        if self._of_stack(stack) == "optimizer_states":
+            return not is_traced(self._snapshot, stack)
+        frames = self._snapshot.frames
+        return any(frames[index].name == "zero_grad" for index in self._snapshot.stacks[stack])
+
+    def _told_phase(self, stack: int, phase: str) -> str:
+        """The phase as the program named it, or as a trace has it in its stack."""
+        if not is_traced(self._snapshot, stack):
+            return phase
+        return self._snapshot.frames[self._snapshot.stacks[stack][-1]].name
+
+
+class _AskedRules:
+    """The rules, of which each pattern is searched once in each path and in each name."""
+
+    def __init__(self) -> None:
+        self._of_file = cache(self._rules_of_file)
+        self._has_name = cache(lambda rule, name: _NAMES[rule].search(name) is not None)
+
+    def category(self, frame: Frame) -> Category | None:
+        """What a line allocates; None where it does not tell."""
+        rules = self._of_file(frame.file)
+        found = next((rule for rule in rules if self._has_name(rule, frame.name)), None)
+        return None if found is None else _RULES[found].category
+
+    def _rules_of_file(self, file: str) -> Sequence[int]:
+        path = _in_packages(file)
+        return [rule for rule, pattern in enumerate(_FILES) if pattern.search(path)]
 
 
 def category_of(frame: Frame) -> Category | None:
     """What a line allocates; None where it does not tell."""
-    path = frame.file.replace("\\", "/")
-    for category, file, name in _COMPILED:
-        if file.search(path) and name.search(frame.name):
-            return category
-    return None
+    return _AskedRules().category(frame)
+
+
+def _in_packages(file: str) -> str:
+    """A path as its rules know it: of what is installed only that, and not where."""
+    return _PACKAGES.sub("", file.replace("\\", "/"))
 
 
 def is_traced(snapshot: Snapshot, stack: int) -> bool:
@@ -208,17 +322,6 @@ def shown(frame: Frame) -> str:
     return f"{where} {frame.name}".strip(" ?") or "a frame without a name"
 
 
-def _is_head(stack: Sequence[Frame]) -> bool:
-    """Whether a linear layer was called by a model of transformers itself, not by one of its parts:
-    its output head. In such a stack the modelling file's ``forward`` stands once.
-    """
-    python = [frame for frame in stack if frame.file.endswith(".py")]
-    if not python or not _LINEAR.search(python[0].file) or python[0].name != "forward":
-        return False
-    own = [f for f in python if f.name == "forward" and _MODELING.search(f.file)]
-    return len(own) == 1
-
-
 def _traced(made: Frame, phase: str) -> Category:
     """What a traced allocation is for: its operator stands for the function, its module for the
     file.
@@ -227,6 +330,8 @@ def _traced(made: Frame, phase: str) -> Category:
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage
         return "communication"
+    if phase == _BACKWARD and made.file != _NO_MODULE:  # a module runs again: recomputed
+        return "activations"
     if phase == "setup":  # gradients and the optimizer's moments a trace does not tell apart
         return "optimizer_states" if "zeros_like" in made.name else "parameters"
     if phase == "forward" and made.file == _NO_MODULE:  # the loss is no module

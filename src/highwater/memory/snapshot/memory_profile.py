@@ -5,6 +5,8 @@ and by stack, and how it came to that.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from highwater.memory.snapshot.attribution import (
@@ -12,7 +14,6 @@ from highwater.memory.snapshot.attribution import (
     Attribution,
     Category,
     is_traced,
-    shown,
 )
 from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
 from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
@@ -29,12 +30,6 @@ _DEEPEST = 48
 """Frames of a stack that a flame graph has, the outermost."""
 _COORDINATES = re.compile(r"rank[-_]?(?P<rank>\d+)(?:_(?P<place>(?:[a-z]{1,3}\d+)+))?")
 _COORDINATE = re.compile(r"[a-z]+\d+")
-_BETWEEN = re.compile(
-    r"_call_impl$|_wrapped_call_impl$|^(_?fn|inner|wrapper|decorate_context|_fn)$"
-    r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
-    r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$"
-)
-"""Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer."""
 
 
 class InCategory(Record, frozen=True, kw_only=True):
@@ -154,7 +149,7 @@ def _profile(history: History, attribution: Attribution) -> MemoryProfile:
     snapshot, at = history.snapshot, history.at
     rank, coordinates = _coordinates(Path(snapshot.path).stem)
     free = free_blocks(history)
-    grouped = _grouped(history)
+    grouped = _grouped(history, attribution)
     return MemoryProfile(
         path=snapshot.path,
         rank=rank,
@@ -174,7 +169,7 @@ def _profile(history: History, attribution: Attribution) -> MemoryProfile:
         device_free_bytes=history.device_free_bytes,
         free_bytes=free.bytes if free else None,
         largest_free_bytes=free.largest_bytes if free else None,
-        categories=tuple(_categories(grouped, attribution)),
+        categories=tuple(_categories(grouped)),
         places=tuple(_places(grouped, attribution)),
         stacks=tuple(_stacks(grouped, attribution, snapshot)),
         timeline=tuple(_timeline(history, attribution)),
@@ -183,20 +178,21 @@ def _profile(history: History, attribution: Attribution) -> MemoryProfile:
     )
 
 
-_Group = tuple[int, str]
-"""A stack and a phase."""
+_Group = tuple[int, str, Category]
+"""A stack, a phase and a category."""
 _Callers = tuple[int, Category, tuple[str, ...]]
 """Bytes, their category, and the frames of their stack, the outermost first."""
 _Groups = dict[_Group, tuple[int, int]]
-"""Bytes and number of what was alive, by stack and phase; the largest first."""
+"""Bytes and number of what was alive, by stack, phase and category; the largest first."""
 
 
-def _grouped(history: History) -> _Groups:
+def _grouped(history: History, attribution: Attribution) -> _Groups:
     sizes: Counter[_Group] = Counter()
     counts: Counter[_Group] = Counter()
     for each in history.alive:
-        sizes[each.stack, each.phase] += each.size_bytes
-        counts[each.stack, each.phase] += 1
+        group = each.stack, each.phase, attribution.category(each)
+        sizes[group] += each.size_bytes
+        counts[group] += 1
     return {group: (size, counts[group]) for group, size in sizes.most_common()}
 
 
@@ -218,11 +214,10 @@ def _seconds(snapshot: Snapshot, at: int) -> float:
     return max(0, snapshot.events[max(at, 0)].time_us - first) / 1e6
 
 
-def _categories(groups: _Groups, attribution: Attribution) -> Iterator[InCategory]:
+def _categories(groups: _Groups) -> Iterator[InCategory]:
     sizes: Counter[Category] = Counter()
     counts: Counter[Category] = Counter()
-    for group, (size, count) in groups.items():
-        category = attribution.category(*group)
+    for (_, _, category), (size, count) in groups.items():
         sizes[category] += size
         counts[category] += count
     for category in CATEGORIES:
@@ -232,8 +227,8 @@ def _categories(groups: _Groups, attribution: Attribution) -> Iterator[InCategor
 def _places(groups: _Groups, attribution: Attribution) -> Iterator[InPlace]:
     sizes: Counter[tuple[str, Category]] = Counter()
     counts: Counter[tuple[str, Category]] = Counter()
-    for (stack, phase), (size, count) in groups.items():
-        key = attribution.place(stack), attribution.category(stack, phase)
+    for (stack, _, category), (size, count) in groups.items():
+        key = attribution.place(stack), category
         sizes[key] += size
         counts[key] += count
     for (place, category), size in sizes.most_common(_PLACES):
@@ -241,11 +236,11 @@ def _places(groups: _Groups, attribution: Attribution) -> Iterator[InPlace]:
 
 
 def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> Iterator[InStack]:
-    for (stack, phase), (size, count) in list(groups.items())[:_STACKS]:
+    for (stack, phase, category), (size, count) in list(groups.items())[:_STACKS]:
         yield InStack(
-            frames=tuple(shown(snapshot.frames[index]) for index in snapshot.stacks[stack]),
+            frames=tuple(map(attribution.line, snapshot.stacks[stack])),
             phase=phase,
-            category=attribution.category(stack, phase),
+            category=category,
             bytes=size,
             count=count,
         )
@@ -256,7 +251,7 @@ def _timeline(history: History, attribution: Attribution) -> Iterator[TimePoint]
     events = len(history.snapshot.events)
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each in history.allocations:
-        index = CATEGORIES.index(attribution.category(each.stack, each.phase))
+        index = CATEGORIES.index(attribution.category(each))
         changes[each.born].append((index, each.size_bytes))
         changes[each.died].append((index, -each.size_bytes))
     level = [0] * len(CATEGORIES)
@@ -280,9 +275,10 @@ def _flame_graph(
 ) -> Iterator[FlameBox]:
     """Boxes of the stacks, the outermost frame at the bottom, from the largest to the smallest."""
     least = max(1, sum(size for size, _ in groups.values()) // _LEAST_SHARE)
+    from_outside = cache(lambda stack: _from_outside(snapshot.stacks[stack], attribution))
     callers: list[_Callers] = [
-        (size, attribution.category(stack, phase), _from_outside(snapshot, stack, phase))
-        for (stack, phase), (size, _) in groups.items()
+        (size, category, from_outside(stack) or _without_stack(phase))
+        for (stack, phase, category), (size, _) in groups.items()
         if size
     ]
     waiting = [(0, 0, callers)]
@@ -314,10 +310,11 @@ def _most(together: Sequence[_Callers]) -> Category:
     return sizes.most_common(1)[0][0]
 
 
-def _from_outside(snapshot: Snapshot, stack: int, phase: str) -> tuple[str, ...]:
+def _from_outside(stack: Sequence[int], attribution: Attribution) -> tuple[str, ...]:
     """The frames of a stack from the outermost on, without those that only pass a call on."""
-    frames = [snapshot.frames[index] for index in reversed(snapshot.stacks[stack])]
-    told = [shown(frame) for frame in frames if not _BETWEEN.search(frame.name)]
-    if told:
-        return tuple(told[:_DEEPEST])
+    told = (index for index in reversed(stack) if not attribution.is_between(index))
+    return tuple(map(attribution.line, islice(told, _DEEPEST)))
+
+
+def _without_stack(phase: str) -> tuple[str]:
     return (f"no stack, in phase {phase}" if phase else "no stack",)

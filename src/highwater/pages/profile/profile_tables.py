@@ -13,9 +13,10 @@ from highwater.units import counted, format_bytes
 
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
-    "gradients": "gradients, backward",
+    "gradients": "gradients",
     "optimizer_states": "optimizer states",
     "activations": "saved activations",
+    "backward_pass": "backward pass",
     "logits": "logits, loss",
     "communication": "communication",
     "workspaces": "workspaces",

@@ -16,7 +16,11 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import AliveMemory, Failure, TrialResult
 from highwater.units import format_bytes
 
-_SHORT: Mapping[Category, str] = {**WORDS, "gradients": "gradients", "logits": "logits"}
+_SHORT: Mapping[Category, str] = {
+    **WORDS,
+    "logits": "logits",
+    "backward_pass": "the backward pass",
+}
 """The categories in a line's words."""
 _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
 _LEAST_FRAGMENTED = 50
@@ -50,7 +54,7 @@ def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice
     sizes = sizes_of(alive)
     asked = _category(alive.requested_by)
     if asked is not None:
-        sizes[asked] += max(0, alive.requested_bytes or 0)
+        sizes[asked] = sizes.get(asked, 0) + max(0, alive.requested_bytes or 0)
     # on the CPU states are all that is counted, and would always be most of it
     is_whole = alive.allocated_bytes is not None
     has: dict[Advice, bool] = {
