@@ -1,10 +1,14 @@
 """Snapshots: what ``torch.cuda.memory._dump_snapshot`` wrote, read without PyTorch and checked.
 
 The file is somebody else's: it is read as plain data (``plain_pickle``), every number that is used
-is checked, and what is not known is left aside. Source of the fields: ``torch/cuda/memory.py`` and
-``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and 2.13.
+is checked, and what is not known is left aside. A pickle may refer to one value again and again, in
+two bytes each time. Stacks, frames and texts are shared so, and are read once; an event, a segment
+or a block that comes again is refused. So time and memory are bounded by the size of the file.
+Source of the fields: ``torch/cuda/memory.py`` and ``torch/csrc/cuda/Module.cpp``, PyTorch 2.11 and
+2.13.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +127,17 @@ class _Reading:
         # outlives these.
         self._by_frame: dict[int, int] = {}
         self._by_stack: dict[int, int] = {}
+        self._by_text: dict[int, str] = {}
+        self._single: set[int] = set()
 
     def snapshot(self, path: str) -> Snapshot:
         traces = [_list(trace, "a device's trace") for trace in self._field("device_traces")]
-        segments = [_dict(segment, "a segment") for segment in self._field("segments")]
+        segments = [self._once(segment, "a segment") for segment in self._field("segments")]
         owners = [_whole(segment.get("device", 0), "a device", most=1024) for segment in segments]
+        owned = Counter(owners)
         busy = {
-            device: (len(traces[device]) if device < len(traces) else 0, owners.count(device))
-            for device in {*owners, *(index for index, trace in enumerate(traces) if trace)}
+            device: (len(traces[device]) if device < len(traces) else 0, owned[device])
+            for device in {*owned, *(index for index, trace in enumerate(traces) if trace)}
         }
         if not busy:
             raise PlainPickleError(
@@ -156,14 +163,14 @@ class _Reading:
         found = self._document.get("allocator_settings", {})
         values = found.items() if isinstance(found, dict) else ()
         return {
-            _text(name): _text(str(value))
+            self._text(name): self._text(str(value))
             for name, value in values
             if isinstance(value, str | int | float | bool)
         }
 
     def _events(self, trace: list[Any]) -> Iterator[AllocatorEvent]:
         for number, entry in enumerate(trace):
-            found = _dict(entry, "an event")
+            found = self._once(entry, "an event")
             action = found.get("action")
             if not isinstance(action, str):
                 raise PlainPickleError("an event has no action")
@@ -175,7 +182,7 @@ class _Reading:
                 size_bytes=_whole(found.get("size", 0), "a size"),
                 time_us=time_us if type(time_us) is int and abs(time_us) < 1 << 63 else number,
                 stack=self._stack(found.get("frames", _NO_FRAMES)),
-                phase=_text(phase) if isinstance(phase, str) else "",
+                phase=self._text(phase) if isinstance(phase, str) else "",
                 device_free_bytes=_whole(found.get("device_free", 0), "a size"),
             )
 
@@ -184,7 +191,7 @@ class _Reading:
         blocks: list[SegmentBlock] = []
         next_address = address
         for entry in _list(found.get("blocks", []), "a segment's blocks"):
-            block = _dict(entry, "a block")
+            block = self._once(entry, "a block")
             size = _whole(block.get("size", 0), "a size")
             # files of PyTorch before 2.1 leave out where a block is
             at = _whole(block.get("address", next_address), "an address", most=_LARGEST_ADDRESS)
@@ -221,18 +228,29 @@ class _Reading:
         fields = _dict(found, "a frame")
         file, line, name = (fields.get(key) for key in ("filename", "line", "name"))
         frame = Frame(
-            file=_text(file) if isinstance(file, str) else "",
+            file=self._text(file) if isinstance(file, str) else "",
             line=line if type(line) is int and 0 <= line < _LARGEST else 0,
-            name=_text(name) if isinstance(name, str) else "",
+            name=self._text(name) if isinstance(name, str) else "",
         )
         index = self._frames.setdefault(frame, len(self._frames))
         self._by_frame[id(found)] = index
         return index
 
+    def _text(self, text: str) -> str:
+        """A name, cut; one text for all that share it."""
+        if len(text) <= _LONGEST_NAME:
+            return text
+        return self._by_text.setdefault(id(text), f"{text[:_LONGEST_NAME]}…")
 
-def _text(text: str) -> str:
-    """A name, cut."""
-    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}…"
+    def _once(self, value: Any, what: str) -> dict[str, Any]:
+        """A dict that PyTorch writes once: were it read again for each reference to it, blocks
+        that are shared by segments that are shared would be read as often as both together.
+        """
+        found = _dict(value, what)
+        if id(found) in self._single:
+            raise PlainPickleError(f"{what} is in it twice, and PyTorch writes each once")
+        self._single.add(id(found))
+        return found
 
 
 def _list(value: Any, what: str) -> list[Any]:
