@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import NO_GPU
+from places import NO_GPU, machine_with
 
 from highwater.cli.config import request_of, to_yaml
 from highwater.cli.grammar import parse
@@ -17,6 +17,7 @@ from highwater.memory.snapshot.memory_profile import _coordinates
 from highwater.run.readiness import check_request
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
+from highwater.spec.plan import plan
 from highwater.spec.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
@@ -83,6 +84,25 @@ def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes: dict
     )
     with pytest.raises(UsageError, match="memory_profiler records the history of a GPU's memory"):
         check_request(request, NO_GPU)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "absent"),
+    [([9], [1], 9), ([0, 1], [1], 1), ([0, 4], [1, 2, 4], 4), ([1], None, 1), ([3], [1, 4], None)],
+)
+def test_a_rank_that_no_layout_has_is_refused_by_its_number(
+    ranks: list[int], gpus: list[int] | None, absent: int | None
+) -> None:
+    values = {"model": "Qwen3-0.6B", "gpus": gpus, "memory_profiler": {"ranks": ranks}}
+    request = request_from(values, keywords=True)
+    machine = machine_with(4 if gpus else 1)
+    if absent is None:
+        assert plan(request, machine).question.cells
+        return
+    with pytest.raises(UsageError, match=f"records rank {absent}, which no trial has") as refused:
+        plan(request, machine)
+    assert "leave `ranks` out" in refused.value.hint
+    assert plan(request_from({**values, "memory_profiler": {}}, keywords=True), machine)
 
 
 def test_recording_changes_no_trials_key() -> None:

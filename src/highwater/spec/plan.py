@@ -13,6 +13,7 @@ from highwater.spec.hardware import Machine
 from highwater.spec.model import Model, load_model
 from highwater.spec.pieces import pieces
 from highwater.spec.plan_notes import ON_THE_CPU_NOTE, offload_notes, weights_notes
+from highwater.spec.profiling import refuse_absent_ranks
 from highwater.spec.request import Request
 from highwater.spec.search_lengths import (
     check_yarn,
@@ -60,6 +61,8 @@ def plan(request: Request, machine: Machine, *, trainer: Trainer = "highwater") 
         request, model.shape, device, where.counts, has_ring=not traits.refused(["ring"])
     )
     cells, too_small = within_token_budget(cells, grid, device)
+    most_gpus = max(cell.layout.gpus for cell in cells)
+    refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     question = _question(request, model, where, cells, grid)

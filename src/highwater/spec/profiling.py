@@ -84,6 +84,18 @@ def refuse_late_steps(profiling: Profiling | None, *, steps: int) -> None:
         )
 
 
+def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
+    """Raise UsageError for a rank that no trial has; ``gpus``: of the largest layout."""
+    named = () if profiling is None or profiling.ranks == "all" else profiling.ranks
+    absent = [rank for rank in named if rank >= gpus]
+    if absent:
+        has = "1 GPU has rank 0 alone" if gpus == 1 else f"{gpus} GPUs have ranks 0 to {gpus - 1}"
+        raise UsageError(
+            f"{SETTING} records rank {absent[0]}, which no trial has: {has}",
+            hint=f"leave `ranks` out of `{SETTING}`, which records every rank",
+        )
+
+
 def refuse_profiling(*, device: str, is_dry: bool) -> None:
     """Raise UsageError where there is no history to record."""
     if is_dry or device == "cpu":
