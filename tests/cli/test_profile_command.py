@@ -83,8 +83,53 @@ def test_what_is_no_snapshot_is_refused_by_what_it_is(
     assert not (tmp_path / "p.html").exists()
 
 
-def test_a_snapshot_that_is_not_there_is_refused(highwater: Run) -> None:
-    assert "none.pickle cannot be read" in refusal(highwater("profile", "none.pickle"), 2)[0]
+def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(
+    highwater: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "snapshot_rank0.pickle").write_bytes(Path(TRAINER).read_bytes())
+    problem, hint = refusal(highwater("profile", "snapshot_rank00.pickle"), 2)
+    assert problem == "there is no file snapshot_rank00.pickle"
+    assert offered(hint) == [["highwater", "profile", "snapshot_rank0.pickle"]]
+    assert highwater(*offered(hint)[0][1:]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("none.pickle", "there is no file none.pickle"), ("empty", "empty has no memory snapshot")],
+)
+def test_where_there_is_no_snapshot_the_hint_makes_one(
+    highwater: Run, tmp_path: Path, path: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    problem, hint = refusal(highwater("profile", path), 2)
+    assert problem == said
+    (makes,) = offered(hint)
+    assert highwater(*makes[1:]).returncode == 0
+    assert highwater("profile", makes[-1]).returncode == 0
+
+
+def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(
+    highwater: Run, tmp_path: Path
+) -> None:
+    """The folder of a step, that of all steps of a trial, and the trial's own."""
+    trial = tmp_path / "model_len-4096"
+    snapshots = trial / "memory_snapshots"
+    for step, ranks in (("step_2", (MEGATRON, TRAINER)), ("step_10", (MEGATRON, TRAINER, None))):
+        (snapshots / step).mkdir(parents=True)
+        for rank, source in enumerate(ranks):
+            content = b"damaged" if source is None else Path(source).read_bytes()
+            (snapshots / step / f"snapshot_rank{rank:02d}_d{rank}r0u0.pickle").write_bytes(content)
+    shown = str(snapshots / "step_10" / "snapshot_rank01_d1r0u0.pickle")
+    for folder in (snapshots / "step_10", snapshots, trial):
+        printed = highwater("profile", str(folder))
+        assert printed.returncode == 0
+        assert printed.stdout == highwater("profile", shown).stdout
+        assert "snapshot_rank01_d1r0u0.pickle is shown" in printed.stderr
+        assert "snapshot_rank00_d0r0u0.pickle 162.0 MiB" in printed.stderr
+        assert "not shown: " in printed.stderr
+        assert following(printed)[:2] == ["profile", shown]
+    only = highwater("profile", str(snapshots / "step_2"), MEGATRON, "--json")
+    assert [each["rank"] for each in json.loads(only.stdout)["profiles"]] == [1, 0]
 
 
 def test_a_trial_on_the_cpu_refuses_to_record_what_pytorch_does_not_keep(

@@ -330,8 +330,9 @@ def _profile_flags(parser: Parser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, or a timeline of "
-        "`highwater predict --exact`; two: side by side",
+        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
+        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
+        "shown; two: side by side",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"

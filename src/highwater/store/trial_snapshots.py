@@ -23,6 +23,24 @@ def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
     return tuple(sorted(found, key=lambda path: (path.stat().st_mtime, path)))
 
 
+def ranks_snapshots(folder: Path) -> tuple[Path, ...]:
+    """Snapshots of the ranks of one step: of the folder itself, else of the last step below a
+    folder ``memory_snapshots``, or below that of a trial; else whatever is called ``.pickle``.
+    """
+    for pattern in ("", "*/", "memory_snapshots/*/"):
+        found = sorted(folder.glob(f"{pattern}snapshot_rank*.pickle"))
+        if found:
+            last = max((path.parent for path in found), key=_step)
+            return tuple(path for path in found if path.parent == last)
+    return tuple(sorted(folder.glob("*.pickle")))
+
+
+def _step(part: Path) -> tuple[int, str]:
+    """The order of ``setup``, ``step_0`` and ``step_10``."""
+    number = part.name.removeprefix("step_")
+    return (int(number) if number.isdecimal() else -1), part.name
+
+
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
     """For each part of the trial that was recorded, how many ranks wrote a snapshot, and by name
     those that did not; and by name the ranks that were ended, by a signal or because another had

@@ -8,9 +8,13 @@ Source of the fields: ``torch/cuda/memory.py`` and ``torch/csrc/cuda/Module.cpp`
 2.13.
 """
 
+import errno
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +35,13 @@ _LONGEST_NAME = 1000
 _NO_FRAMES: list[Any] = []
 """The stack of what has none: one list, because stacks are told apart by their identity."""
 _HINT = "name a file that `torch.cuda.memory._dump_snapshot` wrote"
+HOW_TO_MAKE_ONE = (
+    "name one that is there; `highwater predict tiny --gpus 1xH200-141GB --length 4k --loss full "
+    "--allocator native --exact --timeline predicted.pickle` makes one in seconds, without a GPU"
+)
+"""Hint where there is no snapshot."""
+_MOST_NEIGHBOURS = 10_000
+"""Files of a folder among which the one is looked for that was meant."""
 
 
 class Frame(NamedTuple):
@@ -103,15 +114,25 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         data = read_file(path, most_bytes=MOST_SNAPSHOT_BYTES)
     except OSError as error:
-        raise SnapshotError(
-            f"{path} cannot be read: {error.strerror}",
-            hint="name another, or record fewer events: "
-            "`torch.cuda.memory._record_memory_history(max_entries=100000)`",
-        ) from error
+        raise _unread(path, error) from error
     try:
         return _Reading(read_plain_pickle(data)).snapshot(str(path))
     except PlainPickleError as error:
         raise SnapshotError(f"{path} is no memory snapshot: {error}", hint=_HINT) from error
+
+
+def _unread(path: Path, error: OSError) -> SnapshotError:
+    if error.errno == errno.ENOENT:
+        names = [each.name for each in islice(path.parent.glob("*.pickle"), _MOST_NEIGHBOURS)]
+        near = get_close_matches(path.name, names, n=1, cutoff=0.5)
+        meant = shlex.quote(str(path.parent / near[0])) if near else None
+        hint = f"did you mean `highwater profile {meant}`?" if meant else HOW_TO_MAKE_ONE
+        return SnapshotError(f"there is no file {path}", hint=hint)
+    if error.errno == errno.EFBIG:
+        hint = "record fewer events: `torch.cuda.memory._record_memory_history(max_entries=100000)`"
+    else:
+        hint = _HINT
+    return SnapshotError(f"{path} cannot be read: {error.strerror}", hint=hint)
 
 
 class _Reading:
