@@ -28,6 +28,30 @@ def test_without_a_gpu_it_is_refused_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "snapshots").exists()
 
 
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What PyTorch was told to record, on a machine that seems to have a GPU."""
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda what, **_: told.append(what))
+    monkeypatch.setattr(memory, "_set_memory_metadata", lambda _: None, raising=False)
+    return told
+
+
+def test_a_snapshot_that_cannot_be_written_hides_no_error_of_the_loop(
+    tmp_path: Path, recorder: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    profiler = highwater.MemoryProfiler(tmp_path / "file")  # below which nothing can be written
+    with pytest.raises(torch.OutOfMemoryError, match="the loop's own"), profiler:
+        raise torch.OutOfMemoryError("the loop's own")
+    assert f"no memory snapshot was written to {profiler.path}: " in capsys.readouterr().err
+    with pytest.raises(OSError, match="file"), profiler:
+        pass
+    assert recorder == ["all", None, "all", None]
+
+
 class Layered(nn.Module):
     """Three layers that allocate."""
 

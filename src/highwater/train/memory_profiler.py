@@ -16,6 +16,7 @@ that have none, so that the phase is recorded with each allocation, where PyTorc
 """
 
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,9 @@ _MEMORY = cast(Any, torch.cuda.memory)
 class MemoryProfiler:
     """Records a GPU's memory between ``start`` and ``stop``, or as a context manager.
 
-    What ends with an exception, out of memory too, writes its snapshot as well. Ranks are told by
-    the variable RANK. Raises MachineError where there is no GPU: PyTorch keeps no history of the
-    CPU's memory.
+    What ends with an exception, out of memory too, writes its snapshot as well; where that fails
+    it is said on stderr, and the exception stays what it was. Ranks are told by the variable RANK.
+    Raises MachineError where there is no GPU: PyTorch keeps no history of the CPU's memory.
     """
 
     def __init__(
@@ -82,7 +83,14 @@ class MemoryProfiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        if error is None:
+            self.stop()
+            return
+        try:
+            self.stop()
+        except Exception as problem:  # noqa: BLE001 -- the caller is to hear of ``error``
+            told = f"{type(problem).__name__}: {problem}"
+            sys.stderr.write(f"no memory snapshot was written to {self.path}: {told}\n")
 
 
 class TrialProfiler:
