@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import NO_GPU, machine_with
+from studies import study_of
 
 from highwater.cli.config import request_of, to_yaml
 from highwater.cli.grammar import parse
@@ -21,8 +22,9 @@ from highwater.spec.plan import plan
 from highwater.spec.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
+from highwater.spec.study import RecordedTrial
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
-from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines
+from highwater.store.trial_snapshots import snapshot_folder, snapshot_lines, study_snapshot_lines
 
 MODEL = load_model("Qwen3-0.6B")
 SPEC = TrialSpec(
@@ -146,3 +148,35 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
     *_, ended = snapshot_lines(SPEC, without, Profiling())
     assert "rank 1 was ended" in ended
     assert len(list(snapshot_lines(SPEC, without, Profiling(ranks=(0,))))) == 2
+
+
+def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(
+    tmp_path: Path,
+) -> None:
+    both, first = (RankReport(rank=0), RankReport(rank=1)), (RankReport(rank=0),)
+    trials = tuple(
+        RecordedTrial(
+            spec=msgspec.structs.replace(SPEC, length_tokens=length),
+            result=TrialResult(
+                outcome=outcome, reason="", ranks=ranks, log_path=str(tmp_path / f"{length}.log")
+            ),
+        )
+        for length, outcome, ranks in (
+            (4096, Outcome.FIT, both),
+            (8192, Outcome.CRASHED, first),
+            (12_288, Outcome.OUT_OF_MEMORY, first),
+            (16_384, Outcome.CRASHED, first),
+        )
+    )
+    for trial in trials[:3]:  # the last one is of a search that recorded nothing
+        assert trial.result is not None
+        snapshot_folder(Path(str(trial.result.log_path))).mkdir(parents=True)
+    study = study_of(*trials, RecordedTrial(spec=SPEC))
+    where, *lines = study_snapshot_lines(study, Profiling())
+    assert "beside its log" in where
+    assert [line.split(": ")[0].split(", ")[-1] for line in lines] == [
+        "8,192 tokens",
+        "12,288 tokens",
+    ]
+    assert all("rank 1 was ended" in line for line in lines)
+    assert len(list(study_snapshot_lines(study, Profiling(ranks=(0,))))) == 1

@@ -34,7 +34,7 @@ from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
 from highwater.store.directory import newest_studies
-from highwater.store.trial_snapshots import snapshot_lines
+from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
 from highwater.units import format_tokens
 
 
@@ -60,7 +60,7 @@ def find(arguments: argparse.Namespace) -> int:
         return exit_code_of(interrupt)
     console.notes([note for note in study.notes if note not in planned.notes])
     if request.memory_profiler is not None:
-        console.notes(["memory snapshots of each trial are in a folder beside its log"])
+        console.notes(tuple(study_snapshot_lines(study, request.memory_profiler)))
     return _say_found(arguments, study, request)
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from highwater.spec.profiling import Profiling, coordinates, snapshot_name
+from highwater.spec.study import Study
 from highwater.spec.trial import TrialResult, TrialSpec
+from highwater.units import format_tokens
 
 
 def snapshot_folder(log_path: Path) -> Path:
@@ -51,7 +53,6 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
     folder = snapshot_folder(Path(result.log_path))
     ranks = [rank for rank in range(spec.layout.gpus) if profiling.records(rank)]
     parts = sorted(part for part in folder.glob("*") if part.is_dir())
-    ended = sorted({*ranks} - {rank.rank for rank in result.ranks})
     if not parts:
         yield f"memory snapshots: none below {folder}, no rank came so far"
     for part in parts:
@@ -63,11 +64,38 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
         yield f"memory snapshots: {len(ranks) - len(silent)} of {len(ranks)} ranks in {part}" + (
             f"; none of rank {', '.join(map(str, silent))}" if silent else ""
         )
-    if ended:
-        yield (
-            f"memory snapshots: {_named(ended)} ended, before a snapshot of where that was could "
-            f"be written"
-        )
+    ended = _ended(spec, result, profiling)
+    if ended is not None:
+        yield f"memory snapshots: {ended}"
+
+
+def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
+    """Where the snapshots of a study's trials are; and of each trial that was recorded the ranks
+    that were ended before they could write one.
+    """
+    yield "memory snapshots of each trial are in a folder beside its log"
+    for trial in study.trials:
+        result = trial.result
+        # made before a launch that records: without it the trial is of an earlier search
+        if result is None or not result.log_path or not _is_recorded(Path(result.log_path)):
+            continue
+        ended = _ended(trial.spec, result, profiling)
+        if ended is not None:
+            what = f"{trial.spec.settings.label}, {format_tokens(trial.spec.length_tokens)} tokens"
+            yield f"memory snapshots, {what}: {ended}"
+
+
+def _is_recorded(log_path: Path) -> bool:
+    return snapshot_folder(log_path).is_dir()
+
+
+def _ended(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> str | None:
+    """The ranks that were ended, by a signal or because another had failed; None for none."""
+    recorded = {rank for rank in range(spec.layout.gpus) if profiling.records(rank)}
+    ended = sorted(recorded - {rank.rank for rank in result.ranks})
+    if not ended:
+        return None
+    return f"{_named(ended)} ended, before a snapshot of where that was could be written"
 
 
 def _named(ranks: Sequence[int]) -> str:
