@@ -127,6 +127,30 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(
         assert _coordinates(Path(name).stem) == (rank, (place[:2], place[2:4], place[4:]))
 
 
+@pytest.mark.parametrize(
+    ("layout", "places"),
+    [
+        (Layout(gpus=4, replicate_degree=2), "c0d0r0u0 c0d1r0u0 c1d2r0u0 c1d3r0u0"),
+        (
+            Layout(gpus=4, ulysses_degree=2, replicate_degree=2),
+            "c0d0r0u0 c0d0r0u1 c1d1r0u0 c1d1r0u1",
+        ),
+        # one sequence, shared by both copies
+        (
+            Layout(gpus=4, ulysses_degree=2, ring_degree=2, replicate_degree=2),
+            "c0d0r0u0 c0d0r0u1 c1d0r1u0 c1d0r1u1",
+        ),
+    ],
+)
+def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(
+    layout: Layout, places: str
+) -> None:
+    found = [coordinates(layout, rank) for rank in range(layout.gpus)]
+    assert found == places.split()
+    name = snapshot_name(3, found[3])
+    assert _coordinates(Path(name).stem)[1] == tuple(found[3][at : at + 2] for at in (0, 2, 4, 6))
+
+
 def test_ranks_that_left_no_snapshot_are_named(tmp_path: Path) -> None:
     log = tmp_path / "model_len-4096.attempt-2.log"
     reports = (RankReport(rank=0), RankReport(rank=1))

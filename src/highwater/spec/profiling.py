@@ -56,9 +56,14 @@ class SnapshotOrder(Record, frozen=True, kw_only=True):
 
 
 def coordinates(layout: Layout, rank: int) -> str:
-    """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``."""
+    """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``; where
+    states have copies, the copy first: ``c1d0r0u1``.
+
+    Data-parallel groups are counted over all copies: one sequence may be shared by several.
+    """
     sharing, ulysses = layout.context_degree, layout.ulysses_degree
-    return f"d{rank // sharing}r{rank % sharing // ulysses}u{rank % ulysses}"
+    copy = f"c{rank // layout.shard_degree}" if layout.replicate_degree > 1 else ""
+    return f"{copy}d{rank // sharing}r{rank % sharing // ulysses}u{rank % ulysses}"
 
 
 def snapshot_name(rank: int, place: str = "") -> str:
