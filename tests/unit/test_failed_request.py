@@ -1,6 +1,7 @@
 """The line of a trial that ran out of memory: from what a rank reported to the setting to try."""
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from highwater.pages.study.failed_request import alive_rows, request_line, setti
 from highwater.pages.study.study_markdown import study_markdown
 from highwater.pages.study.study_page import study_page
 from highwater.pages.study.tables import answer_table, trial_table
+from highwater.spec.codec import from_json
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.study import CellAnswer
@@ -63,6 +65,15 @@ def test_a_line_says_where_what_how_much_and_what_to_try() -> None:
     assert list(alive_rows(result_of(LOGITS), Layout(gpus=2, ring_degree=2))) == [
         "alive on rank 1, d0r1u0"
     ]
+
+
+def test_the_line_of_the_guide_is_what_a_recorded_trial_has() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    recorded = from_json((docs / "results/profiler/runs_out.json").read_bytes(), TrialResult)
+    line = request_line(recorded, VANILLA, Layout())
+    guide = (docs / "guides/out-of-memory.md").read_text()
+    shown = " ".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL)[0].split())
+    assert shown == f"{VANILLA.label}, 1 GPU: 65,536 tokens, {line}"
 
 
 def changed(**sizes: int) -> AliveMemory:

@@ -28,8 +28,8 @@ _LEAST_FRAGMENTED = 50
 
 
 def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
-    """``backward of layer 27: no room for 4.60 GiB of logits; ...``, of the rank that ran out
-    first; None where none did, or where nobody knows what was alive.
+    """``forward: no room for 17.97 GiB of logits; ...``, of the rank that ran out first; None where
+    none did, or where nobody knows what was alive.
     """
     first = result.first_failed
     failure = None if first is None else first.failure
