@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from trials import FITS_TOKENS, Found, snapshot_row, spec_of
+from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
 from highwater.bench.environment import environment
@@ -35,8 +36,11 @@ ENTRIES = 6_000
 """Events of the Trainer that are kept: with the stacks of C++ each is several times as large."""
 STEP_ENTRIES = 30_000
 """Events of a step that are kept while it is timed."""
-ROUNDS = 12
-COMMAND = ("python", "docs/results/profiler/record.py", "OUT")
+ROUNDS = 60
+"""Steps of each kind: single steps on a shared machine differ by a factor of two, and the median of
+12 was uncertain by 6 %.
+"""
+COMMAND = ("python", "docs/results/profiler/record.py", "OUT", "--cases", "step_times")
 _MEMORY = cast(Any, torch.cuda.memory)
 """What records a history has no public name."""
 
@@ -92,7 +96,9 @@ def trainer(out: Path) -> Found:
 
 
 def step_times(_: Path) -> Found:
-    """Seconds of each step of the same training; without and with the watch take turns."""
+    """Seconds of each step of the same training. Without and with the watch take turns; after them
+    recorded and with the watch again, because a recorder might leave something behind.
+    """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     spec = spec_of(FITS_TOKENS, Settings(), memory_budget_bytes=None)
     context = take_context(spec)
@@ -100,6 +106,26 @@ def step_times(_: Path) -> Found:
         "without": step_of(spec, context, None, None),
         "off": step_of(spec, context, LayerWatch(), None),
     }
+    times = in_turns(steps)
+    with tempfile.TemporaryDirectory() as folder:
+        profiling = Profiling(profile_steps=tuple(range(ROUNDS + 1)), max_entries=STEP_ENTRIES)
+        order = SnapshotOrder(directory=folder, profiling=profiling)
+        profiler = TrialProfiler(order, rank=0, place="d0r0u0")
+        on = step_of(spec, context, LayerWatch(profiler.enter), profiler)
+        times |= in_turns({"on": on, "off again": partial(unrecorded, steps["off"])})
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "environment": {**environment(), "command": COMMAND},
+        "model": MODEL,
+        "length_tokens": FITS_TOKENS,
+        "step_times_s": times,
+        "ratio_over_without": {name: each / medians["without"] for name, each in medians.items()},
+        "on_over_off_again": medians["on"] / medians["off again"],
+    }
+
+
+def in_turns(steps: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Seconds of ``ROUNDS`` steps of each kind, after one that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -107,23 +133,13 @@ def step_times(_: Path) -> Found:
         # who is first changes: a step may warm something up for the next
         for name in sorted(steps, reverse=bool(number % 2)):
             times[name].append(steps[name]())
-    # after them, because a recorder that was there once might leave something behind
-    with tempfile.TemporaryDirectory() as folder:
-        profiling = Profiling(profile_steps=tuple(range(ROUNDS + 1)), max_entries=STEP_ENTRIES)
-        order = SnapshotOrder(directory=folder, profiling=profiling)
-        profiler = TrialProfiler(order, rank=0, place="d0r0u0")
-        on = step_of(spec, context, LayerWatch(profiler.enter), profiler)
-        on()
-        times["on"] = [on() for _ in range(ROUNDS)]
+    return times
+
+
+def unrecorded(step: Callable[[], float]) -> float:
+    """Seconds of a step with the recorder off; a recorded one after it turns it on again."""
     _MEMORY._record_memory_history(None)
-    times["off again"] = [steps["off"]() for _ in range(ROUNDS)]
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "environment": {**environment(), "command": COMMAND},
-        "length_tokens": FITS_TOKENS,
-        "step_times_s": times,
-        "ratio_over_without": {name: each / medians["without"] for name, each in medians.items()},
-    }
+    return step()
 
 
 def step_of(

@@ -1,15 +1,18 @@
 """Records memory snapshots on a GPU, what was alive without any, and what recording costs.
 
 ``python docs/results/profiler/record.py OUT`` wants one GPU of 64 GiB or more that nobody uses, 64
-GiB of host memory, no network, and less than ten minutes. A case that fails, or takes too long, is
-told and does not end the others. It writes ``OUT/record.json``, anew after each case, and snapshots
-of at most 15 MiB, which ``highwater profile`` reads:
+GiB of host memory, no network, and less than ten minutes; so does ``--cases step_times``, which is
+not among them because it takes most of that. A case that fails, or takes too long, is told and does
+not end the others. It writes ``OUT/record.json``, anew after each case, of which the
+page keeps ``OUT/step_times.json`` and ``OUT/runs_out.json``, and snapshots of at most 15 MiB, which
+``highwater profile`` reads:
 
-- ``step_times``: steps without the layer watch, with it, recorded, and with it once more after the
-  recording; ratios over the first, within one process
+- ``step_times``: steps without the layer watch and with it, in turns, then recorded ones and with
+  it once more, in turns; ratios over the first, within one process (``step_times.json``)
 - ``fits``, ``runs_out``: trials that record, 8,192 tokens of Qwen3-0.6B and, with logits kept,
   65,536 under 20 GiB (``fits/step_N/``, ``runs_out/step_0/``)
-- trials of many settings that run out, and say what was alive without any recording
+- trials of many settings that run out, and say what was alive without any recording: ``logits``,
+  which is ``runs_out`` without it (``runs_out.json``), ``layers``, ``kept activations``, ...
 - ``loop``: anybody's loop, named by Megatron's coordinates (``loop/``)
 - ``trainer``: two steps of Hugging Face's Trainer, with the stacks of C++ (``trainer/``)
 - ``search``: a search whose first out of memory is repeated (``search/step_0/``)
@@ -60,6 +63,8 @@ RELEASE_S = 30
 """Seconds for the driver to take a process's memory back."""
 IN_PROCESS_S = 200
 """Seconds for a case that uses the GPU in a process of its own."""
+STEP_TIMES_S = 400
+"""Seconds for the timed steps: 244 of half a second or so, and a snapshot after each fourth."""
 OTHERS = ("loop", "trainer")
 """Programs of others: their categories are as good as the names of their functions."""
 Case = Callable[[], Found]
@@ -70,26 +75,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="a new folder, or an empty one")
     parser.add_argument("--limit-s", type=float, default=570, help="time for all of it")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="run these alone")
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + arguments.limit_s
     found: dict[str, Found] = {}
-    for name, case in cases(out).items():
+    every = cases(out)
+    for name in arguments.cases or [name for name in every if name != "step_times"]:
+        case = every[name]
         left_s = deadline - time.monotonic()
         print(f"== {name}, {left_s:.0f} s left", flush=True)
         found[name] = attempt(case) if left_s > TRIAL_S / 4 else {"error": "no time was left"}
-        (out / "record.json").write_text(json.dumps(found, indent=1) + "\n")
+        write(out / "record.json", found)
+        keep(out, name, found[name])
     problems = [*checks(found), *large_files(out)]
     print("\n".join(problems) or "every case was recorded, and named within its bounds")
     sys.exit(bool(problems))
+
+
+def write(path: Path, document: Found) -> None:
+    """Write a document, over an earlier one."""
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def keep(out: Path, name: str, told: Found) -> None:
+    """Write by itself what the page beside this script shows."""
+    if "error" in told:
+        return
+    if name == "step_times":
+        write(out / "step_times.json", told)
+    if name == "logits":
+        write(out / "runs_out.json", told["result"])
 
 
 def cases(out: Path) -> dict[str, Case]:
     """The cases by name; those that may be missed come last."""
     kept = Settings()
     return {
-        "step_times": partial(in_process, "step_times", out),
+        "step_times": partial(in_process, "step_times", out, limit_s=STEP_TIMES_S),
         "fits": partial(recorded, out / "fits", spec_of(FITS_TOKENS, kept)),
         "runs_out": partial(recorded, out / "runs_out", spec_of(RUNS_OUT_TOKENS, kept)),
         "loop": partial(in_process, "loop", out),
@@ -131,11 +155,11 @@ def unrecorded(spec: TrialSpec) -> Found:
     return row if "line" in row else {"error": f"it ended as {row['outcome']}", **row}
 
 
-def in_process(name: str, out: Path) -> Found:
+def in_process(name: str, out: Path, *, limit_s: float = IN_PROCESS_S) -> Found:
     """Run a case of ``in_process.py``."""
     script, told = Path(__file__).with_name("in_process.py"), out / f"{name}.json"
     command = [sys.executable, str(script), name, str(out)]
-    code = subprocess.run(command, check=False, timeout=IN_PROCESS_S).returncode
+    code = subprocess.run(command, check=False, timeout=limit_s).returncode
     if code:
         raise RuntimeError(f"its process ended with status {code}")
     found: Found = json.loads(told.read_text())
