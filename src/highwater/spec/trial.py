@@ -235,13 +235,15 @@ class AliveMemory(Record, frozen=True, kw_only=True):
     gradients_bytes: int
     optimizer_states_bytes: int
     activations_bytes: int | None = None
-    """All that a pass had allocated besides: saved for its backward pass, being computed, or keys
-    and values on their way around a ring."""
+    """All that a pass had allocated besides what is told here: saved for its backward pass, being
+    computed, or keys and values on their way around a ring. It is what was allocated then, less
+    what was between two steps: nobody counts it tensor by tensor."""
     logits_bytes: int | None = None
     """Blocks of logits that the loss was working on."""
     communication_bytes: int | None = None
     """Parameters that FSDP had gathered, and its buffers."""
     unattributed_bytes: int | None = None
+    """What has no name: of a pass only what was there between two steps already."""
     allocated_bytes: int | None = None
     """All of it."""
     reserved_bytes: int | None = None

@@ -3,7 +3,10 @@ and a step that goes well does nothing for it.
 
 What lives from step to step is counted once. PyTorch's allocator calls an observer when it gives
 up, before anything is unwound: there the rest is read from its counters, from FSDP's buffers, and
-from the loss's frames, which hold the logits.
+from the loss's frames, which hold the logits. What the pass has allocated besides since the step
+began is its activations and temporaries, as one number: which of them are saved, only its graph
+knows, and to walk it would run hooks that recompute. Unattributed is what was there before the step
+and has no name.
 """
 
 import re

@@ -15,7 +15,7 @@ WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer_states": "optimizer states",
-    "activations": "saved activations",
+    "activations": "activations",
     "backward_pass": "backward pass",
     "logits": "logits, loss",
     "communication": "communication",

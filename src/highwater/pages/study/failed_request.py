@@ -18,6 +18,7 @@ from highwater.units import format_bytes
 
 _SHORT: Mapping[Category, str] = {
     **WORDS,
+    "activations": "activations and temporaries",
     "logits": "logits",
     "backward_pass": "the backward pass",
 }
