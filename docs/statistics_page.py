@@ -39,7 +39,8 @@ and two for each document. Nothing as long as the sequence or the vocabulary is 
 
 From Python, `highwater.train.statistics.Statistics(mesh, sequence, groups={"nll": "context"})` \
 puts a number together from other ranks: `rank`, this one; `context`, those that share its \
-sequences; `data`, those in its place in other sequences; `all`.
+sequences; `data`, those in its place in other sequences; `all`. `denominators={"nll": \
+"n_tokens"}` divides a mean by another sum. What cannot be put together so is refused by name.
 
 The synthetic sequences of a step do not depend on the layout either: they are numbered, and a \
 number is the same sequence however many GPUs there are. A function of `--data` is told \

@@ -23,7 +23,9 @@ TABLES = (
     ("checkpoints/README.md", "checkpoints/saves.py --table"),
     ("context_parallel/README.md", "context_parallel/six_gpus.py --table"),
     ("context_parallel/README.md", "context_parallel/topology.py --table"),
+    ("context_parallel/README.md", "context_parallel/topology.py --device cuda --table"),
     ("context_parallel/README.md", "context_parallel/two_ranks.py --table"),
+    ("context_parallel/README.md", "context_parallel/two_ranks_capacity.py --table"),
     ("h20/README.md", "h20/compare.py --table"),
     ("predict/README.md", "predict/traced.py --summary"),
     ("predict/README.md", "predict/intervals.py"),
@@ -35,7 +37,11 @@ TABLES = (
     ("lab/trinity.md", "lab/outside_scan.py --table"),
 )
 """A page below docs/results, and the command whose table it has."""
-OTHERS = ("lab/histories.py --table", "lab/peers.py --table")
+OTHERS = (
+    "context_parallel/one_micro_batch.py --table",
+    "lab/histories.py --table",
+    "lab/peers.py --table",
+)
 """Tables that a page has a part of, or sums up."""
 
 

@@ -136,7 +136,8 @@ def table(found: dict[str, Any]) -> str:
         pairs = list(zip(of["steps"], first, strict=True))
         equal = all(mine[name] == theirs[name] for mine, theirs in pairs for name in COUNTED)
         off = [max(abs(a[name] / b[name] - 1) for a, b in pairs) for name in COMPARED]
-        cells = (layout, str(len(pairs)), "the same" if equal else "OTHERS")
+        on = "" if of["device_name"] == "CPU" else f", {of['device_name']}"
+        cells = (layout + on, str(len(pairs)), "the same" if equal else "OTHERS")
         lines.append(f"| {' | '.join((*cells, *(f'{each:.1e}' for each in off)))} |")
     return "\n".join(lines) + "\n"
 

@@ -12,12 +12,14 @@ take memory for another.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from highwater.errors import UsageError
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 
@@ -87,20 +89,18 @@ class Statistics:
         sequence: dist.ProcessGroup | None,
         *,
         groups: Mapping[str, Group] | None = None,
+        denominators: Mapping[str, str] | None = None,
     ) -> None:
         """``mesh`` is of all ranks; those of ``sequence`` share this rank's sequences, None: no
-        other does. ``groups`` overrides by name which ranks a quantity is put together from; the
-        same on all ranks.
+        other does. ``groups`` overrides by name which ranks a quantity is put together from,
+        ``denominators`` the sum that a mean is divided by; the same on all ranks.
+
+        Raises UsageError for what cannot be put together so.
         """
         self._mesh = mesh
         sharing = 1 if sequence is None else dist.get_world_size(sequence)
         self.coordinates = Coordinates(rank=mesh.get_rank(), ranks=mesh.size(), sharing=sharing)
-        self._quantities = dict(QUANTITIES)
-        for name, group in (groups or {}).items():
-            assert group in ("context", "all") or QUANTITIES[name].per != DOCUMENT, (
-                "a document's numbers are of all ranks that share it"
-            )
-            self._quantities[name] = replace(QUANTITIES[name], group=group)
+        self._quantities = _overridden(groups or {}, denominators or {})
         self.reset()
 
     def reset(self) -> None:
@@ -223,6 +223,47 @@ class Statistics:
             elif self._has_logprobs:
                 numbers[name] = _perplexity(quantity.how, valid)
         return numbers
+
+
+def _overridden(
+    groups: Mapping[str, Group], denominators: Mapping[str, str]
+) -> dict[str, Quantity]:
+    """All quantities, some of other ranks, or over something else."""
+    quantities = dict(QUANTITIES)
+    for name, group in groups.items():
+        quantity = _known(name)
+        if group not in get_args(Group):
+            raise UsageError(
+                f"{group} is no group of ranks", hint=f"use one of {', '.join(get_args(Group))}"
+            )
+        if quantity.how in (*_NOT_SENT, "each"):
+            raise UsageError(
+                f"{name} is not put together from ranks: each has it, or tells its own",
+                hint=f"leave {name} out of `groups`",
+            )
+        if quantity.per == DOCUMENT and group not in ("context", "all"):
+            raise UsageError(
+                f"{name} of {group}: a document's numbers are of all ranks that share it",
+                hint="use `context` or `all`",
+            )
+        quantities[name] = replace(quantity, group=group)
+    for name, per in denominators.items():
+        quantity, over = _known(name), _known(per)
+        if quantity.how != "mean" or DOCUMENT in (quantity.per, over.per) or over.how != "sum":
+            raise UsageError(
+                f"{name} over {per}: a mean over tokens is divided by a sum",
+                hint="for example `denominators={'nll': 'n_tokens'}`",
+            )
+        quantities[name] = replace(quantities[name], per=per)
+    return quantities
+
+
+def _known(name: str) -> Quantity:
+    if name not in QUANTITIES:
+        raise UsageError(
+            f"no quantity is called {name}", hint=f"use one of {', '.join(QUANTITIES)}"
+        )
+    return QUANTITIES[name]
 
 
 def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
