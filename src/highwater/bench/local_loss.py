@@ -1,7 +1,8 @@
 """The loss of ranks that share a sequence: each from its own logits, against gathered logits.
 
-``python -m highwater.bench.local_loss`` (two GPUs, about a minute; ``--device cpu --tokens 2048
---vocabulary 5003 --hidden 64`` tries it with gloo). Each rank has the hidden states of its tokens
+``python -m highwater.bench.local_loss`` (two GPUs, about a minute; ``--one-gpu`` has both ranks on
+one, where peaks are the same and times mean nothing; ``--device cpu --tokens 2048 --vocabulary 5003
+--hidden 64`` tries it with gloo). Each rank has the hidden states of its tokens
 and the head. ``gathered`` is what post-processing usually does: every rank gathers the logits of
 all tokens and computes the whole loss of them, by cross-entropy in float32 as Hugging Face has it,
 or by this project's kernel, so that gathering is the only difference. Nothing is measured before
@@ -78,10 +79,18 @@ def main() -> None:
         }
         command = [sys.executable, "-P", "-m", "highwater.bench.local_loss", *sys.argv[1:]]
         ranks = [
-            subprocess.Popen(command, env=variables | {"RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(arguments.ranks)
+            subprocess.Popen(command, env=variables | _place(rank, one_gpu=arguments.one_gpu))
+            for rank in range(arguments.ranks)
         ]
         _await(ranks)
+
+
+def _place(rank: int, *, one_gpu: bool) -> dict[str, str]:
+    """Variables of a rank. NCCL takes one process a GPU, which it knows by its host's name too."""
+    if not one_gpu:
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    own_host = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"RANK": str(rank), "LOCAL_RANK": "0", **own_host}
 
 
 def _await(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -337,6 +346,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the tokens")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="of all ranks together"
     )
