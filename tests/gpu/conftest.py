@@ -13,6 +13,7 @@ TRIALS = (
     "test_machine_constants.py",
     "test_traces.py",
     "test_recorded_memory.py",
+    "test_ranks_on_one_gpu.py",
 )
 """All their tests launch trials, or other processes that want a GPU of their own."""
 

@@ -1,0 +1,88 @@
+"""Ranks that share one GPU, over NCCL: by heads, by a ring, by both, and with copies of the shards
+they train what one rank does.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the data plane needs the train extra")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "results" / "context_parallel"))
+
+import one_gpu
+
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Objective, Settings
+from highwater.spec.trial import RankReport, TrialSpec
+
+TOLERANCE = 1e-3
+"""Relative, in bfloat16: kernels see other blocks, and sums have another order."""
+NOTHING = 1e-6
+"""Absolute: GRPO's first loss is 0 but for rounding."""
+LENGTH = 1021
+SEQUENCES = 4
+"""Of a step, whatever its layout."""
+LAYOUTS = {
+    "ulysses 2": Layout(gpus=2, ulysses_degree=2),
+    "ring 2": Layout(gpus=2, ring_degree=2),
+    "2 copies": Layout(gpus=2, replicate_degree=2),
+    "ulysses 2, ring 2": Layout(gpus=4, ulysses_degree=2, ring_degree=2),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 million parameters: between ranks of one GPU everything goes through sockets."""
+    from transformers import Qwen3Config
+
+    directory = tmp_path_factory.mktemp("model")
+    Qwen3Config(
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        hidden_size=512,
+        intermediate_size=1536,
+        vocab_size=8192,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[Objective, RankReport]:
+    """One rank's report."""
+    objectives: tuple[Objective, ...] = ("sft", "grpo")
+    return {objective: trained(model, Layout(), objective) for objective in objectives}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_ranks_that_share_a_trial_s_sequences_or_states_train_what_one_does(
+    layout: Layout, objective: Objective, model: Path, alone: dict[Objective, RankReport]
+) -> None:
+    together, single = trained(model, layout, objective), alone[objective]
+    assert together.losses == pytest.approx(single.losses, rel=TOLERANCE, abs=NOTHING)
+    assert together.gradient_norms == pytest.approx(single.gradient_norms, rel=TOLERANCE)
+
+
+def trained(model: Path, layout: Layout, objective: Objective) -> RankReport:
+    """The first rank's report of two steps."""
+    known = load_model(str(model))
+    micro_batches = SEQUENCES // layout.data_parallel_degree
+    spec = TrialSpec(
+        model_name=known.name,
+        model_directory=known.directory,
+        config_digest=known.config_digest,
+        device="cuda",
+        layout=layout,
+        settings=Settings(objective=objective, loss="chunked"),
+        length_tokens=LENGTH,
+        micro_batches=micro_batches,
+    )
+    return one_gpu.run(spec, timeout_s=240)[0]
