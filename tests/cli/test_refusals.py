@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, offered, refusal
+from conftest import SIMULATED, Run, following, offered, refusal
 
 from highwater.errors import UsageError
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH
@@ -83,6 +83,16 @@ def test_without_a_gpu_a_search_wants_a_memory_limit(
     assert "memory limit" in problem
     assert offered(hint) == [CPU_SEARCH.split()]
     assert highwater(*offered(hint)[0][1:], "--dry-run").returncode == 0
+
+
+def test_without_a_gpu_one_trial_wants_the_cpu_named(highwater: Run) -> None:
+    words = ("try", "tiny", "--length", "512", "--dry-run")
+    problem, hint = refusal(highwater(*words), 2)
+    assert problem.startswith("no GPU is visible, ")
+    assert offered(hint) == [["--device", "cpu"]]
+    done = highwater(*words, *offered(hint)[0])
+    assert done.returncode == 0
+    assert highwater(*following(done), "--dry-run").returncode == 0
 
 
 def test_a_small_model_is_offered_a_short_search_of_its_own(highwater: Run, tiny: Path) -> None:

@@ -3,6 +3,7 @@ without: the same losses and gradients as one process has.
 """
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ TOLERANCE = 2e-6
 
 def trained(highwater: Run, tiny: Path, *flags: str) -> list[tuple[float, ...]]:
     """Losses and gradients' norms of every rank."""
-    done = highwater("try", str(tiny), "--length", "1021", *CPU, *flags)
+    return of_ranks(highwater("try", str(tiny), "--length", "1021", *CPU, *flags))
+
+
+def of_ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[float, ...]]:
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads(done.stdout)["result"]["ranks"]
     return [(*rank["losses"], *rank["gradient_norms"]) for rank in ranks]
@@ -46,6 +50,22 @@ def test_a_shared_sequence_trains_as_on_one_process(
     ranks = trained(highwater, tiny, *flags)
     assert len(ranks) == int(flags[1])
     for found in ranks:
+        assert found == pytest.approx(alone, rel=TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_on_the_cpu_needs_no_memory_limit_whatever_shares_its_sequence(
+    highwater: Run,
+) -> None:
+    command = "try tiny --device cpu --gpus {} --length 1021 --json".format
+    shared = highwater(*command("4 --ulysses 2 --ring 2").split())
+    (alone,) = of_ranks(highwater(*command("1").split()))
+    assert "its share of this machine's" in shared.stderr
+    budgets = {
+        rank["budget"]["budget_bytes"] for rank in json.loads(shared.stdout)["result"]["ranks"]
+    }
+    assert budgets == {json.loads(shared.stdout)["spec"]["memory_budget_bytes"]}
+    for found in of_ranks(shared):
         assert found == pytest.approx(alone, rel=TOLERANCE)
 
 

@@ -29,13 +29,13 @@ from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
-from highwater.spec.plan_notes import ON_THE_CPU_NOTE, offload_notes, weights_notes
+from highwater.spec.plan_notes import ON_THE_CPU_NOTE, memory_notes, offload_notes, weights_notes
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
 from highwater.store.directory import newest_studies
 from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
-from highwater.units import format_tokens
+from highwater.units import MIB, format_tokens
 
 
 def find(arguments: argparse.Namespace) -> int:
@@ -70,8 +70,10 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
+    is_limited = request.memory is not None
     console.notes(
         (
+            *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
             *offload_notes(spec.settings, spec.device),
             *weights_notes(load_model(request.model), spec.settings, simulated=request.dry_run),
         )
@@ -91,7 +93,8 @@ def try_(arguments: argparse.Namespace) -> int:
         console.answer_json({"schema_version": 1, "spec": spec, "result": result})
     else:
         console.answer_table(trial_table(spec, result))
-        console.next_command(_after_try(arguments.command_line))
+        budget_bytes = None if is_limited else spec.memory_budget_bytes
+        console.next_command(_after_try(arguments.command_line, budget_bytes))
     return _trial_exit_code(result)
 
 
@@ -268,9 +271,9 @@ def _after_show(study: Study, shown_as: str) -> str:
     return f"highwater show {shlex.quote(study.path or '')} --as {other}"
 
 
-def _after_try(command: Sequence[str]) -> str:
+def _after_try(command: Sequence[str], budget_bytes: int | None) -> str:
     """The search with the same flags, as they were typed; a memory-only trial's is one with that
-    proof.
+    proof. ``budget_bytes``: the limit that the trial had and nobody named, as a search needs one.
     """
     words = iter(command)
     kept: list[str] = []
@@ -282,6 +285,8 @@ def _after_try(command: Sequence[str]) -> str:
             kept += ["--proof", "memory"] if name == "--attention-depth" else []
         elif word != "--dry-run":
             kept.append("find" if word == "try" and len(kept) == 1 else word)
+    if budget_bytes is not None:
+        kept += ["--memory", f"{budget_bytes // MIB}MiB"]
     return shlex.join(kept)
 
 

@@ -109,10 +109,11 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
             "a length of 1 token", hint="use `--length 2` or more: one to read, one to predict"
         )
     model = load_model(request.model)
+    _refuse_an_unnamed_cpu(request, machine)
     if request.data is None:
         refuse_past_window(model, length_tokens, flag="--length")
     refuse_past_native(model, request.rope, length_tokens, flag="--length")
-    question = plan(_alone(request, length_tokens), machine).question
+    question = plan(_alone(request, machine, length_tokens), machine).question
     cell, *others = question.cells
     if others:
         several = [name for name in ("ring", "copies") if len(getattr(request, name)) > 1]
@@ -127,10 +128,16 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     return spec
 
 
-def _alone(request: Request, length_tokens: int) -> Request:
-    """The search of one length on one rung."""
+def _alone(request: Request, machine: Machine, length_tokens: int) -> Request:
+    """The search of one length on one rung; on the CPU, where no memory is named, each process has
+    its share of the machine's.
+    """
+    memory = request.memory
+    if memory is None and request.device == "cpu":
+        memory = machine.host_memory_total_bytes // max(request.gpus or (1,))
     return msgspec.structs.replace(
         request,
+        memory=memory,
         proof="full",
         attention_depth=None,
         start_length=length_tokens,
@@ -139,6 +146,15 @@ def _alone(request: Request, length_tokens: int) -> Request:
         loss=request.loss or "full",
         allocator=request.allocator or "native",
     )
+
+
+def _refuse_an_unnamed_cpu(request: Request, machine: Machine) -> None:
+    """Raise UsageError for one trial without a word of the CPU where there is nothing else."""
+    gpus, is_limited = max(request.gpus or (1,)), request.memory is not None
+    if request.device is None and not machine.gpus and gpus == 1 and not is_limited:
+        raise UsageError(
+            "no GPU is visible, and the CPU is not named", hint="add `--device cpu` to train on it"
+        )
 
 
 def _check_proof(request: Request, model: Model) -> None:

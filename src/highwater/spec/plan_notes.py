@@ -7,8 +7,17 @@ from highwater.spec.model import Model, read_config
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
+from highwater.units import format_bytes
 
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
+
+
+def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) -> tuple[str, ...]:
+    """What bounds each process of a trial on the CPU where no memory limit is named."""
+    if is_named or device != "cpu" or budget_bytes is None:
+        return ()
+    limit = format_bytes(budget_bytes)
+    return (f"no `--memory` is named: each process has its share of this machine's, {limit}",)
 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
