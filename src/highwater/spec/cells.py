@@ -40,11 +40,12 @@ def cells_of(
         loss=request.loss,
     )
     asked = list(dict.fromkeys(_asked(request, counts)))
-    obstacles = {each: _obstacle(each, shape, device, request.strategy) for each in asked}
+    bounds = _Bounds(shape, device, request.strategy, has_ring)
+    obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
     skipped = {each: why for each, why in obstacles.items() if why is not None}
     if not layouts:
-        works = _offers(list(skipped), shape, counts, has_ring=has_ring)
+        works = _offers(list(skipped), request, counts, bounds)
         problem = "; ".join(f"{each.label_on(device)}: {why}" for each, why in skipped.items())
         raise UsageError(problem, hint=f"use {works}")
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
@@ -92,6 +93,16 @@ class _Degrees(NamedTuple):
     copies: int
 
     @property
+    def context(self) -> int:
+        """GPUs that would share one sequence."""
+        return self.ulysses * self.ring
+
+    @property
+    def without_copies(self) -> "_Degrees":
+        """As many GPUs that share sequences so, in one copy."""
+        return self._replace(copies=1)
+
+    @property
     def layout(self) -> Layout:
         return Layout(
             gpus=self.gpus,
@@ -108,51 +119,82 @@ class _Degrees(NamedTuple):
         return f"{', '.join(degrees)} on {counted_ranks(self.gpus, device)}"
 
 
+class _Bounds(NamedTuple):
+    """What bounds the layouts that can work, besides the number of GPUs."""
+
+    shape: ModelShape
+    device: Device
+    strategy: Strategy
+    has_ring: bool
+
+    def obstacle(self, asked: _Degrees) -> str | None:
+        """Why so many GPUs cannot be laid out so, in words; None when they can."""
+        ranks, context = counted_ranks(asked.gpus, self.device), asked.context
+        if asked.gpus % context:
+            product_ = f" x {asked.ring} = {context}" if asked.ring > 1 else ""
+            return f"{asked.ulysses}{product_} does not divide {ranks}"
+        if asked.gpus % asked.copies:
+            return f"{asked.copies} copies do not divide {ranks}"
+        if asked.copies > 1 and self.strategy != "fsdp2":
+            return "FSDP1 keeps no copies of its shards"
+        return heads_obstacle(self.shape, asked.ulysses)
+
+    def layouts(self, gpus: int) -> Iterator[_Degrees]:
+        """Every layout of so many GPUs that can work."""
+        divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
+        rings = divisors if self.has_ring else [1]
+        every = (_Degrees(gpus, *each) for each in product(divisors, rings, divisors))
+        return (each for each in every if self.obstacle(each) is None)
+
+
 def _asked(request: Request, counts: tuple[int, ...]) -> Iterator[_Degrees]:
     for each in product(counts, request.ulysses, request.ring, request.copies):
         yield _Degrees(*each)
 
 
-def _obstacle(asked: _Degrees, shape: ModelShape, device: Device, strategy: Strategy) -> str | None:
-    """Why so many GPUs cannot be laid out so, in words; None when they can."""
-    ranks, context = counted_ranks(asked.gpus, device), asked.ulysses * asked.ring
-    if asked.gpus % context:
-        product_ = f" x {asked.ring} = {context}" if asked.ring > 1 else ""
-        return f"{asked.ulysses}{product_} does not divide {ranks}"
-    if asked.gpus % asked.copies:
-        return f"{asked.copies} copies do not divide {ranks}"
-    if asked.copies > 1 and strategy != "fsdp2":
-        return "FSDP1 keeps no copies of its shards"
-    return heads_obstacle(shape, asked.ulysses)
-
-
 def _offers(
-    refused: Sequence[_Degrees], shape: ModelShape, counts: tuple[int, ...], *, has_ring: bool
+    refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work in the place of what was asked for: a ring that shares a sequence among as
-    many GPUs, the number of copies, every degree that some of the counts can trade heads by.
+    """Flags that work in the place of what was asked for: the nearest layout of as many GPUs and,
+    unless copies alone are in the way, every degree that some of the counts can trade heads by.
     """
-    if all(heads_obstacle(shape, each.ulysses) is None for each in refused):
-        without = [each for each in refused if each.gpus % (each.ulysses * each.ring) == 0]
-        if without:
-            return "`--copies 1`"
-    rings = [_with_ring(each, shape) for each in refused] if has_ring else []
-    degrees = (
-        f"`--ulysses {degree}{' --ring 1' if any(each.ring > 1 for each in refused) else ''}`"
-        for degree in range(1, min(max(counts), shape.query_heads) + 1)
-        if heads_obstacle(shape, degree) is None and any(gpus % degree == 0 for gpus in counts)
-    )
-    works = list(dict.fromkeys((*(ring for ring in rings if ring is not None), *degrees)))
+    but_for_copies = [each for each in refused if bounds.obstacle(each.without_copies) is None]
+    works = [_nearest(each, bounds) for each in but_for_copies]
+    if not but_for_copies:
+        shared = [each for each in refused if each.ring > 1 or each.gpus % each.context == 0]
+        works = [_nearest(each, bounds) for each in shared if bounds.has_ring]
+        works += _ulysses_alone(refused, request, counts, bounds)
+    works = list(dict.fromkeys(works))
     return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 
 
-def _with_ring(refused: _Degrees, shape: ModelShape) -> str | None:
-    """The flags of a layout in which as many GPUs share a sequence, fewer of them by heads; None
-    where there is none, or where they do not divide the GPUs.
+def _nearest(refused: _Degrees, bounds: _Bounds) -> str:
+    """The flags of the layout that is most like one that does not work: as many GPUs share a
+    sequence where they can, and as many of them by heads.
     """
-    context = refused.ulysses * refused.ring
-    if refused.gpus % context:
-        return None
-    fewer = (degree for degree in range(refused.ulysses - 1, 0, -1) if context % degree == 0)
-    works = next((degree for degree in fewer if heads_obstacle(shape, degree) is None), None)
-    return None if works is None else f"`--ulysses {works} --ring {context // works}`"
+
+    def distance(each: _Degrees) -> tuple[int, ...]:
+        context = abs(each.context - refused.context)
+        heads, copies = abs(each.ulysses - refused.ulysses), abs(each.copies - refused.copies)
+        return (context > 0, heads, context, -each.context, copies)
+
+    found = min(bounds.layouts(refused.gpus), key=distance)
+    is_shared_so = (found.ulysses, found.ring) == (refused.ulysses, refused.ring)
+    shares = "" if is_shared_so else f"--ulysses {found.ulysses} --ring {found.ring}"
+    copies = "" if found.copies == refused.copies else f"--copies {found.copies}"
+    return f"`{' '.join(filter(None, (shares, copies)))}`"
+
+
+def _ulysses_alone(
+    refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
+) -> Iterator[str]:
+    """The flags of every degree that some of the counts can trade heads by, without a ring, and
+    with the copies that were asked for where those work.
+    """
+    ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
+    for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
+        asked = (_Degrees(*each) for each in product(counts, (degree,), (1,), request.copies))
+        if any(bounds.obstacle(each) is None for each in asked):
+            yield f"`--ulysses {degree}{ring}`"
+        elif any(bounds.obstacle(_Degrees(gpus, degree, 1, 1)) is None for gpus in counts):
+            yield f"`--ulysses {degree}{ring} --copies 1`"

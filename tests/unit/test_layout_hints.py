@@ -1,0 +1,85 @@
+"""Layouts that cannot be are refused with flags that work: every one of them is asked for."""
+
+import shlex
+from itertools import product
+from typing import Any
+
+import pytest
+
+from highwater.errors import UsageError
+from highwater.spec.cells import cells_of
+from highwater.spec.model import load_model
+from highwater.spec.request import request_from
+from highwater.spec.settings import Strategy
+
+MOST = 8
+"""The most of each number that is asked for."""
+MODEL = "Qwen3-8B"
+SHAPE = load_model(MODEL).shape
+
+
+def refusal_of(gpus: int, **settings: Any) -> str | None:
+    """The hint of a layout that cannot be; None where it can."""
+    request = request_from({"model": MODEL, "gpus": [gpus], **settings})
+    try:
+        cells, _ = cells_of(request, SHAPE, "cuda", (gpus,))
+    except UsageError as refused:
+        return refused.hint
+    assert all(cell.layout.gpus == gpus for cell in cells)
+    return None
+
+
+def offered(hint: str) -> list[dict[str, list[int]]]:
+    """What the hint offers to type, as settings."""
+    each = [shlex.split(flags) for flags in hint.split("`")[1::2]]
+    return [
+        {
+            flag.removeprefix("--"): [int(number)]
+            for flag, number in zip(w[::2], w[1::2], strict=True)
+        }
+        for w in each
+    ]
+
+
+@pytest.mark.parametrize("gpus", range(1, MOST + 1))
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_every_layout_that_a_hint_names_can_be(gpus: int, strategy: Strategy) -> None:
+    for ulysses, ring, copies in product(range(1, MOST + 1), repeat=3):
+        asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies]}
+        hint = refusal_of(gpus, strategy=strategy, **asked)
+        if hint is not None:
+            ways = offered(hint)
+            assert ways
+            for way in ways:
+                assert refusal_of(gpus, strategy=strategy, **(asked | way)) is None, (asked, way)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [
+        ({"ulysses": [2], "ring": [4]}, {"ulysses": [2], "ring": [3]}),
+        ({"ulysses": [6]}, {"ulysses": [2], "ring": [3]}),
+        ({"ulysses": [6], "copies": [4]}, {"ulysses": [2], "ring": [3], "copies": [3]}),
+        (
+            {"ulysses": [6], "copies": [2], "strategy": "fsdp"},
+            {"ulysses": [2], "ring": [3], "copies": [1]},
+        ),
+        ({"ulysses": [2], "ring": [3], "copies": [4]}, {"copies": [3]}),
+    ],
+)
+def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(
+    asked: dict[str, Any], nearest: dict[str, list[int]]
+) -> None:
+    hint = refusal_of(6, **({"strategy": "fsdp2"} | asked))
+    assert hint is not None
+    assert offered(hint)[0] == nearest
+
+
+def test_of_several_numbers_one_that_is_kept_works_with_what_the_hint_changes() -> None:
+    for counts, copies in product(([4, 6], [6, 8], [3, 5]), ([1, 4], [3, 4], [5])):
+        asked = {"gpus": counts, "ulysses": [5, 7], "copies": copies, "strategy": "fsdp2"}
+        with pytest.raises(UsageError) as refused:
+            cells_of(request_from({"model": MODEL, **asked}), SHAPE, "cuda", tuple(counts))
+        for way in offered(refused.value.hint or ""):
+            changed = request_from({"model": MODEL, **(asked | way)})
+            assert cells_of(changed, SHAPE, "cuda", tuple(counts))[0]
