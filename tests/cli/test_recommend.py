@@ -129,6 +129,25 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater: Run) -> 
     assert highwater(*following(done)).returncode == 0
 
 
+def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command_works(
+    highwater: Run,
+) -> None:
+    six = ("--gpus", "6xH200-141GB", "--length", "900k")
+    done = highwater("recommend", "Qwen3-8B", *six)
+    assert done.returncode == 1
+    assert "--ring" in following(done)
+    assert highwater(*following(done)).returncode == 0
+    predicted = highwater("predict", "Qwen3-8B", *six)
+    assert predicted.returncode == 1
+    assert following(predicted)[0] == "recommend"
+    for command in (done, predicted):
+        (note,) = (line for line in command.stderr.splitlines() if line.startswith("note: heads"))
+        assert offered(note) == [["--ulysses", "2", "--ring", "3"]]
+        assert highwater("predict", "Qwen3-8B", *six, *offered(note)[0]).returncode == 0
+    guided = highwater("guide", "--predict", "Qwen3-8B", *six[:2])
+    assert "`--ulysses 2 --ring 3` shares it among all" in guided.stderr
+
+
 def test_without_a_remedy_to_type_the_longest_is_asked_for(highwater: Run) -> None:
     done = highwater(
         "recommend", "Qwen3-32B", "--gpus", "16xRTX-3090", "--length", "1m", "--allocator", "native"

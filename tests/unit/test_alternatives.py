@@ -1,6 +1,7 @@
 """Alternatives: what is named where nothing that was asked about trains the length."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,54 @@ def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_t
     assert f"none of up to {MOST_GPUS_OF_A_MACHINE} of this kind" in "\n".join(
         map(plain_table, recommendation_tables(hopeless))
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "degrees"),
+    [(4, {"ulysses": 4}), (4, {"ring": 2}), (4, {"copies": 2}), (3, {"ulysses": 1, "ring": 3})],
+)
+def test_more_gpus_are_those_that_the_named_degrees_make_a_layout_of(
+    gpus: int, degrees: dict[str, int]
+):
+    asked: dict[str, Any] = {"length": "900k", **degrees}
+    found = recommend("Qwen3-8B", gpus=f"{gpus}xA100-80GB", **asked)
+    assert found.chosen is None
+    for alternative in found.alternatives:
+        if alternative.kind == "more GPUs" and alternative.flags:
+            chosen = recommend("Qwen3-8B", gpus=alternative.flags[1], **asked).chosen
+            assert chosen is not None
+            assert chosen.label == alternative.label
+
+
+def test_a_ring_is_the_technique_where_heads_do_not_share_a_sequence_among_all_gpus():
+    asked = {"gpus": "6xH200-141GB", "length": "900k"}
+    found = recommend("Qwen3-8B", **asked)
+    assert found.chosen is None
+    technique = found.alternatives[-1]
+    flags = dict(zip(technique.flags[::2], technique.flags[1::2], strict=True))
+    assert set(flags) == {"--ulysses", "--ring"}
+    degrees = {flag.removeprefix("--"): int(degree) for flag, degree in flags.items()}
+    chosen = recommend("Qwen3-8B", **asked, **degrees).chosen
+    assert chosen is not None
+    assert chosen.label == technique.label
+
+
+@pytest.mark.parametrize("named", [{"copies": 2}, {"ring": 3, "ulysses": 1}])
+def test_a_degree_that_stands_in_the_way_is_the_technique(named: dict[str, int]):
+    asked = {"gpus": "6xH200-141GB", "offload": False}
+    length = next(
+        tokens
+        for tokens in range(40_960, 2_000_000, 40_960)
+        if recommend("Qwen3-8B", length=tokens, **asked, **named).chosen is None
+    )
+    technique = recommend("Qwen3-8B", length=length, **asked, **named).alternatives[-1]
+    assert technique.flags or technique.without
+    flags = dict(zip(technique.flags[::2], technique.flags[1::2], strict=True))
+    kept = {name: n for name, n in named.items() if f"--{name}" not in technique.without}
+    changed = kept | {flag.removeprefix("--"): int(degree) for flag, degree in flags.items()}
+    chosen = recommend("Qwen3-8B", length=length, **asked, **changed).chosen
+    assert chosen is not None
+    assert chosen.label == technique.label
 
 
 def test_a_host_that_is_too_small_is_what_is_blamed():

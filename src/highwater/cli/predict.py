@@ -141,7 +141,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     """The next command: what explains the prediction, and then what measures it, with the settings
     that were typed; another trainer is not ours to try.
     """
-    if not arguments.explain:
+    fits = any(cell.capacity_tokens for cell in prediction.cells)
+    if not arguments.explain and fits:
         return shlex.join((*_without_timeline(arguments), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if not TRAINERS[prediction.trainer].is_run:

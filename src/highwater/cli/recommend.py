@@ -19,6 +19,8 @@ from highwater.spec.trainer import OURS, TRAINERS
 
 _EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
+_STATES = "--state-bytes-per-param"
+
 
 def recommend(arguments: argparse.Namespace) -> int:
     """Print what to take; with ``--list`` every rung that fits."""
@@ -80,10 +82,12 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
 
 def _next_without_any(arguments: argparse.Namespace, found: Recommendation, model: str) -> str:
     """The next command where nothing fits: a recommendation by the first alternative that can be
-    typed, else the prediction of every rung.
+    typed, one that wants no other GPU and no other optimizer before any; else the prediction of
+    every rung.
     """
-    each = (each for each in found.alternatives if each.flags or each.without)
-    alternative = next(each, None)
+    typed = [each for each in found.alternatives if each.flags or each.without]
+    here = [each for each in typed if each.kind == "technique" and _STATES not in each.flags]
+    alternative = next(iter((*here, *typed)), None)
     if alternative is None:
         drop = ("--length", "--rollout-gpus", "--study")
         is_rollout = bool(found.rollout_gpus and arguments.cluster)
@@ -108,9 +112,7 @@ def words_again(
         "--gpu-memory": arguments.gpu_memory,
         "--host-memory": arguments.host_memory,
         "--reserved": None if arguments.reserved == "0" else arguments.reserved,
-        "--state-bytes-per-param": _unless(
-            arguments.state_bytes_per_param, STATE_BYTES_PER_PARAMETER
-        ),
+        _STATES: _unless(arguments.state_bytes_per_param, STATE_BYTES_PER_PARAMETER),
     }
     settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
     typed |= {flag_of(name): value for name, value in settings.items()}

@@ -50,7 +50,8 @@ def predicted_question(
         for request in _requests(model, where.gpus, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
-    return msgspec.structs.replace(plans[0].question, cells=cells), plans[0].notes
+    notes = (*plans[0].notes, *_ring_notes(model, where.gpus, trainer, settings))
+    return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
 def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
@@ -100,6 +101,20 @@ def _degrees(model: str, gpus: int) -> list[int]:
         for degree in range(1, gpus + 1)
         if gpus % degree == 0 and heads_obstacle(shape, degree) is None
     ]
+
+
+def _ring_notes(
+    model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """That a ring shares sequences among more GPUs than heads do, where nobody named a degree."""
+    most = max(_degrees(model, gpus))
+    is_named = "ulysses" in settings or "ring" in settings
+    if most == gpus or is_named or TRAINERS[trainer].refused(["ring"]):
+        return ()
+    return (
+        f"heads share a sequence among {most} of {gpus} GPUs at the most: "
+        f"`--ulysses {most} --ring {gpus // most}` shares it among all",
+    )
 
 
 def unanswered(

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import msgspec
 
+from highwater.errors import UsageError
 from highwater.memory.trainers import predict_by_formula
 from highwater.recommendation.candidates import Goal, first_fit
+from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE, Cluster
-from highwater.spec.declaration import flag_of
+from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
+from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, Candidate
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes
@@ -21,7 +24,9 @@ MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
 _SMALLER_STATES_BYTES = 8
 """Bytes a parameter: weights, gradients and both moments in bfloat16, for example."""
-_RESTRICTIONS = ("allocator", "loss", "ulysses", "recompute", "mlp_tiles", "strategy")
+_RESTRICTIONS = (
+    *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
+)
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
 
@@ -44,7 +49,7 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
     larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
     for gpus in (*range(goal.where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
         where = msgspec.structs.replace(goal.where, gpus=gpus)
-        found = first_fit(replace(goal, where=where))
+        found = _first_fit_if_any_layout(replace(goal, where=where))
         if found is not None:
             what = f"{gpus} x {where.device_name}"
             if gpus > MOST_GPUS_OF_A_MACHINE:
@@ -85,7 +90,7 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
 def technique(goal: Goal) -> Alternative:
     """The first change of settings that is predicted to fit, or what takes most where none does."""
     for what, flags, without, changed in _changes(goal):
-        found = first_fit(changed)
+        found = _first_fit_if_any_layout(changed)
         if found is not None:
             alternative = _alternative("technique", what, found, flags)
             return msgspec.structs.replace(alternative, without=without)
@@ -113,6 +118,7 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
             flag = flag_of(name)
             settings = {key: value for key, value in goal.settings.items() if key != name}
             yield f"leaving `{flag}` out", (), (flag,), replace(goal, settings=settings)
+    yield from _rings(goal)
     if TRAINERS[goal.trainer].knows_every_setting and goal.settings.get("micro_batches") != 1:
         one = replace(goal, settings={**goal.settings, "micro_batches": 1})
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
@@ -126,6 +132,35 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
             "an optimizer"
         )
         yield what, flags, (), replace(goal, memory_limit=memory_limit)
+
+
+def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+    """The ring with which the simplest settings fit, beside as many heads as can be traded; nothing
+    where none does.
+    """
+    shape, gpus = load_model(goal.model).shape, goal.where.gpus
+    if gpus == 1 or TRAINERS[goal.trainer].refused(["ring"]):
+        return
+    divisors = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
+    heads = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
+    every: dict[str, object] = {"ulysses": heads, "ring": divisors[1:]}
+    found = _first_fit_if_any_layout(replace(goal, settings={**goal.settings, **every}))
+    if found is not None:
+        layout = found.cell.layout
+        degrees = {"ulysses": [layout.ulysses_degree], "ring": [layout.ring_degree]}
+        what = f"a ring, so that {layout.context_degree} GPUs share each sequence"
+        changed = replace(goal, settings={**goal.settings, **degrees})
+        yield what, tuple(words_of(degrees)), (), changed
+
+
+def _first_fit_if_any_layout(goal: Goal) -> Candidate | None:
+    """The simplest candidate that fits; None also where the degrees that the user named make no
+    layout of these GPUs, whose number nobody named.
+    """
+    try:
+        return first_fit(goal)
+    except UsageError:
+        return None
 
 
 def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...]) -> Alternative:
