@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from highwater.activations.dropout import without_dropout
+from highwater.errors import UsageError
 from highwater.parallel.fsdp2 import release
 from highwater.parallel.mesh import total
 from highwater.train.data import Batch
@@ -34,8 +35,14 @@ def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
 
     Of pairs it is the objective's loss (``rw``, ``dpo``); of any other objective the negative
     log-likelihood of the trained tokens. Dropout is off, no gradient is recorded, and logits go in
-    chunks whatever the training's loss is. The routers' auxiliary loss is no part of it.
+    chunks whatever the training's loss is. The routers' auxiliary loss is no part of it. Raises
+    UsageError without a micro-batch.
     """
+    if not micro_batches:
+        raise UsageError(
+            "an evaluation of no micro-batches has no mean",
+            hint="give one or more, as many on every rank: `evaluate(training, [batch])`",
+        )
     if training.traits.pairs:
         losses = _of_pairs(training, micro_batches)
         # Ranks that share pairs each have all of them, and an equal share of their losses.

@@ -1,0 +1,34 @@
+"""Evaluation: the mean loss of batches that nothing is trained on, on one process."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_training import trained
+
+from highwater.errors import UsageError
+from highwater.parallel import mesh as process_mesh
+from highwater.train.data import Document, pack
+from highwater.train.evaluation import evaluate
+from highwater.train.step import Training
+
+
+@pytest.fixture(params=["sft", "dpo", "rw"])
+def training(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Training]:
+    with process_mesh.alone(torch.device("cpu")):
+        yield trained(tmp_path, request.param)
+
+
+def test_no_micro_batches_are_refused_with_a_hint_that_works(training: Training) -> None:
+    with pytest.raises(UsageError, match="no micro-batches") as refused:
+        evaluate(training, [])
+    assert "`evaluate(training, [batch])`" in refused.value.hint
+    documents = [Document(torch.arange(n), torch.arange(n), reward=float(n)) for n in (9, 7)]
+    found = evaluate(training, [pack(documents)])
+    assert found.counted == (1 if training.traits.pairs else 14)
+    assert found.loss is not None
