@@ -137,7 +137,10 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) 
         (("--for", "verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
         (("--for", "megatron", *ASKED), "megatron"),
         (("--for", "areal", *ASKED), "none are set aside"),
-        (("--for", "verl", *ASKED, "--loss", "chunked"), "not known with another loss"),
+        (
+            ("--for", "verl", *ASKED, "--loss", "chunked"),
+            "verl's configuration has no words for --loss chunked",
+        ),
         (
             ("--for", "trinity", *ASKED, "--study", "mine.jsonl"),
             "say nothing about the trainer trinity",
@@ -151,3 +154,43 @@ def test_what_cannot_be_emitted_is_refused(
     highwater: Run, words: tuple[str, ...], said: str
 ) -> None:
     assert said in refusal(highwater("emit", *words), 2)[0]
+
+
+@pytest.mark.parametrize(("target", "name"), [("verl", "verl"), ("areal", "AReaL")])
+@pytest.mark.parametrize("words", ["--ring 2", "--copies 2", "--copies 2 --ring 2"])
+def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_its_own_name(
+    highwater: Run, target: str, name: str, words: str
+) -> None:
+    rollout = ("--rollout-gpus", "2") if target == "areal" else ()
+    asked = ("emit", "--for", target, *ASKED, *rollout)
+    problem, hint = refusal(highwater(*asked, *words.split()), 2)
+    assert problem == f"{name}'s configuration has no words for {words}"
+    assert offered(hint) == [words.split()]
+    assert highwater(*asked).returncode == 0
+
+
+@pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan"])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "ppo"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        "--ulysses 2 --ring 2",
+        "--ulysses 2 --ring 2 --copies 2",
+        "--ulysses 2 --copies 2",
+        "--ulysses 1 --ring 4 --copies 4",
+        "--ulysses 1 --ring 2 --copies 4",
+    ],
+)
+def test_a_hint_names_all_that_has_to_change_for_a_trainer(
+    highwater: Run, target: str, objective: str, degrees: str
+) -> None:
+    asked = ("emit", "--for", target, "Qwen3-0.6B", "--gpus", "8xH200-141GB", "--length", "16k")
+    words = (*asked, "--objective", objective, *degrees.split())
+    done = highwater(*words)
+    if done.returncode == 0:
+        return
+    _, hint = refusal(done, 2)
+    assert offered(hint)
+    for way in offered(hint):
+        mended = highwater(*words, *way)
+        assert mended.returncode == 0, (way, mended.stderr)

@@ -406,8 +406,9 @@ def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(
     changes = {"ulysses": [1]} | changes
     with pytest.raises(UsageError, match=said) as refused:
         TARGETS[target].emit(*goal(target, "16k", **changes))
-    flag, degree = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
-    changes |= {flag.removeprefix("--"): [int(degree)]}
+    words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
+    for flag, degree in zip(words[::2], words[1::2], strict=True):
+        changes |= {flag.removeprefix("--"): [int(degree)]}
     assert TARGETS[target].emit(*goal(target, "16k", **changes))
 
 

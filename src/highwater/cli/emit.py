@@ -4,8 +4,9 @@ import argparse
 import shlex
 
 from highwater.cli import console
-from highwater.cli.recommend import found_for, words_again
-from highwater.emit.targets import TARGETS, configured
+from highwater.cli.flags import named_model
+from highwater.cli.recommend import EXAMPLE, found_for, words_again
+from highwater.emit.targets import TARGETS, configured, refuse_unknown_settings
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 
 
@@ -13,6 +14,8 @@ def emit(arguments: argparse.Namespace) -> int:
     """Print the configuration; where nothing fits there is none, and the document is what
     `recommend --json` prints.
     """
+    _, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    refuse_unknown_settings(arguments.for_, settings)
     arguments.trainer = TARGETS[arguments.for_].predicted_for
     found = found_for(arguments)
     console.notes(found.notes)

@@ -17,7 +17,7 @@ from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trainer import OURS, TRAINERS
 
-_EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
+EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
 _STATES = "--state-bytes-per-param"
 
@@ -44,10 +44,10 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
     """The recommendation that was asked for."""
-    model, settings = named_model(arguments, arguments.studies, example=_EXAMPLE)
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None:
         raise UsageError(
-            "no length is named", hint=f"add one, for example `--length 64k`: `{_EXAMPLE}`"
+            "no length is named", hint=f"add one, for example `--length 64k`: `{EXAMPLE}`"
         )
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     return recommended(

@@ -17,10 +17,10 @@ from highwater.emit.emitted import (
     exports,
     heading,
     refusals,
-    refuse_shared_copies,
+    refuse_obstacle,
+    shared_copies,
     yarn_lines,
 )
-from highwater.errors import UsageError
 from highwater.spec.layout import Layout
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -37,7 +37,7 @@ def accelerate(
     The rest is the script's, and is said in the text. Raises UsageError for layouts that neither
     DeepSpeed nor FSDP2 has there.
     """
-    refuse_layouts(chosen, name="accelerate")
+    refuse_obstacle(chosen, lambda _, layout: layout_obstacle(layout, name="accelerate"))
     cell, settings = chosen.cell, chosen.cell.settings
     variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *instead(chosen))
     cannot += tuple(engine_alone(settings, name="accelerate"))
@@ -62,22 +62,16 @@ def accelerate(
     )
 
 
-def refuse_layouts(chosen: Candidate, *, name: str) -> None:
-    """Raise UsageError for layouts that neither DeepSpeed nor FSDP2 has in accelerate."""
-    layout = chosen.cell.layout
-    if is_ulysses(chosen) and is_ring(chosen):
-        raise UsageError(
-            f"{name} shares a sequence by heads or by a ring, not by both", hint="use `--ring 1`"
-        )
-    if is_ulysses(chosen) and layout.replicate_degree > 1:
-        raise UsageError(
-            f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies", hint="use `--copies 1`"
-        )
-    refuse_shared_copies(chosen, name=name)
-    if is_ring(chosen) and layout.shard_degree == layout.ring_degree < layout.gpus:
-        raise UsageError(
-            f"{name} has no copies of one ring: it wants two rings in each", hint="use `--copies 1`"
-        )
+def layout_obstacle(layout: Layout, *, name: str) -> str | None:
+    """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
+    ulysses, ring, copies = layout.ulysses_degree, layout.ring_degree, layout.replicate_degree
+    if ulysses > 1 and ring > 1:
+        return f"{name} shares a sequence by heads or by a ring, not by both"
+    if ulysses > 1 and copies > 1:
+        return f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
+    if 1 < ring == layout.shard_degree < layout.gpus:
+        return f"{name} has no copies of one ring: it wants two rings in each"
+    return shared_copies(layout, name=name)
 
 
 def is_ulysses(chosen: Candidate) -> bool:

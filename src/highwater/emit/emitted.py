@@ -4,7 +4,9 @@ configurations share.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from itertools import combinations
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +14,8 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.codec import Record
+from highwater.spec.declaration import words_of
+from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
@@ -107,26 +111,43 @@ def yaml_path(model_path: str | None) -> str:
     return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
 
 
-def refuse_other_objectives(chosen: Candidate, known: Collection[Objective], *, name: str) -> None:
-    """Raise UsageError for an objective that a trainer does not have."""
-    objective = chosen.cell.settings.objective
-    if objective not in known:
-        others = ", ".join(known)
-        raise UsageError(
-            f"{name} trains {others}, not {objective}",
-            hint=f"use `--objective {next(iter(known))}`",
-        )
+Obstacle = Callable[[Objective, Layout], str | None]
+"""Says why a trainer cannot train an objective in a layout, in words; None where it can."""
 
 
-def refuse_shared_copies(chosen: Candidate, *, name: str) -> None:
-    """Raise UsageError where sequences are shared between copies, as a trainer's mesh has none."""
-    layout = chosen.cell.layout
-    if layout.shard_degree % layout.context_degree:
-        raise UsageError(
-            f"{name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not among "
-            f"{layout.context_degree}",
-            hint="use `--copies 1`",
-        )
+def refuse_obstacle(chosen: Candidate, obstacle: Obstacle, *, objective: Objective = "sft") -> None:
+    """Raise UsageError for what a trainer cannot train, with every way to change as little of it as
+    will do: degrees to 1, or the objective to ``objective``.
+    """
+    asked, layout = chosen.cell.settings.objective, chosen.cell.layout
+    problem = obstacle(asked, layout)
+    if problem is None:
+        return
+    changes: dict[str, object] = {name: 1 for name, n in layout.degree_settings.items() if n > 1}
+    changes |= {} if asked == objective else {"objective": objective}
+    ways = (way for size in range(1, len(changes) + 1) for way in combinations(changes, size))
+    works = [
+        {name: changes[name] for name in way}
+        for way in ways
+        if obstacle(objective if "objective" in way else asked, layout.without(way)) is None
+    ]
+    least = [f"`{shlex.join(words_of(way))}`" for way in works if len(way) == len(works[0])]
+    raise UsageError(problem, hint=f"use {' or '.join(least)}")
+
+
+def other_objective(objective: Objective, known: Collection[Objective], *, name: str) -> str | None:
+    """That a trainer does not have this objective, and which it has; None where it has it."""
+    return None if objective in known else f"{name} trains {', '.join(known)}, not {objective}"
+
+
+def shared_copies(layout: Layout, *, name: str) -> str | None:
+    """That sequences are shared between copies, as a trainer's mesh has none; None where not."""
+    if layout.shard_degree % layout.context_degree == 0:
+        return None
+    return (
+        f"{name} shares a sequence inside a copy, of {layout.shard_degree} GPUs, not among "
+        f"{layout.context_degree}"
+    )
 
 
 def engine_alone(settings: Settings, *, name: str) -> list[str]:

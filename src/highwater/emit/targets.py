@@ -19,7 +19,7 @@ from highwater.spec.declared_settings import DECLARED
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import TRAINERS, Trainer
 
 
 class Emit(Protocol):
@@ -77,6 +77,16 @@ TARGETS: Mapping[Target, EmitTarget] = {
 """The trainers, by the name that ``highwater emit --for`` takes."""
 
 
+def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
+    """Raise UsageError for settings, by the names that users type, that the step which is predicted
+    for a trainer has not; all are named.
+    """
+    row = TARGETS[target]
+    refused = TRAINERS[row.predicted_for].refused(settings)
+    if refused:
+        raise _without_words(row, {name: settings[name] for name in refused})
+
+
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
     """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
     its whole path.
@@ -87,11 +97,15 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
     made = row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
-        words = shlex.join(words_of(unknown))
-        raise UsageError(
-            f"{row.name}'s configuration has no words for {words}", hint=f"leave `{words}` out"
-        )
+        raise _without_words(row, unknown)
     return made
+
+
+def _without_words(row: EmitTarget, unknown: Mapping[str, object]) -> UsageError:
+    words = shlex.join(words_of(unknown))
+    return UsageError(
+        f"{row.name}'s configuration has no words for {words}", hint=f"leave `{words}` out"
+    )
 
 
 def named(cell: Cell) -> dict[str, object]:

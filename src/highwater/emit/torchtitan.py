@@ -19,11 +19,14 @@ from highwater.emit.emitted import (
     exports,
     heading,
     model_lies,
+    other_objective,
     refusals,
-    refuse_other_objectives,
-    refuse_shared_copies,
+    refuse_obstacle,
+    shared_copies,
     yarn_lines,
 )
+from highwater.spec.layout import Layout
+from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.3.0"
@@ -88,8 +91,7 @@ def torchtitan(
 
     Raises UsageError for objectives other than ``sft``, and for copies that share sequences.
     """
-    refuse_other_objectives(chosen, ("sft",), name="torchtitan")
-    refuse_shared_copies(chosen, name="torchtitan")
+    refuse_obstacle(chosen, _obstacle)
     own = None if model_path else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
@@ -117,6 +119,12 @@ def torchtitan(
         cannot=cannot,
         text=text,
     )
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why torchtitan cannot train an objective in a layout, in words; None where it can."""
+    unknown = other_objective(objective, ("sft",), name="torchtitan")
+    return unknown or shared_copies(layout, name="torchtitan")
 
 
 def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from highwater.emit.accelerate import (
     instead,
     is_ring,
     is_ulysses,
+    layout_obstacle,
     padded_to,
-    refuse_layouts,
 )
 from highwater.emit.emitted import (
     Emitted,
@@ -28,11 +28,12 @@ from highwater.emit.emitted import (
     environment,
     heading,
     model_lies,
+    other_objective,
     refusals,
-    refuse_other_objectives,
+    refuse_obstacle,
 )
-from highwater.errors import UsageError
 from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -80,15 +81,8 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     GPUs in others than ``sft``.
     """
     settings = chosen.cell.settings
-    refuse_other_objectives(chosen, COMMANDS, name="TRL")
+    refuse_obstacle(chosen, _obstacle)
     trained = COMMANDS[settings.objective]
-    if chosen.cell.layout.context_degree > 1 and not trained.packs:
-        degree = "--ring 1" if is_ring(chosen) else "--ulysses 1"
-        raise UsageError(
-            f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {trained.name}`",
-            hint=f"use `{degree}`, or leave `--objective` out",
-        )
-    refuse_layouts(chosen, name="TRL")
     cannot = (*_cannot(chosen), *instead(chosen), *engine_alone(settings, name="TRL"))
     said = [*_said(found, chosen, model_path), *refusals(cannot, name="TRL")]
     command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
@@ -102,6 +96,17 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
         cannot=cannot,
         beside={FILE: accelerate(found, chosen, model_path=model_path).text},
     )
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why TRL cannot train an objective in a layout, in words; None where it can."""
+    unknown = other_objective(objective, COMMANDS, name="TRL")
+    if unknown is not None:
+        return unknown
+    if layout.context_degree > 1 and not COMMANDS[objective].packs:
+        command = COMMANDS[objective].name
+        return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
+    return layout_obstacle(layout, name="TRL")
 
 
 def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> list[str]:

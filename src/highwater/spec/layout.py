@@ -1,7 +1,9 @@
 """Layout: how many GPUs, and how they share the sequence and the states."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+import msgspec
 
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS
@@ -108,6 +110,11 @@ class Layout(Record, frozen=True, kw_only=True):
             spelling.setting: degree
             for spelling, degree in (first, *(each for each in others if each[1] > 1))
         }
+
+    def without(self, settings: Collection[str]) -> "Layout":
+        """The layout of as many GPUs in which the degrees of these settings are 1."""
+        fields = (each.field for each in _SPELLINGS if each.setting in settings)
+        return msgspec.structs.replace(self, **dict.fromkeys(fields, 1))
 
     @property
     def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:
