@@ -510,3 +510,42 @@ def test_traces_are_of_our_own_steps_and_of_no_table(highwater: Run) -> None:
     for done in (other, table):
         assert done.returncode == 2
         assert "leave `--exact`" in done.stderr
+
+
+def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater: Run) -> None:
+    many = ("Qwen3-8B", "--gpus", "64xH100-80GB")
+    commands = (("predict", *many), ("recommend", *many, "--length", "64k"))
+    for words in (*commands, ("guide", "--gpus", many[2], "--predict", many[0])):
+        problem, hint = refusal(highwater(*words), 2)
+        assert "64 GPUs share the states" in problem
+        assert offered(hint) == [["--copies", "8"]]
+        done = highwater(*words, *offered(hint)[0])
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("measured nowhere") == 1
+    for words in commands:
+        done = highwater(*words, "--copies", "8")
+        for _ in range(3):
+            assert following(done)[0] in ("predict", "recommend"), "no trial is of several machines"
+            done = highwater(*following(done))
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict Qwen3-8B --gpus 64xH100-80GB --copies 8 --ulysses 16",
+        "predict Qwen3-8B --gpus 64xH100-80GB --strategy fsdp",
+        "predict Qwen3-8B --gpus 64xH100-80GB --trainer trinity",
+        "recommend Qwen3-8B --gpus 64xH100-80GB --length 64k --rollout-gpus 8",
+        "emit --for trl Qwen3-8B --gpus 64xH100-80GB --copies 8 --length 64k",
+        "emit --for verl Qwen3-8B --gpus 64xH100-80GB --length 64k",
+    ],
+)
+def test_what_several_machines_cannot_be_asked_is_refused_with_a_hint_that_works(
+    highwater: Run, words: str
+) -> None:
+    _, hint = refusal(highwater(*words.split()), 2)
+    assert offered(hint)
+    for way in offered(hint):
+        done = highwater(*words.split(), *way)
+        assert done.returncode == 0, (way, done.stderr)

@@ -328,8 +328,8 @@ def test_what_a_catalogs_card_holds_is_what_a_driver_reports():
     ("gpus", "error", "said"),
     [
         ("4xA100-70GB", UsageError, "A100-80GB"),
-        ("0xA100-80GB", UsageError, "1 to 16 GPUs"),
-        ("1000000000000xH200-141GB", UsageError, "1 to 16 GPUs"),
+        ("0xA100-80GB", UsageError, "1 to 1024 GPUs"),
+        ("1000000000000xH200-141GB", UsageError, "1 to 1024 GPUs"),
         ("T4", MachineError, "no bf16"),
         ("H200-141GB-NVL", UsageError, "not in the catalog"),
     ],

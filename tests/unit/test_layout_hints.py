@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import cells_of
+from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.request import request_from
 from highwater.spec.settings import Strategy
@@ -18,26 +20,26 @@ MODEL = "Qwen3-8B"
 SHAPE = load_model(MODEL).shape
 
 
-def refusal_of(gpus: int, **settings: Any) -> str | None:
+def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> str | None:
     """The hint of a layout that cannot be; None where it can."""
     request = request_from({"model": MODEL, "gpus": [gpus], **settings})
     try:
-        cells, _ = cells_of(request, SHAPE, "cuda", (gpus,))
+        cells, _ = cells_of(request, SHAPE, "cuda", (gpus,), within_machines=within_machines)
     except UsageError as refused:
         return refused.hint
     assert all(cell.layout.gpus == gpus for cell in cells)
     return None
 
 
-def offered(hint: str) -> list[dict[str, list[int]]]:
+def offered(hint: str) -> list[dict[str, Any]]:
     """What the hint offers to type, as settings."""
-    each = [shlex.split(flags) for flags in hint.split("`")[1::2]]
+    each = (shlex.split(flags) for flags in hint.split("`")[1::2])
     return [
         {
-            flag.removeprefix("--"): [int(number)]
-            for flag, number in zip(w[::2], w[1::2], strict=True)
+            flag.removeprefix("--"): [int(value)] if value.isdecimal() else value
+            for flag, value in zip(words[::2], words[1::2], strict=True)
         }
-        for w in each
+        for words in each
     ]
 
 
@@ -52,6 +54,26 @@ def test_every_layout_that_a_hint_names_can_be(gpus: int, strategy: Strategy) ->
             assert ways
             for way in ways:
                 assert refusal_of(gpus, strategy=strategy, **(asked | way)) is None, (asked, way)
+
+
+@pytest.mark.parametrize("gpus", [17, 20, 24, 48, 64])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_of_several_machines_a_hint_names_copies_that_each_hold(
+    gpus: int, strategy: Strategy
+) -> None:
+    for ulysses, ring, copies in product((1, 2, 3, 16), (1, 2, 3, 8), (1, 2, 3, 8, 64)):
+        asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies], "strategy": strategy}
+        hint = refusal_of(gpus, within_machines=True, **asked)
+        if hint is None:
+            layout = Layout(
+                gpus=gpus, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=copies
+            )
+            assert layout.shard_degree <= layout.machine_gpus <= MOST_GPUS_OF_A_MACHINE
+            assert layout.machine_gpus % layout.context_degree == 0
+        else:
+            assert offered(hint)
+            for way in offered(hint):
+                assert refusal_of(gpus, within_machines=True, **(asked | way)) is None, (asked, way)
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,12 @@ def _guide_flags(parser: Parser) -> None:
         type=int,
         help="what is predicted is of so many; 2: as `recommend` by default; default: as `predict`",
     )
-    for name, default in (("ulysses", "as `predict`"), ("ring", "no ring")):
-        text = f"what is predicted has these {name} degrees; default: {default}"
+    for name, what, default in (
+        ("ulysses", "these ulysses degrees", "as `predict`"),
+        ("ring", "these ring degrees", "no ring"),
+        ("copies", "so many copies of the states", "one"),
+    ):
+        text = f"what is predicted has {what}; default: {default}"
         parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
     _output(parser, "a page (.html), or Markdown (.md); default: print it")
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
@@ -273,7 +277,7 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
     _json(parser)
     _kind_of_gpus(parser, "4xA100-80GB")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="the machine's memory; default: not a limit"
+        "--host-memory", metavar="SIZE", help="a machine's memory; default: not a limit"
     )
     parser.add_argument(
         "--reserved",

@@ -35,6 +35,7 @@ def guide(arguments: argparse.Namespace) -> int:
         sequences_per_micro_batch=arguments.sequences_per_micro_batch,
         ulysses=arguments.ulysses,
         ring=arguments.ring,
+        copies=arguments.copies,
     )
     console.notes(made.notes)
     if output is not None:

@@ -16,6 +16,7 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
 from highwater.spec.request import request_from, trial_flags
@@ -149,7 +150,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(
             ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
         )
-    if not prediction.explained.capacity_tokens:
+    if not prediction.explained.capacity_tokens or prediction.gpus > MOST_GPUS_OF_A_MACHINE:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens)
@@ -173,9 +174,10 @@ def _without_timeline(arguments: argparse.Namespace) -> list[str]:
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The command that asks, where nothing fits, what would: at the length in question, or at the
-    shortest that was asked about.
+    """The command that asks what would do, where nothing fits or no trial can be made: at the
+    length in question, or the longest that fits, or the shortest that was asked about.
     """
-    length = prediction.length_tokens or prediction.explained.does_not_fit_tokens
+    explained = prediction.explained
+    length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
     return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))

@@ -11,6 +11,7 @@ from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.recommendation import Recommendation
@@ -63,13 +64,16 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
-    """The next command: one trial of what is recommended, or its configuration, or after ``--list``
-    the recommendation itself; where nothing fits that of ``_next_without_any``.
+    """The next command: one trial of what is recommended, or its configuration, or of several
+    machines the list, or after ``--list`` the recommendation itself; where nothing fits that of
+    ``_next_without_any``.
     """
     model = str(typed_values(arguments)["model"])
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     trainer = TRAINERS[found.trainer]
+    if found.gpus > MOST_GPUS_OF_A_MACHINE and not arguments.list_:  # no trial is of several
+        return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:
         return shlex.join(
             ("highwater", "try", model, *trial_flags(found.chosen.cell, found.length_tokens))

@@ -14,8 +14,10 @@ from highwater.emit.trinity import trinity
 from highwater.emit.trl import trl
 from highwater.emit.verl import verl
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.hardware import kind_of
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
@@ -94,11 +96,23 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
     Raises UsageError for what the trainer has no words for.
     """
     row, path = TARGETS[target], Path(model).expanduser()
+    _refuse_several_machines(found, chosen)
     made = row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
         raise _without_words(row, unknown)
     return made
+
+
+def _refuse_several_machines(found: Recommendation, chosen: Candidate) -> None:
+    """Raise UsageError for GPUs of several machines, which the files say nothing of."""
+    if found.gpus > MOST_GPUS_OF_A_MACHINE:
+        kind = f"x{found.device_name}" if kind_of(found.device_name) else ""
+        gpus = f"{chosen.cell.layout.machine_gpus}{kind}"
+        raise UsageError(
+            f"a configuration is of one machine, and {found.gpus} GPUs are of several",
+            hint=f"`--gpus {gpus} --copies 1` is of one of them",
+        )
 
 
 def _without_words(row: EmitTarget, unknown: Mapping[str, object]) -> UsageError:

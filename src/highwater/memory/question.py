@@ -2,7 +2,7 @@
 memory that it is about.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,15 +18,17 @@ from highwater.memory.capacity import (
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
-from highwater.spec.bounds import MOST_STATE_BYTES
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_STATE_BYTES
 from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
+from highwater.spec.hardware import kind_of
+from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
 from highwater.spec.search_lengths import refuse_past_window
-from highwater.spec.study import Question
+from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.units import format_bytes, parse_memory
 
@@ -45,12 +47,14 @@ def predicted_question(
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
         if not has_windows:
             refuse_past_window(load_model(model), length_tokens, flag="--length")
+    within = not where.may_shard_across
     plans = [
-        plan(request, where.machine(), trainer=trainer)
-        for request in _requests(model, where.gpus, trainer, settings)
+        plan(request, where.machine(), trainer=trainer, within_machines=within)
+        for request in _requests(model, where, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
-    notes = (*plans[0].notes, *_ring_notes(model, where.gpus, trainer, settings))
+    notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings))
+    notes += _machine_notes(cells)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
@@ -66,7 +70,7 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
 
 
 def _requests(
-    model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]
+    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
 ) -> list[Request]:
     """What is asked of each ladder: without offload and, unless the settings say, with it; every
     Ulysses degree that works.
@@ -78,10 +82,12 @@ def _requests(
             f"the trainer {trainer} is not known with another {name}",
             hint=f"leave `--{name}` out",
         )
+    if where.is_several_machines and not where.may_shard_across:
+        _refuse_without_copies(where, trainer)
     common: dict[str, Any] = {
         "model": model,
-        "gpus": [gpus],
-        "ulysses": _degrees(model, gpus),
+        "gpus": [where.gpus],
+        "ulysses": _degrees(model, where, settings),
         "device": "cuda",
         "dry_run": True,
         **MEMORY[trainer].fixed_fields(settings),
@@ -93,27 +99,67 @@ def _requests(
     return [request_from(fields, keywords=True) for fields in ladders]
 
 
-def _degrees(model: str, gpus: int) -> list[int]:
-    """Every Ulysses degree that works for a model on so many GPUs."""
+def _refuse_without_copies(where: Cluster, trainer: Trainer) -> None:
+    """Raise UsageError for several machines of a trainer that keeps no copies of its states."""
+    if TRAINERS[trainer].refused(["copies"]):
+        most = MOST_GPUS_OF_A_MACHINE
+        kind = f"x{where.device_name}" if kind_of(where.device_name) else ""
+        raise UsageError(
+            f"{where.gpus} GPUs are of several machines, and a trainer without copies is predicted "
+            f"on one, of {most} GPUs at the most",
+            hint=f"use `--gpus {most}{kind}`",
+        )
+
+
+def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[int]:
+    """Every Ulysses degree that works for a model on so many GPUs; of several machines within one,
+    beside the copies and rings that are named.
+    """
     shape = load_model(model).shape
+    divisors = [degree for degree in range(1, where.gpus + 1) if where.gpus % degree == 0]
+    works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
+    if not where.is_several_machines or where.may_shard_across:
+        return works
+    named = request_from({"model": model, **settings}, keywords=True)
+    machines = [
+        Layout(gpus=where.gpus, replicate_degree=copies).machine_gpus
+        for copies in named.copies
+        if where.gpus % copies == 0 and where.gpus // copies <= MOST_GPUS_OF_A_MACHINE
+    ]
     return [
         degree
-        for degree in range(1, gpus + 1)
-        if gpus % degree == 0 and heads_obstacle(shape, degree) is None
+        for degree in works
+        if degree == 1
+        or any(gpus % (degree * ring) == 0 for gpus in machines for ring in named.ring)
     ]
 
 
 def _ring_notes(
-    model: str, gpus: int, trainer: Trainer, settings: Mapping[str, Any]
+    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """That a ring shares sequences among more GPUs than heads do, where nobody named a degree."""
-    most = max(_degrees(model, gpus))
     is_named = "ulysses" in settings or "ring" in settings
-    if most == gpus or is_named or TRAINERS[trainer].refused(["ring"]):
+    if where.is_several_machines or is_named or TRAINERS[trainer].refused(["ring"]):
+        return ()
+    most = max(_degrees(model, where, settings))
+    if most == where.gpus:
         return ()
     return (
-        f"heads share a sequence among {most} of {gpus} GPUs at the most: "
-        f"`--ulysses {most} --ring {gpus // most}` shares it among all",
+        f"heads share a sequence among {most} of {where.gpus} GPUs at the most: "
+        f"`--ulysses {most} --ring {where.gpus // most}` shares it among all",
+    )
+
+
+def _machine_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """What was measured nowhere of several machines, and what is taken for one of them."""
+    gpus = max(cell.layout.gpus for cell in cells)
+    if gpus <= MOST_GPUS_OF_A_MACHINE:
+        return ()
+    each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
+    return (
+        f"{gpus} GPUs are of several machines: what NCCL takes between those was measured nowhere, "
+        f"and is taken as within one; host memory is that of one, of "
+        f"{' or '.join(map(str, each))} GPUs",
     )
 
 

@@ -11,7 +11,7 @@ from highwater.memory.trainers import MEMORY
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.recommendation import Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
 from highwater.spec.trainer import OURS

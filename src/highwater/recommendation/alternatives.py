@@ -11,8 +11,9 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.trainers import predict_by_formula
 from highwater.recommendation.candidates import Goal, first_fit
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle
-from highwater.spec.cluster import MOST_GPUS_OF_A_MACHINE, Cluster
+from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
 from highwater.spec.model import load_model
@@ -43,18 +44,23 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
 def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
     """Find the fewest GPUs of the same kind that train the length.
 
-    Counts within one machine come first, then twice a machine's GPUs, and twice that.
+    Counts within one machine come first, then twice a machine's GPUs, and twice that: in copies
+    that a machine holds, where copies were named.
     """
     doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
     larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
+    has_copies = "copies" in goal.settings
     for gpus in (*range(goal.where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
-        where = msgspec.structs.replace(goal.where, gpus=gpus)
+        if gpus <= goal.where.gpus:
+            continue
+        where = msgspec.structs.replace(goal.where, gpus=gpus, may_shard_across=not has_copies)
         found = _first_fit_if_any_layout(replace(goal, where=where))
         if found is not None:
             what = f"{gpus} x {where.device_name}"
             if gpus > MOST_GPUS_OF_A_MACHINE:
                 what += ", on several machines, where nothing was ever measured"
-            return _alternative("more GPUs", what, found, _gpu_flags(where, gpus + rollout_gpus))
+            flags = _gpu_flags(where, gpus + rollout_gpus)
+            return _alternative("more GPUs", what, found, flags)
     return None
 
 
@@ -169,8 +175,8 @@ def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...])
 
 
 def _gpu_flags(where: Cluster, gpus: int) -> tuple[str, ...]:
-    """Flags that name these GPUs; none for more GPUs than one may ask about."""
-    if gpus > MOST_GPUS_OF_A_MACHINE:
+    """Flags that name these GPUs; none for GPUs that one may not ask about."""
+    if where.may_shard_across and gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
     is_known = kind_of(where.device_name) is not None
     return ("--gpus", f"{gpus}x{where.device_name}" if is_known else str(gpus))

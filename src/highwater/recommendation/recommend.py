@@ -25,8 +25,10 @@ from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.recommendation.alternatives import alternatives
 from highwater.recommendation.candidates import Goal, predicted_candidates
 from highwater.run.probe import gpus_meant
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
+from highwater.spec.hardware import kind_of
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.request import request_from
@@ -130,6 +132,13 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
     """The GPUs without those that roll out; raises UsageError where none is left."""
     if rollout_gpus < 0:
         raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
+    if rollout_gpus and where.is_several_machines:
+        most = MOST_GPUS_OF_A_MACHINE
+        kind = f"x{where.device_name}" if kind_of(where.device_name) else ""
+        raise UsageError(
+            f"GPUs for rollout are set aside of one machine, and {where.gpus} are of several",
+            hint=f"use `--gpus {most}{kind} --rollout-gpus {min(rollout_gpus, most // 2)}`",
+        )
     if rollout_gpus >= where.gpus:
         fewer = f"use `--rollout-gpus {where.gpus - 1}` or fewer"
         hint = fewer if where.gpus > 1 else "leave `--rollout-gpus` out"

@@ -9,6 +9,10 @@ MOST_GPUS = 65_536
 
 The largest jobs that were published had 16,384 (Llama 3 405B) to 24,576 GPUs.
 """
+MOST_GPUS_OF_A_MACHINE = 16
+"""GPUs of one machine at the most."""
+MOST_GPUS_PREDICTED = 1_024
+"""GPUs that one prediction is about: copies of what some machines hold."""
 MOST_NAMED = 256
 """Numbers of GPUs, or degrees, that one search names."""
 MOST_LENGTHS = 1 << 20

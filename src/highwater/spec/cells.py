@@ -5,9 +5,10 @@ from itertools import product
 from typing import NamedTuple
 
 from highwater.errors import UsageError
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.grid import Grid
 from highwater.spec.ladder import default_ladder
-from highwater.spec.layout import Layout
+from highwater.spec.layout import USUAL_GPUS_OF_A_MACHINE, Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.request import Request
 from highwater.spec.settings import Strategy
@@ -23,10 +24,12 @@ def cells_of(
     counts: tuple[int, ...],
     *,
     has_ring: bool = True,
+    within_machines: bool = False,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Every layout that can work, on every rung; and a note for each that is skipped.
 
-    ``has_ring``: of a trainer that can share sequences by a ring.
+    ``has_ring``: of a trainer that can share sequences by a ring. ``within_machines``: whether a
+    machine holds each copy of the states, and shares its sequences with no other.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -40,13 +43,14 @@ def cells_of(
         loss=request.loss,
     )
     asked = list(dict.fromkeys(_asked(request, counts)))
-    bounds = _Bounds(shape, device, request.strategy, has_ring)
+    bounds = _Bounds(shape, device, request.strategy, has_ring, within_machines)
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
     skipped = {each: why for each, why in obstacles.items() if why is not None}
     if not layouts:
         works = _offers(list(skipped), request, counts, bounds)
-        problem = "; ".join(f"{each.label_on(device)}: {why}" for each, why in skipped.items())
+        whys = {why: each for each, why in reversed(skipped.items())}
+        problem = "; ".join(f"{whys[why].label_on(device)}: {why}" for why in reversed(whys))
         raise UsageError(problem, hint=f"use {works}")
     cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
     return cells, tuple(
@@ -97,10 +101,16 @@ class _Degrees(NamedTuple):
         """GPUs that would share one sequence."""
         return self.ulysses * self.ring
 
-    @property
-    def without_copies(self) -> "_Degrees":
-        """As many GPUs that share sequences so, in one copy."""
-        return self._replace(copies=1)
+    def is_shared_as(self, other: "_Degrees") -> bool:
+        """Whether sequences are shared as in another."""
+        return (self.ulysses, self.ring) == (other.ulysses, other.ring)
+
+    def flags_after(self, other: "_Degrees") -> str:
+        """The flags that make this of another, as one types them."""
+        is_shared = self.is_shared_as(other)
+        shares = "" if is_shared else f"--ulysses {self.ulysses} --ring {self.ring}"
+        copies = "" if self.copies == other.copies else f"--copies {self.copies}"
+        return " ".join(filter(None, (shares, copies)))
 
     @property
     def layout(self) -> Layout:
@@ -126,6 +136,7 @@ class _Bounds(NamedTuple):
     device: Device
     strategy: Strategy
     has_ring: bool
+    within_machines: bool
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Why so many GPUs cannot be laid out so, in words; None when they can."""
@@ -137,7 +148,24 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
-        return heads_obstacle(self.shape, asked.ulysses)
+        across = self._across_machines(asked.layout) if self.within_machines else None
+        return across or heads_obstacle(self.shape, asked.ulysses)
+
+    def _across_machines(self, layout: Layout) -> str | None:
+        """That a copy or a sequence would be shared by machines, in words; None where neither."""
+        if layout.gpus <= MOST_GPUS_OF_A_MACHINE:
+            return None
+        if layout.shard_degree > MOST_GPUS_OF_A_MACHINE:
+            return (
+                f"{layout.shard_degree} GPUs share the states, and {MOST_GPUS_OF_A_MACHINE} are "
+                "the most of one machine"
+            )
+        if layout.machine_gpus % layout.context_degree:
+            return (
+                f"{layout.context_degree} GPUs share a sequence, and a machine has "
+                f"{layout.machine_gpus}"
+            )
+        return None
 
     def layouts(self, gpus: int) -> Iterator[_Degrees]:
         """Every layout of so many GPUs that can work."""
@@ -158,31 +186,38 @@ def _offers(
     """Flags that work in the place of what was asked for: the nearest layout of as many GPUs and,
     unless copies alone are in the way, every degree that some of the counts can trade heads by.
     """
-    but_for_copies = [each for each in refused if bounds.obstacle(each.without_copies) is None]
-    works = [_nearest(each, bounds) for each in but_for_copies]
-    if not but_for_copies:
-        shared = [each for each in refused if each.ring > 1 or each.gpus % each.context == 0]
-        works = [_nearest(each, bounds) for each in shared if bounds.has_ring]
+    beside = ""
+    if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
+        # several machines need copies, which FSDP1 has not
+        bounds, beside = bounds._replace(strategy="fsdp2"), "--strategy fsdp2"
+    nearest = {each: _nearest(each, bounds) for each in refused}
+    works = [to.flags_after(each) for each, to in nearest.items() if to.is_shared_as(each)]
+    if not works:
+        works = [
+            to.flags_after(each)
+            for each, to in nearest.items()
+            if bounds.has_ring and (each.ring > 1 or each.gpus % each.context == 0)
+        ]
         works += _ulysses_alone(refused, request, counts, bounds)
-    works = list(dict.fromkeys(works))
+    works = [f"`{' '.join(filter(None, (way, beside)))}`" for way in dict.fromkeys(works)]
     return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 
 
-def _nearest(refused: _Degrees, bounds: _Bounds) -> str:
-    """The flags of the layout that is most like one that does not work: as many GPUs share a
-    sequence where they can, and as many of them by heads.
+def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
+    """The layout that is most like one that does not work: as many GPUs share a sequence where they
+    can, and as many of them by heads; of several machines, usual ones.
     """
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)
         heads, copies = abs(each.ulysses - refused.ulysses), abs(each.copies - refused.copies)
-        return (context > 0, heads, context, -each.context, copies)
+        is_unusual = bounds.within_machines and (
+            each.gpus > MOST_GPUS_OF_A_MACHINE
+            and each.layout.machine_gpus > USUAL_GPUS_OF_A_MACHINE
+        )
+        return (context > 0, heads, context, -each.context, is_unusual, copies)
 
-    found = min(bounds.layouts(refused.gpus), key=distance)
-    is_shared_so = (found.ulysses, found.ring) == (refused.ulysses, refused.ring)
-    shares = "" if is_shared_so else f"--ulysses {found.ulysses} --ring {found.ring}"
-    copies = "" if found.copies == refused.copies else f"--copies {found.copies}"
-    return f"`{' '.join(filter(None, (shares, copies)))}`"
+    return min(bounds.layouts(refused.gpus), key=distance)
 
 
 def _ulysses_alone(
@@ -195,6 +230,9 @@ def _ulysses_alone(
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
         asked = (_Degrees(*each) for each in product(counts, (degree,), (1,), request.copies))
         if any(bounds.obstacle(each) is None for each in asked):
-            yield f"`--ulysses {degree}{ring}`"
-        elif any(bounds.obstacle(_Degrees(gpus, degree, 1, 1)) is None for gpus in counts):
-            yield f"`--ulysses {degree}{ring} --copies 1`"
+            yield f"--ulysses {degree}{ring}"
+        else:
+            layouts = (each for gpus in counts for each in bounds.layouts(gpus))
+            copies = [e.copies for e in layouts if (e.ulysses, e.ring) == (degree, 1)]
+            if copies:
+                yield f"--ulysses {degree}{ring} --copies {min(copies)}"

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from os.path import commonprefix
 
 from highwater.errors import MachineError, UsageError
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
 from highwater.spec.codec import Record
 from highwater.spec.hardware import (
     OLDEST_CAPABILITY,
@@ -22,8 +23,6 @@ from highwater.units import GIB, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _EXAMPLE = "`--gpus 4xA100-80GB`"
-MOST_GPUS_OF_A_MACHINE = 16
-"""GPUs of one machine at the most."""
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
@@ -46,6 +45,14 @@ class Cluster(Record, frozen=True, kw_only=True):
     """Memory of one GPU, as its driver reports it."""
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
     """The oldest that trains, where nobody named the kind."""
+    may_shard_across: bool = False
+    """Whether one copy of the states may be sharded across machines: where it is only to be known
+    whether so many GPUs would do."""
+
+    @property
+    def is_several_machines(self) -> bool:
+        """Whether no machine has so many GPUs."""
+        return self.gpus > MOST_GPUS_OF_A_MACHINE
 
     def machine(self) -> Machine:
         """A machine with these GPUs and nothing else known."""
@@ -141,9 +148,9 @@ def _parse(text: str | None) -> tuple[int | None, str | None]:
 
 
 def _counted(digits: str, text: str) -> int:
-    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_OF_A_MACHINE:
+    if len(digits) > _DIGITS or not 1 <= int(digits) <= MOST_GPUS_PREDICTED:
         raise UsageError(
-            f"{text!r}: a prediction is about 1 to {MOST_GPUS_OF_A_MACHINE} GPUs of one machine",
+            f"{text!r}: a prediction is about 1 to {MOST_GPUS_PREDICTED} GPUs",
             hint=f"for example {_EXAMPLE}",
         )
     return int(digits)

@@ -76,7 +76,7 @@ def host_state_bytes(
     layout: Layout,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
-    """Host memory that models take, over all ranks of the machine: offloaded states, and the
+    """Host memory that models take, over all ranks of one machine: offloaded states, and the
     reference.
 
     Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
@@ -85,7 +85,7 @@ def host_state_bytes(
     reference as it is.
     """
     ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
-    ordinary *= layout.replicate_degree
+    ordinary *= layout.machine_gpus // layout.shard_degree
     pinned = pinned_state_bytes(
         shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
@@ -99,7 +99,7 @@ def pinned_state_bytes(
     layout: Layout,
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
-    """Pinned host memory of models, over all ranks of the machine: a part of ``host_state_bytes``.
+    """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
 
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
     parameters and the latest gradient, one block for each layer's shard. The reference is a
@@ -135,11 +135,11 @@ def _pinned_units_bytes(shape: ModelShape, layout: Layout, state_bytes_per_param
         return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
 
     of_layers = sum(run.count * block_bytes(run.kind.parameters) for run in shape.runs)
-    return 2 * layout.gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
+    return 2 * layout.machine_gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
 
 
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of the machine,
+    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of one machine,
     besides that of the states.
 
     A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the
@@ -171,7 +171,9 @@ def _pinned_matrices_bytes(
         shard = bytes_per_element * -(-rows // layout.shard_degree) * row_size
         return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
 
-    return layout.gpus * sum(number * block_bytes(rows, size) for number, rows, size in sizes)
+    return layout.machine_gpus * sum(
+        number * block_bytes(rows, size) for number, rows, size in sizes
+    )
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:

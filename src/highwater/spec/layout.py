@@ -6,9 +6,12 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.bounds import MOST_GPUS
+from highwater.spec.bounds import MOST_GPUS, MOST_GPUS_OF_A_MACHINE
 from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
+
+USUAL_GPUS_OF_A_MACHINE = 8
+"""GPUs that a machine is taken to have where there are several, and no copy has more."""
 
 
 class Layout(Record, frozen=True, kw_only=True):
@@ -59,6 +62,15 @@ class Layout(Record, frozen=True, kw_only=True):
     def shard_degree(self) -> int:
         """GPUs over which parameters, gradients and optimizer states are sharded."""
         return self.gpus // self.replicate_degree
+
+    @property
+    def machine_gpus(self) -> int:
+        """GPUs of one machine: all, as far as one has so many; else those of one copy, or of as
+        many as fit into a usual one.
+        """
+        if self.gpus <= MOST_GPUS_OF_A_MACHINE:
+            return self.gpus
+        return self.shard_degree * max(1, USUAL_GPUS_OF_A_MACHINE // self.shard_degree)
 
     @property
     def degrees(self) -> tuple[str, ...]:

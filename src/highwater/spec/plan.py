@@ -40,8 +40,15 @@ class Plan(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def plan(request: Request, machine: Machine, *, trainer: Trainer = "highwater") -> Plan:
-    """The question that a request asks of a machine, and of a trainer.
+def plan(
+    request: Request,
+    machine: Machine,
+    *,
+    trainer: Trainer = "highwater",
+    within_machines: bool = False,
+) -> Plan:
+    """The question that a request asks of a machine, and of a trainer; ``within_machines`` as for
+    ``cells_of``.
 
     Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
     """
@@ -58,7 +65,12 @@ def plan(request: Request, machine: Machine, *, trainer: Trainer = "highwater") 
     grid, capped = grid_of(request, model, device, window)
     check_yarn(request, model, grid.max_tokens)
     cells, skipped = cells_of(
-        request, model.shape, device, where.counts, has_ring=not traits.refused(["ring"])
+        request,
+        model.shape,
+        device,
+        where.counts,
+        has_ring=not traits.refused(["ring"]),
+        within_machines=within_machines,
     )
     cells, too_small = within_token_budget(cells, grid, device)
     most_gpus = max(cell.layout.gpus for cell in cells)

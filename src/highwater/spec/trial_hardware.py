@@ -67,7 +67,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
         states = host_state_bytes(
             model.shape, settings, layout=cell.layout
         ) + staged_gradient_bytes(model.shape, settings, layout=cell.layout)
-        processes = gpus * PROCESS_BYTES
+        processes = cell.layout.machine_gpus * PROCESS_BYTES
         if states and states + processes > machine.host_memory_total_bytes:
             what = "offloaded states" if settings.offload else "the reference"
             raise MachineError(

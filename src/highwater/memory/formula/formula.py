@@ -364,7 +364,7 @@ def _root_reduction(step: Step, states: _States) -> Term:
 def _host_terms(
     shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
 ) -> tuple[Term, ...]:
-    """Terms of the host's memory, over all GPUs."""
+    """Terms of the host's memory, over all GPUs of one machine."""
     states = host_state_bytes(
         shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
@@ -374,5 +374,5 @@ def _host_terms(
             name="gradients on their way there",
             bytes=staged_gradient_bytes(shape, settings, layout=layout),
         ),
-        Term(name="processes", bytes=layout.gpus * PROCESS_BYTES),
+        Term(name="processes", bytes=layout.machine_gpus * PROCESS_BYTES),
     )

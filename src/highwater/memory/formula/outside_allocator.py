@@ -71,7 +71,7 @@ def _page_table_bytes(
         shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
     )
     pinned = states + staged_gradient_bytes(shape, settings, layout=layout)
-    return -(-pinned // (layout.gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
+    return -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 
 
 def _nccl_terms(

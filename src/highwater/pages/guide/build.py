@@ -18,7 +18,7 @@ from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.recommendation.queries import query_of_prediction, query_of_study, query_of_table
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
-from highwater.spec.declaration import words_of
+from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.files import CONFIG_BYTES, read_file
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
@@ -70,6 +70,7 @@ def guide(
     sequences_per_micro_batch: int | None = None,
     ulysses: Sequence[int] = (),
     ring: Sequence[int] = (),
+    copies: Sequence[int] = (),
 ) -> Guide:
     """The simplest settings that fit each length, on every kind and number of GPUs.
 
@@ -77,9 +78,9 @@ def guide(
     ``highwater predict --json`` (``.json``). ``predict`` names models whose capacities are
     predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on this machine's.
     ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. It is
-    predicted of so many ``sequences_per_micro_batch``, and with these degrees of ``ulysses`` and
-    ``ring``; None, or none: as ``predict`` does by itself. Raises HighwaterError for a source that
-    cannot be read, and for what cannot be predicted.
+    predicted of so many ``sequences_per_micro_batch``, with these degrees of ``ulysses`` and
+    ``ring`` and so many ``copies``; None, or none: as ``predict`` does by itself. Raises
+    HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
     if (gpus or gpu_memory is not None) and not predict:
         raise UsageError(
@@ -95,9 +96,11 @@ def guide(
             "sequences a micro-batch are named, and no model to predict",
             hint=f"for example `{_EXAMPLE}`",
         )
-    if (ulysses or ring) and not predict:
+    degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
+    named = {name: list(numbers) for name, numbers in degrees if numbers}
+    if named and not predict:
         raise UsageError(
-            "ways to share a sequence are named, and no model to predict",
+            f"{', '.join(map(flag_of, named))}: and no model to predict",
             hint=f"for example `{_EXAMPLE}`",
         )
     capacities: list[Capacity] = []
@@ -107,7 +110,7 @@ def guide(
     settings: dict[str, Any] = {"trainer": trainer, "gpu_memory": gpu_memory}
     if sequences_per_micro_batch is not None:
         settings["sequences_per_micro_batch"] = sequences_per_micro_batch
-    settings |= {name: list(of) for name, of in (("ulysses", ulysses), ("ring", ring)) if of}
+    settings |= named
     for found in (*map(_read, map(Path, sources)), *_predictions(predict, gpus, settings)):
         _check_models(found.capacities, found.words, models)
         capacities += found.capacities

@@ -1,0 +1,94 @@
+"""Predictions for GPUs of several machines: copies of what each machine holds."""
+
+from typing import Any
+
+import pytest
+
+from highwater import predict
+from highwater.emit.targets import configured
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.recommendation.recommend import recommend
+from highwater.spec.layout import Layout
+
+OF_COPIES = ("NCCL", "gradient reduction")
+"""Terms that copies make larger: groups of their own, and a second layer's gradients on their
+way."""
+KEPT_SHARE = 0.01
+"""What the allocator keeps at the most besides its terms, as a share of them."""
+
+
+def predicted(gpus: int, **settings: Any) -> Prediction:
+    asked = {"length": "64k", "ulysses": [2], "host_memory": "256GiB"} | settings
+    return predict("Qwen3-8B", gpus=f"{gpus}xH100-80GB", **asked)
+
+
+def terms(of: CellPrediction) -> dict[str, int]:
+    """Bytes of a GPU, by what takes them."""
+    return {term.name: term.bytes for term in (*of.footprint.peak.terms, *of.footprint.outside)}
+
+
+def test_64_gpus_take_what_8_do_and_what_copies_take() -> None:
+    one, several = predicted(8), predicted(64, copies=[8])
+    for alone, copied in zip(one.cells, several.cells, strict=True):
+        assert copied.cell.settings == alone.cell.settings
+        assert copied.footprint.host_bytes == alone.footprint.host_bytes
+        before, after = terms(alone), terms(copied)
+        assert before.keys() == after.keys()
+        more = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+        assert more
+        assert set(more) <= set(OF_COPIES)
+        used = copied.footprint.device_used_bytes - alone.footprint.device_used_bytes
+        assert used == pytest.approx(sum(more.values()), rel=KEPT_SHARE)
+
+
+def test_the_number_of_machines_changes_no_gpu_and_no_machine() -> None:
+    few, many = predicted(24, copies=[3]), predicted(64, copies=[8])
+    for a, b in zip(few.cells, many.cells, strict=True):
+        assert a.footprint.device_used_bytes == b.footprint.device_used_bytes
+        assert a.footprint.host_bytes == b.footprint.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "copies", "of_a_machine"),
+    [(8, 1, 8), (16, 2, 16), (64, 8, 8), (64, 4, 16), (64, 32, 8), (48, 8, 6), (24, 2, 12)],
+)
+def test_a_machine_has_whole_copies_and_8_gpus_where_they_are_smaller(
+    gpus: int, copies: int, of_a_machine: int
+) -> None:
+    assert Layout(gpus=gpus, replicate_degree=copies).machine_gpus == of_a_machine
+
+
+def test_what_was_measured_nowhere_is_said_once() -> None:
+    def said(notes: tuple[str, ...]) -> list[str]:
+        return [note for note in notes if "between those was measured nowhere" in note]
+
+    assert len(said(predicted(64, copies=[8]).notes)) == 1
+    found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
+    assert len(said(found.notes)) == 1
+    assert found.chosen is not None
+    assert found.chosen.cell.layout.shard_degree == 8
+    assert not said(predicted(16, copies=[2]).notes)
+
+
+def test_no_degree_that_is_not_named_shares_a_sequence_across_machines() -> None:
+    cells = predict("Qwen3-8B", gpus="64xH100-80GB", copies=[8]).cells
+    assert {each.cell.layout.ulysses_degree for each in cells} == {1, 2, 4, 8}
+
+
+def test_a_configuration_is_of_one_machine() -> None:
+    found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
+    assert found.chosen is not None
+    with pytest.raises(UsageError, match="a configuration is of one machine"):
+        configured("accelerate", found, found.chosen, model="Qwen3-8B")
+
+
+def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named() -> None:
+    asked = {"length": "400k", "copies": [2], "offload": False}
+    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
+    more, *_ = found.alternatives
+    assert found.chosen is None
+    assert more.kind == "more GPUs"
+    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
+    assert chosen is not None
+    assert chosen.label == more.label
