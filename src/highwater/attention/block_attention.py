@@ -109,6 +109,28 @@ class Block(NamedTuple):
         return query_gradient, key_gradient, value_gradient
 
 
+def merge_(
+    output_XD: Tensor,
+    log_sums_X: Tensor,
+    found: tuple[Tensor, Tensor],
+    *,
+    is_first: bool = False,
+) -> None:
+    """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
+
+    ``is_first``: nothing is there yet, not even zeros and sums of minus infinity.
+    """
+    partial, its_sums = found
+    if is_first:
+        output_XD.copy_(partial)
+        log_sums_X.copy_(its_sums)
+        return
+    both = torch.logaddexp(log_sums_X, its_sums)
+    output_XD.mul_((log_sums_X - both).exp_()[..., None])
+    output_XD.addcmul_(partial, (its_sums - both).exp_()[..., None])
+    log_sums_X.copy_(both)
+
+
 def _padded(tensor_BXSD: Tensor) -> Tensor:
     """With zeros behind each head, up to what flash attention takes."""
     rest = -tensor_BXSD.shape[-1] % _VECTOR

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention.block_attention import Block
+from highwater.attention.block_attention import Block, merge_
 from highwater.parallel.collectives import pass_on
 from highwater.spec.hardware import Kernel
 from highwater.spec.pieces import pieces
@@ -201,33 +201,15 @@ def _pass_forward(
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
         for run in _runs(ring, step, query_BHSD.device):
-            _merge(
+            merge_(
                 run.queries_of(output_BHSD),
                 run.queries_of(log_sums_BHS),
                 run.block(query_BHSD, at_hand).forward(),
-                is_first=step == 0,
+                is_first=step == 0,  # a rank's own, over which it has every query
             )
         if passing is not None:
             at_hand = passing.wait()
     return output_BHSD.to(query_BHSD.dtype), log_sums_BHS
-
-
-def _merge(
-    output_dHlD: Tensor, log_sums_dHl: Tensor, found: tuple[Tensor, Tensor], *, is_first: bool
-) -> None:
-    """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
-
-    The first are a rank's own, over which it has every query: nothing is there yet.
-    """
-    partial, its_sums = found
-    if is_first:
-        output_dHlD.copy_(partial)
-        log_sums_dHl.copy_(its_sums)
-        return
-    both = torch.logaddexp(log_sums_dHl, its_sums)
-    output_dHlD.mul_((log_sums_dHl - both).exp_()[..., None])
-    output_dHlD.addcmul_(partial, (its_sums - both).exp_()[..., None])
-    log_sums_dHl.copy_(both)
 
 
 def _pass_backward(

@@ -1,0 +1,72 @@
+"""Sparse patterns: which keys the tokens of a sequence keep, in blocks, and how large a share.
+
+Attention is causal: shares are of the pairs of a token and one that is not after it.
+
+Source: the published ``SparsePatternConfig`` and its lengths; ``dilated_sparse`` keeps
+every so many-th block back from a row's own; ``strided`` half so and half a row's last blocks, as
+Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
+"""
+
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Record
+
+PatternType = Literal[
+    "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"
+]
+WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
+"""Patterns whose window, and not a ratio, says what is kept."""
+DEFAULT_RATIO = 0.1
+ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
+"""The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
+
+
+class SparsePatternConfig(Record, frozen=True, kw_only=True):
+    """One pattern."""
+
+    pattern_type: PatternType = "dilated_sparse"
+    sparsity_ratio: float | Literal["adaptive"] | None = None
+    """Share of the earlier key blocks that each block of queries KEEPS, its own among them: above
+    0, up to 1. ``adaptive``: the less, the longer the sequence. None: 0.1, and of a windowed
+    pattern what its window gives, which any other ratio contradicts."""
+    block_size: int = 128
+    """Tokens of a block, of queries and of keys."""
+    local_window_size: int = 512
+    """Tokens that a token sees of a windowed pattern: itself and those before it."""
+    global_tokens: int = 64
+    """First tokens of the sequence, which ``global_local`` lets every later token see."""
+    seed: int = 0
+    """Of ``random``'s draws."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for numbers that cannot be."""
+        ratio = self.sparsity_ratio
+        if isinstance(ratio, float | int) and not 0 < ratio <= 1:
+            raise UsageError(
+                f"sparsity_ratio {ratio}: it is the share of key blocks that are kept",
+                hint="use a number above 0 and up to 1, for example 0.05",
+            )
+        for name in ("block_size", "local_window_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
+        if self.global_tokens < 0:
+            raise UsageError(f"global_tokens is {self.global_tokens}", hint="use 0 or more")
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a window says what is kept."""
+        return self.pattern_type in WINDOWED
+
+    @property
+    def follows_content(self) -> bool:
+        """Whether what is kept depends on queries and keys, and differs by head."""
+        return self.pattern_type == "block_top_k"
+
+    def ratio_at(self, length_tokens: int) -> float:
+        """Share of the key blocks that a row of blocks keeps, of a pattern without a window."""
+        if self.sparsity_ratio == "adaptive":
+            return next(
+                share for longest, share in ADAPTIVE if longest is None or length_tokens <= longest
+            )
+        return DEFAULT_RATIO if self.sparsity_ratio is None else self.sparsity_ratio

@@ -1,0 +1,225 @@
+"""Block-sparse attention against a dense masked softmax in float64, whose masks are written here
+from the patterns' definitions: output, log-sum-exp and every gradient, odd lengths and heads.
+"""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import Tensor
+
+from highwater.attention import block_gather
+from highwater.attention.block_gather import block_sparse_attention
+from highwater.attention.block_table import block_tables, causal_pairs, kept_share
+from highwater.errors import UsageError
+from highwater.spec.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
+
+TOLERANCE = 1e-10
+"""Norm-relative in float64."""
+BLOCK = 8
+CPU = torch.device("cpu")
+BY_RATIO: tuple[PatternType, ...] = ("dilated_sparse", "strided", "random")
+EVERY: tuple[PatternType, ...] = (*BY_RATIO, "local_window", "global_local", "block_top_k")
+LENGTHS = (1, 7, 8, 61, 128, 203)
+
+
+def config(pattern_type: PatternType, **settings: object) -> SparsePatternConfig:
+    """A pattern with small blocks, whose window and global tokens are no whole blocks."""
+    sizes = {"block_size": BLOCK, "local_window_size": 19, "global_tokens": 11}
+    return SparsePatternConfig(pattern_type=pattern_type, **{**sizes, **settings})
+
+
+def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 5) -> list[Tensor]:
+    torch.manual_seed(length)
+    shapes = [(batch, count, length, size) for count in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def mask(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
+    """Which key each token sees, BKSS: from the definition where there is one, else from the
+    table.
+    """
+    length = query.shape[2]
+    token, other = torch.arange(length)[:, None], torch.arange(length)
+    causal = other <= token
+    match pattern.pattern_type:
+        case "local_window":
+            seen = other > token - pattern.local_window_size
+        case "global_local":
+            seen = (other > token - pattern.local_window_size) | (other < pattern.global_tokens)
+        case "block_top_k":
+            return causal & by_blocks(best_blocks(pattern, query, key), length)
+        case _:
+            (table,) = block_tables(pattern, length, CPU)
+            kept = torch.zeros(table.rows, table.rows, dtype=torch.bool)
+            kept[table.row_of_entry, table.columns[0].long()] = True
+            seen = by_blocks(kept, length)
+    return (causal & seen).expand(*key.shape[:2], length, length)
+
+
+def by_blocks(kept: Tensor, length: int) -> Tensor:
+    tokens = kept.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return tokens[..., :length, :length]
+
+
+def best_blocks(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
+    """For each row of blocks its own, and those whose mean keys score highest with its mean query;
+    BKRR.
+    """
+    grouped = query.detach().unflatten(1, (key.shape[1], -1)).mean(2)
+    means = [
+        torch.stack([part.mean(2) for part in t.split(BLOCK, dim=2)], dim=2)
+        for t in (grouped, key.detach())
+    ]
+    scores = means[0] @ means[1].transpose(-1, -2)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for row in range(scores.shape[-1]):
+        count = max(1, math.ceil(pattern.ratio_at(query.shape[2]) * (row + 1) - 1e-9))
+        of_row = scores[..., row, : row + 1].clone()
+        of_row[..., row] = math.inf
+        kept[..., row, :].scatter_(-1, of_row.topk(count, dim=-1).indices, value=True)
+    return kept
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float) -> list[Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    key, value, seen = (t.repeat_interleave(groups, dim=1) for t in (key, value, seen))
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -math.inf)
+    return [scores.softmax(-1) @ value, scores.logsumexp(-1)]
+
+
+@pytest.mark.parametrize("pattern_type", EVERY)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
+def test_a_pattern_equals_a_dense_masked_softmax(
+    pattern_type: PatternType,
+    length: int,
+    heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # several rows at a time, but never all of them
+    monkeypatch.setattr(block_gather, "SCORES_AT_HAND", 3 * 4 * BLOCK**2 * 2 * heads[0])
+    pattern = config(pattern_type, sparsity_ratio=None if pattern_type in WINDOWED else 0.3)
+    q, k, v = tensors(length, heads)
+    ours = block_sparse_attention(q, k, v, pattern=pattern, scaling=0.4)
+    seen = mask(pattern, q, k)
+    expected = dense(q, k, v, seen, 0.4)
+    upstream = [torch.randn_like(each) for each in expected]
+    found = torch.autograd.grad(ours[:2], (q, k, v), upstream)
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
+    for name, mine, theirs in zip("olqkv", (*ours[:2], *found), (*expected, *wanted), strict=True):
+        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
+    assert ours.kept_share == pytest.approx(float(seen[0, 0].sum()) / causal_pairs(length))
+
+
+@pytest.mark.parametrize("pattern_type", EVERY)
+def test_weights_add_up_to_one(pattern_type: PatternType) -> None:
+    q, k, v = tensors(203, (4, 2))
+    ours = block_sparse_attention(
+        q, k, torch.ones_like(v), pattern=config(pattern_type), scaling=0.4
+    )
+    assert (ours.output_BHSD - 1).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_dtype_is_as_exact_as_its_digits(dtype: torch.dtype) -> None:
+    exact = tensors(203, (4, 2))
+    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    pattern = config("global_local")
+    ours = block_sparse_attention(*rounded, pattern=pattern, scaling=0.4)
+    wide = [tensor.detach().double().requires_grad_() for tensor in rounded]
+    expected = dense(*wide, mask(pattern, *wide[:2]), 0.4)
+    assert ours.output_BHSD.dtype == dtype
+    assert ours.log_sums_BHS.dtype == torch.float32
+    upstream = torch.randn_like(expected[0])
+    pairs = [(ours.output_BHSD, expected[0]), (ours.log_sums_BHS, expected[1])]
+    found = torch.autograd.grad(ours.output_BHSD, rounded, upstream.to(dtype))
+    pairs += zip(found, torch.autograd.grad(expected[0], wide, upstream), strict=True)
+    for mine, theirs in pairs:
+        assert (mine.double() - theirs).norm() < 4 * torch.finfo(dtype).eps * theirs.norm()
+
+
+@pytest.mark.parametrize("pattern_type", BY_RATIO)
+@pytest.mark.parametrize("ratio", [0.01, 0.05, 0.1, 0.5, 1.0])
+def test_a_ratio_is_what_is_kept(pattern_type: PatternType, ratio: float) -> None:
+    length = 65_536
+    pattern = SparsePatternConfig(pattern_type=pattern_type, sparsity_ratio=ratio)
+    tables = block_tables(pattern, length, CPU)
+    rows = tables[0].rows
+    # each row keeps whole blocks: half a block more in the mean
+    assert ratio <= kept_share(tables) <= ratio + 1.5 / rows
+    columns, row = tables[0].columns[0].long(), tables[0].row_of_entry
+    assert (columns <= row).all()
+    pairs = row * rows + columns
+    assert (pairs.diff() > 0).all(), "sorted, and none twice"
+    assert set(range(rows)) == set(row[columns == row].tolist()), "each row has its own block"
+
+
+def test_a_table_is_the_transpose_of_its_transpose() -> None:
+    for pattern_type in (*BY_RATIO, "local_window"):
+        (table,) = block_tables(config(pattern_type), 999, CPU)
+        starts, rows = table.transposed()
+        columns = torch.repeat_interleave(torch.arange(table.rows), starts[0].diff())
+        ours = set(zip(rows[0].tolist(), columns.tolist(), strict=True))
+        assert ours == set(zip(table.row_of_entry.tolist(), table.columns[0].tolist(), strict=True))
+        assert rows.dtype == table.columns.dtype == torch.int32
+
+
+def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused() -> None:
+    share = kept_share(block_tables(config("local_window"), 4096, CPU))
+    assert share == pytest.approx(2 * 19 / 4096, rel=0.01)
+    block_tables(config("local_window", sparsity_ratio=round(share, 4)), 4096, CPU)
+    with pytest.raises(UsageError, match=r"keeps 0\.93%"):
+        block_tables(config("local_window", sparsity_ratio=0.1), 4096, CPU)
+
+
+def test_adaptive_keeps_less_of_longer_sequences() -> None:
+    pattern = config("random", sparsity_ratio="adaptive")
+    shares = [pattern.ratio_at(length) for length in (65_536, 65_537, 131_072, 131_073)]
+    assert shares == [0.05, 0.02, 0.02, 0.01]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sparsity_ratio": 0.0}, {"sparsity_ratio": 1.5}, {"block_size": 0}, {"global_tokens": -1}],
+)
+def test_numbers_that_cannot_be_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings))):
+        SparsePatternConfig(**settings)
+
+
+def test_tables_of_a_million_tokens_take_three_numbers_for_each_pair_of_blocks() -> None:
+    (table,) = block_tables(SparsePatternConfig(sparsity_ratio="adaptive"), 2**20, CPU)
+    starts, rows = table.transposed()
+    taken = sum(t.nbytes for t in (table.starts, table.columns, starts, rows))
+    assert taken <= 3 * table.kept_blocks * 4
+    assert table.rows**2 > 50 * table.kept_blocks
+
+
+def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the tokens, of which a row keeps as many blocks, take four times the memory: some
+    ten times what the queries are, and no scores of all rows.
+    """
+    monkeypatch.setattr(block_gather, "SCORES_AT_HAND", 2**16)
+    pattern = SparsePatternConfig(pattern_type="local_window", local_window_size=64, block_size=32)
+    short, long = (peak_bytes(pattern, length) for length in (4096, 16_384))
+    assert long < 4.1 * short
+    assert long < 20 * 16_384 * 2 * 16 * 4
+
+
+def peak_bytes(pattern: SparsePatternConfig, length: int) -> int:
+    """Most bytes that forward and backward have allocated at once."""
+    q, k, v = (torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        output = block_sparse_attention(q, k, v, pattern=pattern, scaling=0.2).output_BHSD
+        output.sum().backward()
+    events = profile.profiler.kineto_results.events()
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return most

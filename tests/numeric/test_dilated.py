@@ -1,0 +1,137 @@
+"""Dilated attention against a dense softmax in float64 that counts how often a token meets a key:
+output, log-sum-exp and every gradient, odd lengths; the other convention against its definition.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import Tensor
+
+from highwater.attention.dilated import dilated_attention
+from highwater.errors import UsageError
+
+TOLERANCE = 1e-10
+"""Norm-relative in float64."""
+BRANCHES = (((16,), (1,)), ((8, 16), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
+
+
+def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 8) -> list[Tensor]:
+    torch.manual_seed(length)
+    shapes = [(batch, count, length, size) for count in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def meetings(
+    length: int, heads: int, branches: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool
+) -> Tensor:
+    """How many branches have a token and a key in one segment, both at the head's offset; HSS."""
+    token, key = torch.arange(length)[:, None], torch.arange(length)
+    found = torch.zeros(heads, length, length)
+    for segment, rate in zip(*branches, strict=True):
+        for head in range(heads):
+            meet = token // segment == key // segment
+            for each in (token, key):
+                meet = meet & (each % segment % rate == head % rate)
+            found[head] += meet & (key <= token) if is_causal else meet
+    return found
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [1, 16, 37, 64])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
+def test_branches_are_one_softmax_over_the_keys_that_they_meet(
+    branches: tuple[tuple[int, ...], tuple[int, ...]],
+    is_causal: bool,
+    length: int,
+    heads: tuple[int, int],
+) -> None:
+    q, k, v = tensors(length, heads)
+    ours, log_sums = dilated_attention(
+        q,
+        k,
+        v,
+        segment_lengths=branches[0],
+        dilation_rates=branches[1],
+        scaling=0.3,
+        is_causal=is_causal,
+    )
+    keys, values = (t.repeat_interleave(heads[0] // heads[1], dim=1) for t in (k, v))
+    bias = meetings(length, heads[0], branches, is_causal).double().log()
+    scores = q @ keys.transpose(-1, -2) * 0.3 + bias
+    has_keys = (bias > -torch.inf).any(-1)
+    weights = scores.masked_fill(~has_keys[..., None], 0.0).softmax(-1) * has_keys[..., None]
+    expected = weights @ values
+    upstream = torch.randn_like(expected)
+    found = torch.autograd.grad(ours, (q, k, v), upstream)
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
+    for name, mine, theirs in zip("oqkv", (ours, *found), (expected, *wanted), strict=True):
+        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
+    finite = has_keys.expand(log_sums.shape)
+    assert (log_sums[finite] - scores.logsumexp(-1)[finite]).abs().max() < TOLERANCE
+    assert (log_sums[~finite] == -torch.inf).all()
+
+
+def test_the_published_branches_are_the_default() -> None:
+    q, k, v = tensors(50, (4, 4))
+    default = dilated_attention(q, k, v, scaling=0.3)[0]
+    named = dilated_attention(
+        q, k, v, segment_lengths=(25, 50), dilation_rates=(1, 2), scaling=0.3
+    )[0]
+    assert torch.equal(default, named)
+
+
+@pytest.mark.parametrize("heads", [4, 5, 7])
+def test_groups_of_heads_are_normalised_over_the_sequence(heads: int) -> None:
+    """Written from the package's code, dilated-attention-pytorch 0.2.0."""
+    q, k, v = tensors(64, (heads, heads))
+    branches = ((16, 32, 64), (1, 2, 4))
+    ours, _ = dilated_attention(
+        q,
+        k,
+        v,
+        segment_lengths=branches[0],
+        dilation_rates=branches[1],
+        scaling=0.3,
+        normalisation="groups",
+    )
+    expected = torch.zeros_like(q)
+    sizes = [heads // 3 + (number < heads % 3) for number in range(3)]
+    for number, (size, segment, rate) in enumerate(zip(sizes, *branches, strict=True)):
+        own = slice(number * size, (number + 1) * size)
+        offset = number % rate
+        branch = torch.zeros_like(q[:, own])
+        for start in range(0, 64, segment):
+            at = slice(start + offset, start + segment, rate)
+            scores = q[:, own, at] @ k[:, own, at].transpose(-1, -2) * 0.3
+            ahead = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            branch[:, :, at] = scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v[:, own, at]
+        expected[:, own] += branch / branch.sum(dim=2, keepdim=True)
+    expected = expected / 3
+    upstream = torch.randn_like(q)
+    assert (ours - expected).norm() < TOLERANCE * expected.norm()
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, (q, k, v), upstream),
+        torch.autograd.grad(expected, (q, k, v), upstream),
+        strict=True,
+    ):
+        assert (mine - theirs).norm() < TOLERANCE * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"segment_lengths": (8, 16), "dilation_rates": (1,)}, "2 segment lengths and 1"),
+        ({"segment_lengths": (), "dilation_rates": ()}, "0 segment lengths"),
+        ({"segment_lengths": (0,), "dilation_rates": (1,)}, "segment lengths"),
+        (
+            {"segment_lengths": (9,), "dilation_rates": (1,), "normalisation": "groups"},
+            "do not divide 16",
+        ),
+    ],
+)
+def test_branches_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+    q, k, v = tensors(16, (2, 2))
+    with pytest.raises(UsageError, match=said):
+        dilated_attention(q, k, v, scaling=1.0, **settings)
