@@ -107,6 +107,15 @@ RANKS = (
 """Processes, and the degrees by which they share sequences."""
 COPIED = ("2 copies 2", "4 copies 2", "4 ulysses 2 copies 2", "8 ulysses 2 ring 2 copies 2")
 """With copies of the shards, for FSDP2 alone."""
+IN_TRIPLES = ("8 ulysses 2 ring 4",)
+"""Besides, where every three values meet."""
+COPIED_IN_TRIPLES = (
+    "4 ring 4 copies 4",
+    "6 ring 3 copies 2",
+    "6 ulysses 2 ring 3 copies 3",
+    "8 ring 4 copies 2",
+)
+"""The same with copies: in most of these, copies share a sequence."""
 _EVERYWHERE: Box = {
     "strategy": ("fsdp", "fsdp2"),
     "ranks": RANKS,
@@ -123,38 +132,52 @@ _RATIOS: Box = {
     "numbers": tuple(NUMBERS),
 }
 _GROUPS: Box = {"estimator": ("k1", "k2", "k3"), "groups": ("within",)}
-_ABSENT: Box = dict.fromkeys(_LOGITS | _RATIOS | _GROUPS, NOWHERE)
-BOXES: tuple[Box, ...] = (
-    {**_ABSENT, **_EVERYWHERE, **_LOGITS, "objective": ("sft",)},
-    {**_ABSENT, **_EVERYWHERE, "objective": ("rw",)},
-    {
-        **_ABSENT,
-        **_EVERYWHERE,
-        **_LOGITS,
-        "objective": ("dpo",),
-        "numbers": ("default", "changed"),
-    },
-    {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, "objective": ("ppo", "ppo critic")},
-    {**_ABSENT, **_EVERYWHERE, **_LOGITS, **_RATIOS, **_GROUPS, "objective": ("grpo",)},
-    {
-        **_ABSENT,
-        **_EVERYWHERE,
-        **_LOGITS,
-        **_RATIOS,
-        **_GROUPS,
-        "objective": ("grpo",),
-        "ranks": ("2", "4 ulysses 2", "4 ring 2"),
-        "groups": ("split",),
-    },
-    {
-        **_ABSENT,
-        **_EVERYWHERE,
-        **_LOGITS,
-        "objective": ("sft",),
-        "strategy": ("fsdp2",),
-        "ranks": COPIED,
-    },
+_ABSENT: Box = dict.fromkeys(_LOGITS | _RATIOS | _GROUPS, NOWHERE) | _EVERYWHERE
+_SFT: Box = {**_ABSENT, **_LOGITS, "objective": ("sft",)}
+_RW: Box = {**_ABSENT, "objective": ("rw",)}
+_DPO: Box = {**_ABSENT, **_LOGITS, "objective": ("dpo",), "numbers": ("default", "changed")}
+_PPO: Box = {**_ABSENT, **_LOGITS, **_RATIOS, "objective": ("ppo", "ppo critic")}
+_GRPO: Box = {**_ABSENT, **_LOGITS, **_RATIOS, **_GROUPS, "objective": ("grpo",)}
+_SPLIT: Box = {**_GRPO, "ranks": ("2", "4 ulysses 2", "4 ring 2"), "groups": ("split",)}
+_OBJECTIVES = (_SFT, _RW, _DPO, _PPO, _GRPO)
+_HEAVY: Box = {
+    "strategy": ("fsdp2",),
+    "offload": ("no",),
+    "recompute": ("layer", "all-but-attention"),
+    "micro-batches": ("1",),
+    "model": ("dense", "moe-balanced"),
+    "trained": ("everywhere",),
+}
+"""Of what other layouts meet too, the little that those of many processes meet in pairs."""
+_HEAVY_RATIOS: Box = {
+    **_HEAVY,
+    "entropy": ("full", "chunked"),
+    "sampled": ("some", "none"),
+    "numbers": ("changed",),
+}
+
+
+def _shared(box: Box, *ranks: str) -> Box:
+    return {**box, "strategy": ("fsdp2",), "ranks": ranks}
+
+
+PAIRED: tuple[Box, ...] = (
+    *_OBJECTIVES,
+    _SPLIT,
+    _shared(_SFT, *COPIED),
+    _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4"),
+    _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
+    _shared({**_PPO, **_HEAVY_RATIOS, "objective": ("ppo critic",)}, "6 ulysses 2 ring 3 copies 3"),
+    _shared({**_GRPO, **_HEAVY_RATIOS, "estimator": ("k1", "k3")}, "8 ring 4 copies 2"),
+    _shared({**_SFT, **_HEAVY}, "8 ulysses 2 ring 4"),
 )
+"""Boxes whose every two values meet."""
+WHOLE: tuple[Box, ...] = (
+    *({**box, "ranks": (*RANKS, *IN_TRIPLES)} for box in _OBJECTIVES),
+    _SPLIT,
+    *(_shared(box, *COPIED, *COPIED_IN_TRIPLES) for box in _OBJECTIVES),
+)
+"""Boxes whose every three values meet: objectives, losses and all layouts."""
 
 
 Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
@@ -227,7 +250,8 @@ class Case:
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
     """Every meeting of so many values."""
-    return tuple(Case(values=values) for values in cover(BOXES, strength=strength, seed=0))
+    boxes = PAIRED if strength == 2 else WHOLE
+    return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=0))
 
 
 def cases_for(processes: int, strength: int) -> list[Case]:

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 sys.path.insert(0, str(Path(__file__).parent))
 
 from combinatorial import cover, meetings
-from cover_cases import BOXES, cases, cases_for, save_models
+from cover_cases import PAIRED, cases, cases_for, save_models
 from rank_groups import TIMEOUT_S, RankGroups
 
 TOLERANCE = 1e-10
@@ -31,7 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_two_values_meet_in_a_case() -> None:
-    wanted = {meeting for box in BOXES for meeting in meetings(box, 2)}
+    wanted = {meeting for box in PAIRED for meeting in meetings(box, 2)}
     met = {
         ((a, case[a]), (b, case[b]))
         for case in cases(2)
