@@ -1,8 +1,8 @@
 """One process of a group: every objective, sharded, against its plain implementation. Started by
 ``rank_server.py`` or torchrun.
 
-``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
-object {case name: deviations}.
+``torchrun --nproc-per-node N objective_cases.py WEIGHTS RESULT EXTENT``: writes, as rank 0, one
+JSON object {case name: deviations}.
 """
 
 import json
@@ -42,6 +42,7 @@ class Case:
     critic: bool = False
     entropy: bool = False
     ulysses: int = 1
+    ring: int = 1
     dtype: str = "float64"
     model: str = "dense"
     strategy: str = "fsdp2"
@@ -49,6 +50,11 @@ class Case:
     trainer: str = "highwater"
     documents: str = "sampled"
     numbers: Hyperparameters = field(default_factory=Hyperparameters)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ulysses * self.ring
 
     @property
     def name(self) -> str:
@@ -61,6 +67,7 @@ class Case:
             f"ulysses={self.ulysses}",
             self.trainer,
         ]
+        parts += [f"ring={self.ring}"] * (self.ring > 1)
         parts += ["critic"] * self.critic + ["entropy"] * self.entropy + ["offload"] * self.offload
         return " ".join(
             [
@@ -122,22 +129,36 @@ CASES += [
         ),
     ),
 ]
+RINGS = ((1, 2), (1, 3), (2, 2))
+"""Degrees of Ulysses and of the ring, of all processes."""
 
 
-def cases_for(processes: int) -> list[Case]:
-    """The cases that this many processes can run."""
-    return [case for case in CASES if processes % case.ulysses == 0]
+def cases_for(processes: int, extent: str) -> list[Case]:
+    """The cases that this many processes can run.
+
+    ``sliced``: without a ring. ``rings``: in float32, every objective and loss in one that all
+    processes share; ``all rings``: in each of them.
+    """
+    if extent == "sliced":
+        return [case for case in CASES if processes % case.ulysses == 0]
+    every = [
+        replace(case, dtype="float32", ulysses=ulysses, ring=ring)
+        for index, case in enumerate(_PLAINLY)
+        for number, (ulysses, ring) in enumerate(RINGS)
+        if extent == "all rings" or index % len(RINGS) == number
+    ]
+    return [case for case in every if case.sharing == processes]
 
 
 def main() -> None:
-    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    weights, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
     results = {}
-    for case in cases_for(world):
+    for case in cases_for(world, extent):
         try:
             results[case.name] = run(case, weights, mesh, rank, world)
         except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
@@ -153,10 +174,11 @@ def run(
     """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
     ranks = [
         [documents(r, m, case.documents) for m in range(MICRO_BATCHES)]
-        for r in range(world // case.ulysses)
+        for r in range(world // case.sharing)
     ]
-    shared = process_mesh.sequence_groups(Layout(gpus=world, ulysses_degree=case.ulysses), mesh)
-    own = [share_of(pack(b), shared) for b in ranks[rank // case.ulysses]]
+    layout = Layout(gpus=world, ulysses_degree=case.ulysses, ring_degree=case.ring)
+    shared = process_mesh.sequence_groups(layout, mesh)
+    own = [share_of(pack(b), shared) for b in ranks[rank // case.sharing]]
 
     def model(name: str, loss: str | None) -> Decoder:
         dtype = getattr(torch, case.dtype)

@@ -1,5 +1,5 @@
-"""Every objective on 1, 2 and 4 gloo processes against its plain float64 implementation: loss and
-every gradient.
+"""Every objective on 1 to 4 gloo processes against its plain float64 implementation, around a ring
+in float32: loss and every gradient.
 """
 
 import json
@@ -35,13 +35,28 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_objective_equals_its_plain_implementation(
     processes: int, ranks: RankGroups, judged: Path, tmp_path: Path
 ) -> None:
-    result = tmp_path / "result.json"
-    ranks.run("objective_cases.py", processes, judged, result)
-    results = json.loads(result.read_text())
-    assert set(results) == {case.name for case in cases_for(processes)}
+    assert_equal(ranks, processes, "sliced", judged, tmp_path / "result.json")
+
+
+@pytest.mark.corpus
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("extent", ["rings", pytest.param("all rings", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_every_objective_equals_its_plain_implementation_around_a_ring_in_float32(
+    processes: int, extent: str, ranks: RankGroups, judged: Path, tmp_path: Path
+) -> None:
+    assert_equal(ranks, processes, extent, judged, tmp_path / "result.json")
+
+
+def assert_equal(
+    ranks: RankGroups, processes: int, extent: str, judged: Path, result: Path
+) -> None:
+    ranks.run("objective_cases.py", processes, judged, result, extent)
+    results, cases = json.loads(result.read_text()), cases_for(processes, extent)
+    assert set(results) == {case.name for case in cases}
     wrong = {
         case.name: results[case.name]
-        for case in cases_for(processes)
+        for case in cases
         if "error" in results[case.name]
         or max(results[case.name][what] for what in ("loss", "gradient")) > TOLERANCE[case.dtype]
     }
