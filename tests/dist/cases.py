@@ -372,15 +372,15 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
     return packed
 
 
-def _whole(model: nn.Module, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-    """One tensor for each parameter, put together from all ranks, flat: either sharding cuts what
-    lies one after the other.
+def _whole(model: nn.Module, tensors: list[Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:
+    """One tensor for each parameter, put together from all ranks of the first copy, flat: either
+    sharding cuts what lies one after the other.
     """
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     own = [None if t is None else local_shard(t).flatten() for t in tensors]
     ranks: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
-    parts = zip(*ranks, strict=True)
+    parts = zip(*ranks[: len(ranks) // copies], strict=True)
     return {
         name: torch.cat([p for p in of_ranks if p is not None])
         for name, of_ranks in zip(names, parts, strict=True)

@@ -1,8 +1,8 @@
 """One process of a group: RoPE that depends on a document's length, packed and sharded, against
 each document alone.
 
-``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
-object {case name: deviations}.
+``torchrun --nproc-per-node N document_rope_cases.py FOLDER RESULT EXTENT``: writes, as rank 0, one
+JSON object {case name: deviations}.
 """
 
 import json
@@ -64,8 +64,18 @@ BATCHES = {
 }
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
-DEGREES = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 3: [(1, 3)], 4: [(2, 2)]}
-"""Degrees of Ulysses and of the ring, by the number of processes."""
+DEGREES = {
+    1: [(1, 1, 1)],
+    2: [(1, 1, 1), (2, 1, 1), (1, 2, 1)],
+    3: [(1, 3, 1)],
+    4: [(2, 2, 1)],
+}
+"""Degrees of Ulysses and of the ring, and copies, by the number of processes."""
+KINDS = ("phi3", "llama3", "yarn")
+"""Models of each kind of RoPE that users have past the native length; phi3's is longrope."""
+MORE_DEGREES = {4: [(1, 4, 1), (1, 2, 2)], 6: [(2, 3, 2), (2, 3, 1)]}
+"""Degrees that those kinds meet with many documents, the first of each; and the rest, with every
+model and batch, where a test is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +88,7 @@ class Case:
     recompute: str
     ulysses: int
     ring: int
+    copies: int
     dtype: str
 
     @property
@@ -85,26 +96,35 @@ class Case:
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-def cases_for(processes: int) -> list[Case]:
-    """Every model with every batch, in float64 and in another way."""
+def cases_for(processes: int, extent: str) -> list[Case]:
+    """``every``: models with batches, in float64 and in another way; ``kinds`` and ``every more``:
+    with more degrees, few or all of them in float64.
+    """
     ways = [
         ("fsdp2", "layer", "float64"),
         ("fsdp", "none", "float64"),
         ("fsdp2", "none", "float32"),
     ]
-    every = product(MODELS, BATCHES, DEGREES[processes])
+    if extent == "kinds":
+        every = list(product(KINDS, ["many"], MORE_DEGREES[processes][:1]))
+    else:
+        degrees = DEGREES if extent == "every" else MORE_DEGREES
+        every = list(product(MODELS, BATCHES, degrees[processes]))
     return [
         Case(
             model=model,
             batch=batch,
             ulysses=ulysses,
             ring=ring,
+            copies=copies,
             strategy=strategy,
             recompute=recompute,
             dtype=dtype,
         )
-        for index, (model, batch, (ulysses, ring)) in enumerate(every)
-        for strategy, recompute, dtype in (ways[0], ways[1 + index % 2])
+        for index, (model, batch, (ulysses, ring, copies)) in enumerate(every)
+        for strategy, recompute, dtype in (
+            (ways[0], ways[1 + index % 2]) if extent == "every" else ways[:1]
+        )
     ]
 
 
@@ -187,15 +207,19 @@ def save_models(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    folder, result, extent = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = process_mesh.shard_mesh(Layout(gpus=world), device)
+    meshes = {
+        copies: process_mesh.shard_mesh(Layout(gpus=world, replicate_degree=copies), device)
+        for copies in sorted({case.copies for case in cases_for(world, extent)})
+    }
     results = {}
-    for case in cases_for(world):
+    for case in cases_for(world, extent):
         try:
+            mesh = meshes[case.copies]
             results[case.name] = run(case, folder / case.model, mesh, rank, world)
         except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
             results[case.name] = {"error": traceback.format_exc()}
@@ -232,7 +256,7 @@ def run(
     optimizer = RecordGradients(model.parameters(), lr=0.0)
     own = [share_of(batch, shared) for batch in whole]
     loss, (norm, *_) = train_step(Training(policy=model, optimizer=optimizer, mesh=mesh), own)
-    found = _whole(model, optimizer.gradients)
+    found = _whole(model, optimizer.gradients, copies=case.copies)
     expected_loss, expected_norm, expected = alone(directory, dtype, case.batch, data_ranks)
     assert set(found) == set(expected), (
         f"parameters without a partner: {set(found) ^ set(expected)}"

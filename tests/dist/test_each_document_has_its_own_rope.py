@@ -1,5 +1,5 @@
-"""RoPE of every kind, on 1 to 4 gloo processes, packed and shared by heads and by a ring: each
-document's loss and gradients are those it has alone.
+"""RoPE of every kind, on 1 to 6 gloo processes, packed, shared by heads and by a ring, with copies:
+each document's loss and gradients are those it has alone.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from document_rope_cases import cases_for, save_models
+from document_rope_cases import DEGREES, MORE_DEGREES, cases_for, save_models
 from rank_groups import RankGroups
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
@@ -28,13 +28,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.corpus
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("processes", "extent"),
+    [
+        *((processes, "every") for processes in DEGREES),
+        *((processes, "kinds") for processes in MORE_DEGREES),
+        *(
+            pytest.param(processes, "every more", marks=pytest.mark.slow)
+            for processes in MORE_DEGREES
+        ),
+    ],
+)
 def test_each_document_is_trained_as_it_is_alone(
-    processes: int, ranks: RankGroups, models: Path, tmp_path: Path
+    processes: int, extent: str, ranks: RankGroups, models: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
-    ranks.run("document_rope_cases.py", processes, models, result)
-    results, cases = json.loads(result.read_text()), cases_for(processes)
+    ranks.run("document_rope_cases.py", processes, models, result, extent)
+    results, cases = json.loads(result.read_text()), cases_for(processes, extent)
     assert set(results) == {case.name for case in cases}
     wrong = {
         case.name: results[case.name]
