@@ -35,13 +35,30 @@ READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.defa
 ``bool(tensor)`` is made of."""
 VOCABULARY = 40_000
 LENGTH = 20_000
-SHARING = Layout(gpus=2, ulysses_degree=2)
+SHARING = {
+    "by heads": Layout(gpus=2, ulysses_degree=2),
+    "by a ring": Layout(gpus=2, ring_degree=2),
+}
 TRIALS: dict[str, dict[str, Any]] = {
     "sft": {},
     "grpo": {"objective": "grpo", "entropy": "full", "sequences_per_micro_batch": 2},
     "ppo": {"objective": "ppo", "critic": True},
     "dpo": {"objective": "dpo", "sequences_per_micro_batch": 2},
 }
+SHARED = [
+    *((name, loss, "by heads") for name in TRIALS for loss in ("full", "chunked")),
+    *((name, loss, "by a ring") for name in ("sft", "grpo") for loss in ("full", "chunked")),
+]
+TRAINED = {
+    ("by heads", 1): LENGTH // 2 - 1,
+    ("by heads", 2): LENGTH - PROMPT_TOKENS,
+    ("by a ring", 1): LENGTH // 2,
+    ("by a ring", 2): LENGTH,
+}
+"""Tokens that the rank of most trains, by the sequences of a micro-batch. Cut into halves: of one
+sequence the second half is all trained, and nothing follows its last token; of two each half is
+one sequence, its prompt first. Around a ring: the two middle chunks of each, before which the
+prompt is."""
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +67,28 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
     config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     return traced(
         {
-            f"{name}, {loss}": trial(
-                folder / f"{name}-{loss}",
+            f"{name}, {loss}, {shared}": trial(
+                folder / f"{name}-{loss}-{shared}",
                 config | {"vocab_size": VOCABULARY},
-                settings=Settings(loss=loss, **settings),
-                layout=SHARING,
+                settings=Settings(loss=loss, **TRIALS[name]),
+                layout=SHARING[shared],
                 length_tokens=LENGTH,
             )
-            for name, settings in TRIALS.items()
-            for loss in ("full", "chunked")
+            for name, loss, shared in SHARED
         },
         folder,
     )
 
 
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-@pytest.mark.parametrize("name", list(TRIALS))
+@pytest.mark.parametrize(("name", "loss", "shared"), SHARED)
 def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
-    name: str, loss: str, logs: dict[str, EventLog]
+    name: str, loss: str, shared: str, logs: dict[str, EventLog]
 ) -> None:
     sequences = TRIALS[name].get("sequences_per_micro_batch", 1)
-    # A micro-batch's row is cut into halves: of one sequence the second half is all trained, and
-    # nothing follows its last token; of two each half is one sequence, its prompt first.
-    trained = LENGTH // 2 - 1 if sequences == 1 else LENGTH - PROMPT_TOKENS
+    trained = TRAINED[shared, sequences]
     own_bytes = 2 * VOCABULARY * trained
     gathered_bytes = 2 * VOCABULARY * sequences * (LENGTH - PROMPT_TOKENS)
-    log = logs[f"{name}, {loss}"]
+    log = logs[f"{name}, {loss}, {shared}"]
     largest = max(event.bytes for event in log.events if isinstance(event, Allocate))
     assert CHUNK_BYTES["cuda"] < own_bytes < gathered_bytes
     if loss == "full":

@@ -1,5 +1,5 @@
-"""Reward models, PPO, FSDP1's offload and experts, traced: beside the closed form, shapes, and a
-real step on the CPU.
+"""Reward models, PPO, rings, FSDP1's offload and experts, traced: beside the closed form, shapes,
+and a real step on the CPU.
 """
 
 import json
@@ -55,6 +55,8 @@ DEEP = TINY | {
     "vocab_size": 256,
 }
 """Nearly all of its parameters are in its layers, each a small part of them."""
+WIDE_HEADS = DEEP | {"head_dim": 128}
+"""At the peak most bytes are queries, keys, values and what a ring passes of their gradients."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
 ONE = {"accumulates": False, "loss": "chunked"}
@@ -64,6 +66,16 @@ TRIALS: dict[str, dict[str, Any]] = {
     "dpo, shared": {
         "settings": Settings(**PREFERENCES, loss="chunked"),
         "layout": Layout(gpus=2, ulysses_degree=2),
+    },
+    "ring": {
+        "settings": Settings(loss="chunked", offload=True),
+        "config": WIDE_HEADS,
+        "layout": Layout(gpus=2, ring_degree=2),
+    },
+    "ring, copies": {
+        "settings": Settings(loss="chunked"),
+        "config": WIDE_HEADS,
+        "layout": Layout(gpus=4, ring_degree=2, replicate_degree=2),
     },
     "ppo": {"settings": Settings(objective="ppo")},
     "ppo, critic": {"settings": Settings(objective="ppo", critic=True)},
@@ -203,7 +215,8 @@ def logs(
 @pytest.mark.parametrize(
     "name",
     [
-        *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared"),
+        *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared", "ring"),
+        "ring, copies",
         *(name for name in TRIALS if name.startswith("one micro-batch")),
     ],
 )
