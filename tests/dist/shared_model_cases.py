@@ -1,0 +1,219 @@
+"""Run by test_models_that_ranks_share.py on each rank: whole models whose sequences all ranks
+share: what a document sees of the others, what travels, and dropout.
+
+``shared_model_cases.py WEIGHTS RESULT``: rank 0 writes a list of what each rank found, as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from collective_log import CollectiveLog
+from cover_cases import VOCABULARY, lift_float32_casts, save_models
+from torch import Tensor
+from transformers import SeedOssConfig
+
+from highwater.activations.dropout import seeded
+from highwater.attention.registry import register
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.parallel.mesh import SequenceGroups
+from highwater.spec.layout import Layout
+from highwater.train.data import Batch, Document, pack, share_of
+from highwater.train.experience import forward_batch
+from highwater.train.step import Training, backward_of, train_step
+
+__all__ = ["save_models"]
+
+CPU = torch.device("cpu")
+DEGREES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
+"""Of Ulysses and of the ring, by processes: all share one sequence."""
+LENGTHS = (5, 13, 1, 30, 8, 2)
+CHANGED = (0, 3, 5)
+"""Documents that are made others: the first, the longest, the last."""
+LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8
+"""Of every model here."""
+DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
+RECOMPUTES = ("none", "layer", "all-but-attention")
+DRAWS = 2
+"""Processes that train with dropout."""
+STEPS = 12
+DROPOUT = SeedOssConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=KV_HEADS,
+    head_dim=HEAD_SIZE,
+    max_position_embeddings=64,
+    attention_dropout=0.0,
+    residual_dropout=0.3,
+    initializer_range=0.2,
+)
+
+
+def main() -> None:
+    weights, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    process_mesh.join(CPU)
+    ulysses, ring = DEGREES[dist.get_world_size()]
+    layout = Layout(gpus=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring)
+    ranks = Ranks(weights, layout)
+    own = {
+        "dense": {name: changed_by_others(ranks, "dense", dtype) for name, dtype in DTYPES.items()},
+        "moe": changed_by_others(ranks, "moe", torch.float64),
+        "travelled": {recompute: travelled(ranks, recompute) for recompute in RECOMPUTES},
+        "dropout": dropout(ranks) if layout.gpus == DRAWS else None,
+    }
+    every: list[Any] = [None] * layout.gpus
+    dist.all_gather_object(every, own)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(every))
+    process_mesh.leave()
+
+
+class Ranks:
+    """The mesh, and models on it."""
+
+    def __init__(self, weights: Path, layout: Layout) -> None:
+        self.weights = weights
+        self.mesh = process_mesh.shard_mesh(layout, CPU)
+        self.shared: SequenceGroups | None = process_mesh.sequence_groups(layout, self.mesh)
+
+    def saved(self, name: str, dtype: torch.dtype, *, recompute: Any = "none") -> Decoder:
+        """One of those that were saved; in float64 it is that throughout."""
+        folder = str(self.weights / name)
+        config = read_config(folder, length_tokens=64, rope="auto")
+        model = self._built(config, folder, dtype, recompute)
+        if dtype == torch.float64:
+            lift_float32_casts(model)
+        return model
+
+    def with_dropout(self, recompute: Any) -> Decoder:
+        """A random one."""
+        with TemporaryDirectory() as empty:
+            return self._built(DROPOUT, empty, torch.float32, recompute)
+
+    def _built(self, config: Any, folder: str, dtype: torch.dtype, recompute: Any) -> Decoder:
+        return build(
+            config,
+            directory=folder,
+            mesh=self.mesh,
+            attention=register("flash", shared=self.shared),
+            loss="chunked",
+            recompute=recompute,
+            compute_dtype=dtype,
+            master_dtype=torch.promote_types(dtype, torch.float32),
+        )
+
+    def training(self, model: Decoder) -> Training:
+        return Training(
+            policy=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            mesh=self.mesh,
+            sequence=self.shared and self.shared.every,
+        )
+
+    def share(self, documents: list[Tensor]) -> Batch:
+        """This rank's, of a micro-batch that all ranks have."""
+        return share_of(pack([Document(ids, ids) for ids in documents]), self.shared)
+
+
+def texts(seed: int) -> list[Tensor]:
+    """As many tokens in each document, others with another seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def changed_by_others(ranks: Ranks, name: str, dtype: torch.dtype) -> dict[str, float]:
+    """For some documents in turn, each made another one: log-probabilities of this rank's tokens
+    of all others that are not as before to the bit, and the largest difference; and of the tokens
+    of its own those that are as before.
+    """
+    model = ranks.saved(name, dtype)
+    texts_before, texts_after = texts(0), texts(1)
+
+    def logprobs(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+        batch = ranks.share(documents)
+        (logprobs_N,) = forward_batch(model, [batch], device=CPU)
+        return logprobs_N, batch.documents_N
+
+    before_N, documents_N = logprobs(texts_before)
+    found = {"compared": 0, "not as before": 0, "largest": 0.0, "unchanged": 0}
+    for changed in CHANGED:
+        others = (texts_before[:changed], texts_before[changed + 1 :])
+        after_N, _ = logprobs([*others[0], texts_after[changed], *others[1]])
+        others_N = documents_N != changed
+        off = (after_N - before_N).abs()[others_N]
+        found["compared"] += len(off)
+        found["not as before"] += int(off.count_nonzero())
+        found["largest"] = max(found["largest"], float(off.max()) if len(off) else 0.0)
+        found["unchanged"] += int((after_N == before_N)[~others_N].sum())
+    return found
+
+
+def travelled(ranks: Ranks, recompute: str) -> dict[str, Any]:
+    """What was begun in the two passes of a step: transfers of a ring, the numbers that these sent,
+    and exchanges of heads; and how many tokens this rank held.
+    """
+    model = ranks.saved("dense", torch.float64, recompute=recompute)
+    batch = ranks.share(texts(0))
+    with CollectiveLog() as log:
+
+        def enter(phase: str) -> None:
+            log.within = phase
+
+        backward_of(ranks.training(model), [batch], enter=enter)
+    return {
+        "sent": log.counts("send"),
+        "numbers": log.numbers("send"),
+        "exchanges": log.counts("alltoall_base_"),
+        "tokens": len(batch.input_ids_T),
+    }
+
+
+def dropout(ranks: Ranks) -> dict[str, Any]:
+    """Whether a step is the same again, and when it recomputes; whether it is another where the
+    step or the ranks' streams are; and the losses of some steps.
+    """
+    batch, rank = ranks.share(texts(0)), dist.get_rank()
+
+    def numbers(recompute: str = "none", *, step: int = 1, stream: int = rank) -> list[Tensor]:
+        model = ranks.with_dropout(recompute)
+        with seeded(seed=0, rank=stream, step=step, device=CPU):
+            loss = backward_of(ranks.training(model), [batch])
+        return [loss, *(local_shard(p.grad) for p in model.parameters() if p.grad is not None)]
+
+    plain = numbers()
+    others = {
+        "again": numbers(),
+        "layer": numbers("layer"),
+        "all-but-attention": numbers("all-but-attention"),
+        "another step": numbers(step=2),
+        "another stream": numbers(stream=rank + dist.get_world_size()),
+    }
+    return {
+        "equal": {name: all(map(torch.equal, plain, other)) for name, other in others.items()},
+        "losses": losses(ranks, batch),
+    }
+
+
+def losses(ranks: Ranks, batch: Batch) -> list[float]:
+    """Of steps on the same documents."""
+    training = ranks.training(ranks.with_dropout("all-but-attention"))
+    found: list[float] = []
+    for step in range(STEPS):
+        with seeded(seed=0, rank=dist.get_rank(), step=step, device=CPU):
+            found.append(float(train_step(training, [batch])[0]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

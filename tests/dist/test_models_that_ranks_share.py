@@ -1,0 +1,123 @@
+"""Whole models whose sequences 1 to 4 gloo processes share, by a ring and by Ulysses around one.
+
+Changing one document changes no log-probability of another by a bit, whatever shares them. In a
+mixture of experts it does, on a single process too: how many tokens an expert has is the shape of
+its matrix product, which decides in which order a kernel sums. In float64 that stays below 1e-14.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_groups import RankGroups
+from shared_model_cases import (
+    DEGREES,
+    DRAWS,
+    DTYPES,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    RECOMPUTES,
+    STEPS,
+    save_models,
+)
+
+OF_EXPERTS = 1e-14
+"""In float64: a rounding or two of a log-probability around 4."""
+Found = Callable[[int], list[dict[str, Any]]]
+SHARED = [processes for processes in DEGREES if processes > 1]
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of so many ranks found; they are started once."""
+    folder = tmp_path_factory.mktemp("shared models")
+    save_models(folder / "weights")
+
+    def of(processes: int) -> list[dict[str, Any]]:
+        result = folder / f"{processes}.json"
+        if not result.exists():
+            ranks.run("shared_model_cases.py", processes, folder / "weights", result)
+        return json.loads(result.read_text())
+
+    return of
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", DEGREES)
+def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(
+    processes: int, found: Found
+) -> None:
+    for rank in found(processes):
+        for dtype in DTYPES:
+            of = rank["dense"][dtype]
+            assert of["compared"] > 0
+            assert of["not as before"] == 0, dtype
+            assert of["unchanged"] == 0, "which it does change"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", DEGREES)
+def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_the_tokens(
+    processes: int, found: Found
+) -> None:
+    for rank in found(processes):
+        assert rank["moe"]["compared"] > 0
+        assert rank["moe"]["largest"] < OF_EXPERTS
+        assert rank["moe"]["unchanged"] == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("processes", SHARED)
+def test_keys_and_values_travel_once_each_way_unless_attention_is_recomputed(
+    processes: int, recompute: str, found: Found
+) -> None:
+    """Their gradients come home with them: one step more, from the last rank to the first."""
+    ulysses, ring = DEGREES[processes]
+    forward = LAYERS * 2 * (ring - 1)
+    backward = forward + LAYERS * 2 * ring + (forward if recompute == "layer" else 0)
+    for rank in found(processes):
+        of = rank["travelled"][recompute]
+        numbers = of["tokens"] * ulysses * (KV_HEADS // ulysses) * HEAD_SIZE
+        assert of["sent"] == {"forward": forward, "backward": backward}
+        assert of["numbers"] == {"forward": forward * numbers, "backward": backward * numbers}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("processes", SHARED)
+def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(
+    processes: int, recompute: str, found: Found
+) -> None:
+    """Queries, keys, values and what is attended; going backward the gradient of each."""
+    ulysses, _ = DEGREES[processes]
+    each = 4 * LAYERS
+    wanted = {"forward": each, "backward": each if recompute == "none" else 2 * each}
+    for rank in found(processes):
+        assert rank["travelled"][recompute]["exchanges"] == (wanted if ulysses > 1 else {})
+
+
+@pytest.mark.timeout(600)
+def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_and_trains(
+    found: Found,
+) -> None:
+    """Each rank has a stream of its own: no other layout drops the same."""
+    for rank in found(DRAWS):
+        assert rank["dropout"]["equal"] == {
+            "again": True,
+            "layer": True,
+            "all-but-attention": True,
+            "another step": False,
+            "another stream": False,
+        }
+        losses = rank["dropout"]["losses"]
+        assert len(losses) == STEPS
+        assert losses[-1] < 0.8 * losses[0]
