@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from collective_log import CollectiveLog
 from combinatorial import Box, cover
 from cover_cases import ALONE, VOCABULARY, Case, Place, _ours, _plain_model, save_models, train
 from torch import Tensor
@@ -44,11 +45,17 @@ LAYOUTS = {
     1: ("1",),
     2: ("2", "2 ulysses 2", "2 ring 2", "2 copies 2"),
     3: ("3", "3 ring 3"),
-    4: ("4", "4 ulysses 2", "4 ring 4", "4 ring 2 copies 2", "4 ulysses 2 ring 2"),
+    4: (
+        *("4", "4 ulysses 2", "4 ring 4", "4 ring 2 copies 2"),
+        *("4 ulysses 2 ring 2", "4 ulysses 2 ring 2 copies 2"),
+    ),
     6: ("6", "6 ulysses 2", "6 ring 2", "6 ring 3", "6 ulysses 2 ring 3", "6 ring 3 copies 2"),
     8: ("8 ulysses 2", "8 ring 4", "8 ulysses 2 ring 4", "8 ulysses 2 ring 2 copies 2"),
 }
-"""By processes: the degrees by which they share sequences, and the copies of the shards."""
+"""By processes: the degrees by which they share sequences, and the copies of the shards; of 4 with
+copies that split one sequence."""
+WITH_COPIES_ONLY = ("4 ulysses 2 ring 2", "6 ring 3")
+"""Layouts that in pairs stand there with copies alone, which change no group of a statistic."""
 OBJECTIVES = ("sft", "grpo", "ppo", "dpo", "rw")
 TRAINED = ("everywhere", "in the last micro-batch")
 """Where the step trains: in the last micro-batch alone, most ranks have no valid token."""
@@ -98,7 +105,9 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
         {"objective": OBJECTIVES[:-1], "loss": ("full", "chunked")},
         {"objective": ("rw",), "loss": ("full",)},
     ]
-    boxes = [{**box, "trained": TRAINED, "ranks": LAYOUTS[processes]} for box in boxes]
+    left_out = () if extent == "all" else WITH_COPIES_ONLY
+    layouts = tuple(layout for layout in LAYOUTS[processes] if layout not in left_out)
+    boxes = [{**box, "trained": TRAINED, "ranks": layouts} for box in boxes]
     every = [
         dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
     ]
@@ -138,7 +147,9 @@ def run(
     mesh: dist.DeviceMesh,
     shared: process_mesh.SequenceGroups | None,
 ) -> dict[str, Any]:
-    """What this rank exports of a step; and once more, with groups of its own."""
+    """What this rank exports of a step, and once more with groups of its own; and the collectives
+    that each of these took, beside the width that it says.
+    """
     sharing, data_ranks = case.layout.context_degree, case.layout.data_parallel_degree
     own = [
         data.share_of(
@@ -153,12 +164,16 @@ def run(
     evaluated = evaluate(training, own)
     loss, (norm, *_) = train_step(training, own)
     exported: list[dict[str, Any]] = []
+    sent: list[tuple[list[tuple[str, int]], int]] = []
     for groups in ({}, OVERRIDDEN):
         statistics = Statistics(mesh, shared and shared.every, groups=groups)
         statistics.add("loss", float(loss))
         statistics.add("gradient_norm", float(norm))
         training.record.add_to(statistics, training.hyperparameters)
-        exported.append(dict(statistics.export(most_documents=training.record.most_documents)))
+        most = training.record.most_documents
+        with CollectiveLog() as log:
+            exported.append(dict(statistics.export(most_documents=most)))
+        sent.append(([(each.operator, each.numbers) for each in log.begun], statistics.width(most)))
     of_the_parts = {
         "n_valid_tokens": sum(len(batch.labels_N) for batch in own),
         "nll": sum(-float(of.logprobs_N.sum()) for of in training.record.tokens),
@@ -168,6 +183,7 @@ def run(
         "exported": exported[0] | {"evaluation": evaluated.loss, "evaluated": evaluated.counted},
         "overridden": exported[1],
         "parts": of_the_parts,
+        "sent": sent,
     }
 
 

@@ -52,7 +52,9 @@ def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)
     for case in cases_for(processes, extent):
-        _check_groups(results[case.name]["ranks"], case.layout.context_degree)
+        found = results[case.name]["ranks"]
+        _check_groups(found, case.layout.context_degree)
+        _check_sent(found)
 
 
 def _deviations(of: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +91,17 @@ def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
         first = rank // sharing * sharing
         _check_mean("nll", overridden, of_ranks[first : first + sharing])
         _check_mean("entropy", overridden, of_ranks[rank : rank + 1])
+
+
+def _check_sent(found: list[dict[str, Any]]) -> None:
+    """A step's statistics are one sum over all ranks and nothing else, as wide on each of them; a
+    rank alone sends nothing.
+    """
+    widths = [[width for _, width in one["sent"]] for one in found]
+    assert widths.count(widths[0]) == len(widths)
+    for one in found:
+        for begun, width in one["sent"]:
+            assert begun == ([["allreduce_", width]] if len(found) > 1 else [])
 
 
 def _check_mean(name: str, overridden: dict[str, Any], parts: list[dict[str, float]]) -> None:
