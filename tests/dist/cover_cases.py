@@ -164,12 +164,12 @@ def _shared(box: Box, *ranks: str) -> Box:
 PAIRED: tuple[Box, ...] = (
     *_OBJECTIVES,
     _SPLIT,
-    _shared(_SFT, *COPIED),
+    _shared(_SFT, *COPIED[:-1]),
     _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4"),
     _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
     _shared({**_PPO, **_HEAVY_RATIOS, "objective": ("ppo critic",)}, "6 ulysses 2 ring 3 copies 3"),
     _shared({**_GRPO, **_HEAVY_RATIOS, "estimator": ("k1", "k3")}, "8 ring 4 copies 2"),
-    _shared({**_SFT, **_HEAVY}, "8 ulysses 2 ring 4"),
+    _shared({**_SFT, **_HEAVY}, COPIED[-1], *IN_TRIPLES),
 )
 """Boxes whose every two values meet."""
 WHOLE: tuple[Box, ...] = (

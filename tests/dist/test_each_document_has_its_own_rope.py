@@ -32,7 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("processes", "extent"),
     [
         *((processes, "every") for processes in DEGREES),
-        *((processes, "kinds") for processes in MORE_DEGREES),
+        (6, "kinds"),
+        pytest.param(4, "kinds", marks=pytest.mark.slow),
         *(
             pytest.param(processes, "every more", marks=pytest.mark.slow)
             for processes in MORE_DEGREES
