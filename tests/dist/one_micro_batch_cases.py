@@ -23,7 +23,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.parallel.fsdp2 import local_shard
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.train.data import Batch, Document, pack
+from highwater.train.data import Batch, Document, pack, share_of
 from highwater.train.optimizers import make_optimizer
 from highwater.train.step import Training, train_step
 from highwater.train.trial import rehearse
@@ -39,16 +39,39 @@ class Case:
     strategy: str
     offload: bool
     critic: bool
+    layout: Layout
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}{' offload' * self.offload}{' critic' * self.critic}"
+        words = f"{self.strategy}{' offload' * self.offload}{' critic' * self.critic}"
+        return f"{words}{self.layout.suffix}"
 
 
-CASES = [
-    Case(strategy=strategy, offload=offload, critic=critic)
-    for strategy, offload, critic in product(("fsdp", "fsdp2"), (False, True), (False, True))
+SHARED = [
+    Case(strategy="fsdp2", offload=False, critic=True, layout=Layout(gpus=2, ring_degree=2)),
+    Case(strategy="fsdp", offload=True, critic=False, layout=Layout(gpus=2, ring_degree=2)),
+    Case(strategy="fsdp2", offload=True, critic=False, layout=Layout(gpus=2, ulysses_degree=2)),
+    Case(strategy="fsdp2", offload=True, critic=True, layout=Layout(gpus=2, replicate_degree=2)),
+    Case(
+        strategy="fsdp2",
+        offload=False,
+        critic=False,
+        layout=Layout(gpus=4, ulysses_degree=2, ring_degree=2, replicate_degree=2),
+    ),
 ]
+"""Whose sequences or shards several ranks have."""
+
+
+def cases_for(processes: int) -> list[Case]:
+    """The cases of this many processes: of 1 and 2 every way to shard, too."""
+    ways = product(("fsdp", "fsdp2"), (False, True), (False, True)) if processes <= 2 else ()
+    return [
+        *(
+            Case(strategy=strategy, offload=offload, critic=critic, layout=Layout(gpus=processes))
+            for strategy, offload, critic in ways
+        ),
+        *(case for case in SHARED if case.layout.gpus == processes),
+    ]
 
 
 def main() -> None:
@@ -56,17 +79,23 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     process_mesh.join(device)
-    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), device)
-    found = {case.name: run(case, weights, mesh) for case in CASES}
+    found = {}
+    for case in cases_for(dist.get_world_size()):
+        mesh = process_mesh.shard_mesh(case.layout, device)
+        shared = process_mesh.sequence_groups(case.layout, mesh)
+        found[case.name] = run(case, weights, mesh, shared)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     process_mesh.leave()
 
 
-def run(case: Case, weights: Path, mesh: dist.DeviceMesh) -> list[dict[str, object]]:
+def run(
+    case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
+) -> list[dict[str, object]]:
     """What each rank found: whether numbers differ, and how many gradients there were when."""
     kept, made = (
-        train(training(case, weights, mesh, keeps_gradients=keeps)) for keeps in (True, False)
+        train(training(case, weights, mesh, shared, keeps_gradients=keeps), shared)
+        for keeps in (True, False)
     )
     own = {
         "same numbers": len(kept.numbers) == len(made.numbers)
@@ -89,7 +118,7 @@ class Trained:
     """Gradients of all models before each forward pass, and after the last step."""
 
 
-def train(trained: Training) -> Trained:
+def train(trained: Training, shared: process_mesh.SequenceGroups | None) -> Trained:
     """Rehearse, and take some steps of one micro-batch."""
     numbers: list[Tensor] = []
     counts: list[int] = []
@@ -99,9 +128,9 @@ def train(trained: Training) -> Trained:
         if phase == "forward":
             counts.append(gradients(models))
 
-    rehearse(trained, batch(0))
+    rehearse(trained, batch(0, shared))
     for step in range(STEPS):
-        loss, norms = train_step(trained, [batch(step)], enter=enter)
+        loss, norms = train_step(trained, [batch(step, shared)], enter=enter)
         numbers += [loss, *norms]
     counts.append(gradients(models))
     return Trained(
@@ -115,14 +144,19 @@ def gradients(models: list[Decoder]) -> int:
 
 
 def training(
-    case: Case, weights: Path, mesh: dist.DeviceMesh, *, keeps_gradients: bool
+    case: Case,
+    weights: Path,
+    mesh: dist.DeviceMesh,
+    shared: process_mesh.SequenceGroups | None,
+    *,
+    keeps_gradients: bool,
 ) -> Training:
     def model(name: str, loss: str | None) -> Decoder:
         return build(
             read_config(str(weights / name), length_tokens=64, rope="auto"),
             directory=str(weights / name),
             mesh=mesh,
-            attention=register("flash"),
+            attention=register("flash", shared=shared),
             loss=loss,
             recompute="layer",
             compute_dtype=torch.bfloat16,
@@ -137,6 +171,7 @@ def training(
         policy=policy,
         optimizer=make_optimizer(policy, HYPERPARAMETERS, keeps_gradients=keeps),
         mesh=mesh,
+        sequence=shared and shared.every,
         objective="ppo" if case.critic else "sft",
         critic=critic,
         critic_optimizer=None
@@ -147,11 +182,12 @@ def training(
     )
 
 
-def batch(step: int) -> Batch:
-    """Another document on every rank, in every step."""
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+def batch(step: int, shared: process_mesh.SequenceGroups | None) -> Batch:
+    """Another document in every step, and on every rank or group of ranks that share one."""
+    data_rank = dist.get_rank() // (1 if shared is None else shared.degree)
+    generator = torch.Generator().manual_seed(10 * step + data_rank)
     ids = torch.randint(97, (24 + step,), generator=generator)
-    return pack([Document(ids, ids, reward=float(step))])
+    return share_of(pack([Document(ids, ids, reward=float(step))]), shared)
 
 
 if __name__ == "__main__":
