@@ -29,6 +29,8 @@ PARTS = 8
 """Days until every family was in the part that always runs."""
 NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
+WINDOWED = ("mistral", "olmo3")
+"""Families with a window in every layer, and in some."""
 COUNTED = 0.015
 """Of a family's usual config, what its shape may miss: biases and norms of heads, and the learned
 positions of the smallest OPT."""
@@ -97,6 +99,25 @@ def test_a_document_past_a_families_window_is_refused_and_never_trained_in_anoth
     windowed = {name for name, line in found.items() if line["outcome"] == "refused"}
     assert {"mistral", "phimoe", "gemma3_text", "olmo3", "qwen2_moe"} <= windowed
     assert not {"llama", "qwen3"} & windowed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("window", "outcome"), [(LONGEST_DOCUMENT, "equal"), (LONGEST_DOCUMENT - 1, "refused")]
+)
+def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_refused(
+    window: int, outcome: str, ranks: RankGroups, tmp_path: Path
+) -> None:
+    """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
+    found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
+    assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(
+        WINDOWED, outcome
+    )
+    if outcome == "refused":
+        for line in found.values():
+            problem = str(line["problem"])
+            assert f"a sliding window of {window} tokens" in problem
+            assert f"documents of {LONGEST_DOCUMENT}" in problem
 
 
 @pytest.mark.corpus
