@@ -1,6 +1,9 @@
 """Objectives x layouts x settings on real gloo processes against tests/references: the loss of a
 step and every gradient.
 
+`make test` runs cases in which every two values meet, `make test-all` those in which every three
+do; all combinations of them are hundreds of thousands.
+
 The references were written from the papers and from verl's and TRL's definitions by somebody who
 had not read the engine.
 """
