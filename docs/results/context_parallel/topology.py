@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 FILES = {"cpu": HERE.with_suffix(".json"), "cuda": HERE.with_name("topology_cuda.json")}
-TIMEOUT_S = 300
+TIMEOUT_S = 500
 LAYOUTS = (
     "--gpus 1",
     "--gpus 2 --ulysses 2",

@@ -171,7 +171,9 @@ def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: in
 
 
 def _unsupported(module: nn.Module, feature: str) -> ModelError:
+    # of a class of ours that took the family's place nobody has heard
+    family = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     return ModelError(
-        f"{type(module).__name__} attends with {feature}, which is not supported",
+        f"{family} attends with {feature}, which is not supported",
         hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
     )

@@ -26,7 +26,14 @@ MOST_GPUS_TRIED = 64
 _SMALLER_STATES_BYTES = 8
 """Bytes a parameter: weights, gradients and both moments in bfloat16, for example."""
 _RESTRICTIONS = (
-    *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
+    "allocator",
+    "loss",
+    "copies",
+    "ring",
+    "ulysses",
+    "recompute",
+    "mlp_tiles",
+    "strategy",
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
