@@ -33,7 +33,6 @@ def of_ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[float, ...]]:
     "flags",
     [
         ("--gpus", "3", "--ring", "3"),
-        ("--gpus", "4", "--ulysses", "2", "--ring", "2"),
         ("--gpus", "4", "--ulysses", "2", "--ring", "2", "--copies", "2"),
         ("--gpus", "6", "--ulysses", "2", "--ring", "3", "--recompute", "all-but-attention"),
     ],

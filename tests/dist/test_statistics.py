@@ -38,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *((processes, "pairs") for processes in (2, 4, 6)),
+        *((processes, "pairs") for processes in (4, 6)),
         *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in LAYOUTS),
     ],
 )
