@@ -33,6 +33,10 @@ from typing import Any, NamedTuple
 FILE = Path(__file__).with_suffix(".json")
 GIB = 1024**3
 TURNS = 3
+EXPANDABLE = dict.fromkeys(
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+)
+"""Variables of the allocator that every case has."""
 TURN_S = 120
 """Seconds that a turn may take at the most, or the building of a model."""
 LENGTHS = (32_768, 131_072, 262_144)
@@ -128,8 +132,6 @@ class Contender:
         folder.mkdir()
         self._failed: str | None = None
         command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(case)]
-        both = "expandable_segments:True"
-        allocator = {"PYTORCH_ALLOC_CONF": both, "PYTORCH_CUDA_ALLOC_CONF": both}
         store = {"HIGHWATER_STORE": str(folder / "store"), "WORLD_SIZE": "2"}
         self._errors = [
             (folder / f"errors-{rank}").open("w+") for rank in range(1 + (case.links == "there"))
@@ -137,7 +139,7 @@ class Contender:
         self._ranks = [
             subprocess.Popen(
                 command,
-                env=os.environ | allocator | store | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=os.environ | EXPANDABLE | store | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

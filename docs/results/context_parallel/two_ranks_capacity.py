@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from two_ranks import Case, leave_links_out, ours, spec_of
+from two_ranks import EXPANDABLE, Case, leave_links_out, ours, spec_of
 
 FILE = Path(__file__).with_suffix(".json")
 GIB = 1024**3
@@ -90,13 +90,11 @@ def _tried(shared_by: str, recompute: str, length: int, row: dict[str, Any]) -> 
         "cap_bytes": row["predicted"]["allocator_cap_bytes"],
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(question)]
-    both = "expandable_segments:True"
-    allocator = {"PYTORCH_ALLOC_CONF": both, "PYTORCH_CUDA_ALLOC_CONF": both}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     try:
         done = subprocess.run(
             command,
-            env=os.environ | allocator | ranks,
+            env=os.environ | EXPANDABLE | ranks,
             timeout=TRIAL_S,
             capture_output=True,
             text=True,
