@@ -27,8 +27,8 @@ MOST_SNAPSHOT_BYTES = 512 * MIB
 """Bytes of a file at the most; 100,000 events have 30 to 100 MiB."""
 MOST_FRAMES = 1024
 """Frames of one stack that are kept, the innermost: Python itself allows 1,000."""
-_LARGEST = 1 << 50
-"""The largest size in bytes that is believed: 1 PiB."""
+_LARGEST = 1 << 53
+"""The largest size in bytes that is believed: 8 PiB."""
 _LARGEST_ADDRESS = 1 << 64
 _LONGEST_NAME = 1000
 """Characters of a name or a path that are kept; templates of C++ have more."""
