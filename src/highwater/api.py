@@ -205,7 +205,7 @@ def _check_trainer(
     ):
         if is_named and not TRAINERS[trainer].is_run:
             raise UsageError(
-                f"{what} this engine say nothing about the trainer {trainer}",
+                f"{what} this engine say nothing about {TRAINERS[trainer].step}",
                 hint="leave `--trainer` out",
             )
 

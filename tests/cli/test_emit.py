@@ -143,7 +143,7 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) 
         ),
         (
             ("--for", "trinity", *ASKED, "--study", "mine.jsonl"),
-            "say nothing about the trainer trinity",
+            "say nothing about Trinity-RFT's trainer, which is verl's actor",
         ),
         (("--for", "trl", *ASKED, "--objective", "ppo"), "TRL trains sft, grpo, rw, dpo, not ppo"),
         (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),

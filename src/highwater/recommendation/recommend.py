@@ -152,7 +152,7 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
 def _check(trainer: Trainer, studies: Sequence[str | Path], settings: Mapping[str, Any]) -> None:
     if studies and not TRAINERS[trainer].is_run:
         raise UsageError(
-            f"trials of this engine say nothing about the trainer {trainer}",
+            f"trials of this engine say nothing about {TRAINERS[trainer].step}",
             hint="leave `--study` out",
         )
     if "token_budget" in settings:
