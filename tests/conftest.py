@@ -4,7 +4,9 @@ about it.
 Tests that run once for each recorded study, family, catalog entry or page, and real trials that
 run once for each number of processes or kind of fault, are marked ``corpus``.
 ``--corpus`` says how many of their cases run: ``none``, the ``sample`` of the day, a part of
-``PARTS`` that goes once round in as many days, or ``all``. ``HIGHWATER_DAY`` names another day.
+``PARTS`` that goes once round in as many days, or ``all``. With ``turns``, as CI has it, all run
+but those marked ``by_turns``, of which each test has one a day. ``HIGHWATER_DAY`` names another
+day.
 
 What a fuzzer or a sweep counted (``record_property("counted", text)``) is printed at the end,
 however many processes ran it.
@@ -29,7 +31,7 @@ settings.load_profile("highwater")  # `--hypothesis-profile` names another
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--corpus",
-        choices=("none", "sample", "all"),
+        choices=("none", "sample", "turns", "all"),
         default="all",
         help="cases that run once for each recorded study, family, catalog entry or page",
     )
@@ -54,20 +56,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = config.getoption("corpus")
     if asked == "all":
         return
+    mark, parts = ("by_turns", None) if asked == "turns" else ("corpus", PARTS)
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("corpus") is not None:
+        if item.get_closest_marker(mark) is not None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     every = [item for cases in by_test.values() for item in cases]
-    kept = [item for cases in by_test.values() for item in sample(cases)]
+    kept = [item for cases in by_test.values() for item in sample(cases, parts)]
     left_out = set(every) if asked == "none" else set(every) - set(kept)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """The day's part of a test's cases; one of them, where there are fewer than parts."""
-    day, parts = int(os.environ["HIGHWATER_DAY"]), min(PARTS, len(cases))
+def sample(cases: list[pytest.Item], parts: int | None) -> list[pytest.Item]:
+    """The day's part of a test's cases; one of them, where there are fewer than parts, or None."""
+    day, parts = int(os.environ["HIGHWATER_DAY"]), min(parts or len(cases), len(cases))
     return cases[day % parts :: parts]
 
 

@@ -46,9 +46,9 @@ def test_the_corpus_is_left_out_sampled_and_whole_where_it_is_said_to_be(
     assert "--corpus none" in recipe("check")
     assert "--corpus $(CORPUS)" in recipe("test")
     assert "\nCORPUS ?= sample\n" in (ROOT / "Makefile").read_text()
-    assert "make test CORPUS=all" in (ROOT / ".ci" / "run").read_text()
+    assert "make test CORPUS=turns" in (ROOT / ".ci" / "run").read_text()
     assert "--corpus" not in recipe("test-all")
-    assert pytestconfig.getoption("corpus") in ("sample", "all"), "by default all of it"
+    assert pytestconfig.getoption("corpus") in ("sample", "turns", "all"), "by default all of it"
 
 
 def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sample(
@@ -63,10 +63,16 @@ def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sampl
         days = []
         for day in range(settings.PARTS):
             monkeypatch.setenv("HIGHWATER_DAY", str(day))
-            days.append(settings.sample(range(count)))
+            days.append(settings.sample(range(count), settings.PARTS))
         assert {case for cases in days for case in cases} == {*range(count)}
         assert min(map(len, days)) >= 1
         assert max(map(len, days)) <= count / settings.PARTS + 1
+    for count in (1, 3):
+        turns = []
+        for day in range(count):
+            monkeypatch.setenv("HIGHWATER_DAY", str(day))
+            turns += settings.sample(range(count), None)
+        assert sorted(turns) == [*range(count)]
 
 
 def test_pages_are_never_passed_over_in_silence(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ PAIRS = ("--objective", "dpo", "--sequences-per-micro-batch", "2", "--learning-r
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "flags", [(), ("--gpus", "2", "--ulysses", "2", "--loss", "chunked"), ("--strategy", "fsdp")]

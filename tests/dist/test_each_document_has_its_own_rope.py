@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *((processes, "every") for processes in DEGREES),
+        *(pytest.param(processes, "every", marks=pytest.mark.by_turns) for processes in DEGREES),
         (6, "kinds"),
         pytest.param(4, "kinds", marks=pytest.mark.slow),
         *(

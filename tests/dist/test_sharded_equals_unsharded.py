@@ -34,6 +34,7 @@ WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in 
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training(
@@ -47,6 +48,7 @@ def test_sharded_training_equals_unsharded_training(
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_every_parameter_is_filled_with_the_same_values_in_every_layout(
