@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from highwater.api import open_study as open_study
     from highwater.api import predict as predict
     from highwater.api import run_trial as run_trial
+    from highwater.attention.modules import BlockSparseAttention as BlockSparseAttention
+    from highwater.attention.modules import (
+        BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
+    )
+    from highwater.attention.modules import DilatedAttention as DilatedAttention
+    from highwater.attention.transformers_interface import (
+        register_block_sparse as register_block_sparse,
+    )
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.pages.guide.build import guide as guide
     from highwater.pages.guide.build import write_guide as write_guide
     from highwater.pages.study.build import study_report as study_report
     from highwater.pages.study.build import write_report as write_report
     from highwater.recommendation.recommend import recommend as recommend
+    from highwater.spec.sparse_pattern import SparsePatternConfig as SparsePatternConfig
     from highwater.train.memory_profiler import MemoryProfiler as MemoryProfiler
 
 _PUBLIC = {
@@ -32,16 +41,26 @@ _PUBLIC = {
     "write_report": "highwater.pages.study.build",
     "HighwaterError": "highwater.errors",
     "MemoryProfiler": "highwater.train.memory_profiler",
+    "SparsePatternConfig": "highwater.spec.sparse_pattern",
+    "DilatedAttention": "highwater.attention.modules",
+    "BlockSparseAttention": "highwater.attention.modules",
+    "BlockSparseRingDilatedAttention": "highwater.attention.modules",
+    "register_block_sparse": "highwater.attention.transformers_interface",
 }
 __all__ = [
+    "BlockSparseAttention",
+    "BlockSparseRingDilatedAttention",
+    "DilatedAttention",
     "HighwaterError",
     "MemoryProfiler",
+    "SparsePatternConfig",
     "__version__",
     "find",
     "guide",
     "open_study",
     "predict",
     "recommend",
+    "register_block_sparse",
     "run_trial",
     "study_report",
     "write_guide",

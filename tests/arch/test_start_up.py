@@ -114,14 +114,19 @@ def test_a_command_that_trains_nothing_answers_at_once(
 def test_the_public_names_are_these() -> None:
     assert highwater.__all__ == [
         *(
+            "BlockSparseAttention",
+            "BlockSparseRingDilatedAttention",
+            "DilatedAttention",
             "HighwaterError",
             "MemoryProfiler",
+            "SparsePatternConfig",
             "__version__",
             "find",
             "guide",
             "open_study",
             "predict",
             "recommend",
+            "register_block_sparse",
             "run_trial",
         ),
         *("study_report", "write_guide", "write_report"),

@@ -6,19 +6,21 @@ softmax is over all of them. What is at hand is bounded, whatever the length, so
 linear in it. Scores and sums are in float32 at least.
 
 Shapes:  N groups of heads, of all sequences: B K  G query heads of a group  S tokens  D head size
-         R blocks of the sequence  r rows at hand  c entries of the fullest of them  b tokens of a
-         block  l = c b keys at hand of a row  M 1, or N: tables
+         R tiles of queries (``tiles``), a row each  C tiles of keys  r rows at hand  c entries of
+         the fullest of them  b tokens of a tile  l = c b keys at hand of a row  M 1, or N: tables
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from highwater.attention.block_table import BlockTable, block_tables, kept_share, top_k_table
+from highwater.attention.block_table import block_tables, causal_pairs, top_k_table
+from highwater.attention.tiles import TilePairs, pairs_of
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 SCORES_AT_HAND = 2**24
@@ -32,7 +34,7 @@ class SparseAttention(NamedTuple):
     log_sums_BHS: Tensor
     """Logarithm of each query's sum of exponentials, in float32 or wider."""
     kept_share: float
-    """Share of the causal pairs of tokens that were kept, by element."""
+    """Share of the causal pairs of tokens, within documents, that were kept, by element."""
 
 
 def block_sparse_attention(
@@ -42,30 +44,67 @@ def block_sparse_attention(
     *,
     pattern: SparsePatternConfig,
     scaling: float,
+    document_lengths: Sequence[int] | None = None,
 ) -> SparseAttention:
     """Causal attention of each sequence over the keys that a pattern keeps: one softmax over all of
     them, differentiable through output and log-sum-exp.
 
-    Query head h reads key and value head ``h // (H / K)``. Raises UsageError for a ratio that the
-    pattern's window contradicts.
+    ``document_lengths`` add up to S: each document attends to itself, and its pattern counts from
+    its own start; None: a sequence is one. Query head h reads key and value head ``h // (H / K)``.
+    Raises UsageError for a ratio that the pattern's window contradicts.
+    """
+    length = query_BHSD.shape[2]
+    lengths = (length,) if document_lengths is None else tuple(document_lengths)
+    assert sum(lengths) == length, "the documents' lengths add up to the sequence"
+    parts: list[tuple[Tensor, Tensor]] = []
+    start = kept = 0
+    for of_each, run in groupby(lengths):
+        documents = len(list(run))
+        stop = start + documents * of_each
+        each = [
+            t[:, :, start:stop].unflatten(2, (documents, of_each)).transpose(1, 2).flatten(0, 1)
+            for t in (query_BHSD, key_BKSD, value_BKSD)
+        ]
+        output, log_sums, kept_pairs = _of_one_length(*each, pattern, scaling)
+        batch = (len(query_BHSD), documents)
+        output_BHsD = output.unflatten(0, batch).transpose(1, 2).flatten(2, 3)
+        parts.append((output_BHsD, log_sums.unflatten(0, batch).transpose(1, 2).flatten(2, 3)))
+        start, kept = stop, kept + documents * kept_pairs
+    outputs, sums = zip(*parts, strict=True)
+    share = kept / sum(map(causal_pairs, lengths))
+    if len(parts) == 1:
+        return SparseAttention(*parts[0], share)
+    return SparseAttention(torch.cat(outputs, dim=2), torch.cat(sums, dim=2), share)
+
+
+def _of_one_length(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    pattern: SparsePatternConfig,
+    scaling: float,
+) -> tuple[Tensor, Tensor, int]:
+    """Output, log-sum-exp and the pairs that each sequence keeps, of sequences that are a document
+    each.
     """
     batch, kv_heads = key_BKSD.shape[:2]
     query_NGSD = query_BHSD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
     if pattern.follows_content:
-        with torch.no_grad():
+        with torch.no_grad(), exact(query_BHSD.device):
             tables = (top_k_table(pattern, query_NGSD.mean(1), key_NSD),)
     else:
         tables = block_tables(pattern, query_BHSD.shape[2], query_BHSD.device)
     passes = [
-        _BlockGather.apply(query_NGSD, key_NSD, value_NSD, table, scaling) for table in tables
+        _BlockGather.apply(query_NGSD, key_NSD, value_NSD, pairs_of(table), scaling)
+        for table in tables
     ]
     output_NGSD, log_sums_NGS = merged(passes)
     heads = (batch, kv_heads)
-    return SparseAttention(
+    return (
         output_NGSD.unflatten(0, heads).flatten(1, 2),
         log_sums_NGS.unflatten(0, heads).flatten(1, 2),
-        kept_share(tables),
+        sum(table.kept_pairs() for table in tables),
     )
 
 
@@ -81,66 +120,6 @@ def merged(passes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return output, log_sums
 
 
-class _Rows(NamedTuple):
-    """Some rows of blocks, and what they keep."""
-
-    table: BlockTable
-    first: int
-    """Number of the first row."""
-    columns_Mrc: Tensor
-    """Blocks of keys of each, some number where a row has fewer."""
-    is_entry_rc: Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.is_entry_rc)
-
-    def is_seen(self, *, by_table: Tensor) -> Tensor:
-        """Whether a token of a row sees a key at hand; Mrbl."""
-        size = self.table.block_size
-        within_b = torch.arange(size, device=by_table.device)
-        rows_r = torch.arange(self.first, self.stop, device=by_table.device)
-        token_rb = rows_r[:, None] * size + within_b
-        key_Mrl = (by_table[..., None] * size + within_b).flatten(2)
-        token_rb1, key_Mr1l = token_rb[..., None], key_Mrl[:, :, None]
-        seen = (key_Mr1l <= token_rb1) & (key_Mr1l >= self.table.keys_from)
-        below = self.table.length_tokens
-        if self.table.keys_below is not None:
-            below = min(below, self.table.keys_below)
-        seen &= key_Mr1l < below
-        if self.table.window_tokens is not None:
-            seen &= key_Mr1l > token_rb1 - self.table.window_tokens
-        return seen & self.is_entry_rc.repeat_interleave(size, 1)[:, None]
-
-
-def _rows_at_hand(table: BlockTable, heads: int) -> Iterator[_Rows]:
-    """All rows, as many at a time as their scores have room."""
-    counts_R = table.starts.diff()
-    first = 0
-    while first < table.rows:
-        stop, most = first, 0
-        while stop < table.rows:
-            most_then = max(most, int(counts_R[stop]))
-            scores = (stop + 1 - first) * most_then * table.block_size**2 * heads
-            if scores > SCORES_AT_HAND and stop > first:
-                break
-            stop, most = stop + 1, most_then
-        yield _rows_from(table, first, stop, max(1, most))
-        first = stop
-
-
-def _rows_from(table: BlockTable, first: int, stop: int, most: int) -> _Rows:
-    device = table.columns.device
-    starts_r = table.starts[first:stop]
-    is_entry_rc = torch.arange(most) < table.starts.diff()[first:stop, None]
-    entries_rc = (starts_r[:, None] + torch.arange(most)).masked_fill(~is_entry_rc, 0)
-    if not table.kept_blocks:
-        columns_Mrc = torch.zeros(1, *entries_rc.shape, dtype=torch.int64, device=device)
-    else:
-        columns_Mrc = table.columns[:, entries_rc.to(device)].long()
-    return _Rows(table, first, columns_Mrc, is_entry_rc.to(device))
-
-
 class _BlockGather(torch.autograd.Function):
     """One pass over a table: no row of scores outlives the next."""
 
@@ -150,104 +129,202 @@ class _BlockGather(torch.autograd.Function):
         query_NGSD: Tensor,
         key_NSD: Tensor,
         value_NSD: Tensor,
-        table: BlockTable,
+        pairs: TilePairs,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
-        blocks = _CutTensors(table, query_NGSD, key_NSD, value_NSD)
-        output_NGRbD = torch.empty_like(blocks.query_NGRbD)
-        log_sums_NGRb = torch.empty_like(output_NGRbD[..., 0], dtype=blocks.wide)
-        for rows in _rows_at_hand(table, query_NGSD.shape[:2].numel()):
-            scores_NGrbl, _, value_NrlD = blocks.scores(rows, scaling)
-            log_sums_NGrb = scores_NGrbl.logsumexp(-1)
-            weights_NGrbl = _weights(scores_NGrbl, log_sums_NGrb)
-            found = torch.einsum("ngrbl,nrld->ngrbd", weights_NGrbl, value_NrlD)
-            output_NGRbD[:, :, rows.first : rows.stop] = found.to(output_NGRbD.dtype)
-            log_sums_NGRb[:, :, rows.first : rows.stop] = log_sums_NGrb
-        length = table.length_tokens
-        output_NGSD = output_NGRbD.flatten(2, 3)[:, :, :length]
-        log_sums_NGS = log_sums_NGRb.flatten(2, 3)[:, :, :length]
+        cut = CutTensors.of(pairs, query_NGSD, key_NSD, value_NSD)
+        output_NGRbD = torch.empty_like(cut.query_NGRbD)
+        log_sums_NGRb = torch.empty_like(output_NGRbD[..., 0], dtype=cut.wide)
+        for rows, found_NGrbD, log_sums_NGrb in cut.attended(pairs, scaling):
+            output_NGRbD[:, :, rows] = found_NGrbD.to(output_NGRbD.dtype)
+            log_sums_NGRb[:, :, rows] = log_sums_NGrb
+        output_NGSD = pairs.queries.joined(output_NGRbD)
+        log_sums_NGS = pairs.queries.joined(log_sums_NGRb[..., None])[..., 0]
         ctx.save_for_backward(query_NGSD, key_NSD, value_NSD, output_NGSD, log_sums_NGS)
-        ctx.table, ctx.scaling = table, scaling
+        ctx.pairs, ctx.scaling = pairs, scaling
         return output_NGSD, log_sums_NGS
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query_NGSD, key_NSD, value_NSD, output_NGSD, log_sums_NGS = ctx.saved_tensors
-        table: BlockTable = ctx.table
-        blocks = _CutTensors(table, query_NGSD, key_NSD, value_NSD)
-        upstream_NGSD, of_log_sums_NGS = (gradient.to(blocks.wide) for gradient in gradients)
-        # a score's gradient is its weight times what its value is above the mean, and the sum's
-        above_NGS = of_log_sums_NGS - (upstream_NGSD * output_NGSD).sum(-1)
-        upstream_NGRbD = _in_blocks(upstream_NGSD, table)
-        above_NGRb, log_sums_NGRb = (
-            _in_blocks(each[..., None], table)[..., 0] for each in (above_NGS, log_sums_NGS)
+        pairs: TilePairs = ctx.pairs
+        cut = CutTensors.of(pairs, query_NGSD, key_NSD, value_NSD)
+        upstream_NGSD, of_log_sums_NGS = (gradient.to(cut.wide) for gradient in gradients)
+        with exact(query_NGSD.device):
+            # a score's gradient is its weight times what its value is above the mean, and the sum's
+            above_NGS = of_log_sums_NGS - (upstream_NGSD * output_NGSD).sum(-1)
+            sums = cut.sums()
+            cut.add_gradients_(
+                pairs,
+                scaling=ctx.scaling,
+                upstream_NGRbD=pairs.queries.cut(upstream_NGSD),
+                above_NGRb=pairs.queries.cut_sums(above_NGS),
+                log_sums_NGRb=pairs.queries.cut_sums(log_sums_NGS),
+                sums=sums,
+            )
+        tiles = (pairs.queries, pairs.keys, pairs.keys)
+        query, key, value = (
+            held.joined(sum_).to(query_NGSD.dtype) for held, sum_ in zip(tiles, sums, strict=True)
         )
-        query_gradient = torch.empty_like(blocks.query_NGRbD, dtype=blocks.wide)
-        key_gradient = torch.zeros_like(blocks.key_NRbD, dtype=blocks.wide)
-        value_gradient = torch.zeros_like(key_gradient)
-        for rows in _rows_at_hand(table, query_NGSD.shape[:2].numel()):
-            own = slice(rows.first, rows.stop)
-            scores_NGrbl, key_NrlD, value_NrlD = blocks.scores(rows, ctx.scaling)
+        return query, key, value, None, None
+
+
+def exact(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast, which would round what is kept wide here."""
+    return torch.autocast(device.type, enabled=False)
+
+
+class _Rows(NamedTuple):
+    """Some rows, and what they keep."""
+
+    pairs: TilePairs
+    first: int
+    """Number of the first row."""
+    columns_Mrc: Tensor
+    """Tiles of keys of each, some number where a row has fewer."""
+    is_entry_rc: Tensor
+
+    @property
+    def slice(self) -> "slice":
+        return slice(self.first, self.first + len(self.is_entry_rc))
+
+    def is_seen(self) -> Tensor:
+        """Whether a token of a row sees a key at hand; Mrbl."""
+        pairs, queries, keys = self.pairs, self.pairs.queries, self.pairs.keys
+        within_b = torch.arange(queries.size, device=self.columns_Mrc.device)
+        token_rb1 = (queries.offsets_R[self.slice, None] + within_b)[..., None]
+        key_Mr1l = (keys.offsets_R[self.columns_Mrc][..., None] + within_b).flatten(2)[:, :, None]
+        is_key_Mrcb = keys.is_token(self.columns_Mrc)
+        is_key_Mr1l = (is_key_Mrcb & self.is_entry_rc[..., None]).flatten(2)[:, :, None]
+        seen = is_key_Mr1l & queries.is_token(self.slice)[..., None]
+        if pairs.is_causal:
+            seen = seen & (key_Mr1l <= token_rb1)
+        if pairs.keys_from:
+            seen &= key_Mr1l >= pairs.keys_from
+        if pairs.keys_below is not None:
+            seen &= key_Mr1l < pairs.keys_below
+        if pairs.window_tokens is not None:
+            seen &= key_Mr1l > token_rb1 - pairs.window_tokens
+        return seen
+
+
+def _rows_at_hand(pairs: TilePairs, heads: int) -> Iterator[_Rows]:
+    """All rows, as many at a time as their scores have room."""
+    counts = pairs.starts.diff().tolist()
+    first = 0
+    while first < len(counts):
+        stop, most = first, 0
+        while stop < len(counts):
+            most_then = max(most, counts[stop])
+            scores = (stop + 1 - first) * most_then * pairs.queries.size**2 * heads
+            if scores > SCORES_AT_HAND and stop > first:
+                break
+            stop, most = stop + 1, most_then
+        yield _rows_from(pairs, first, stop, max(1, most))
+        first = stop
+
+
+def _rows_from(pairs: TilePairs, first: int, stop: int, most: int) -> _Rows:
+    device = pairs.columns.device
+    starts_r = pairs.starts[first:stop]
+    is_entry_rc = torch.arange(most) < pairs.starts.diff()[first:stop, None]
+    entries_rc = (starts_r[:, None] + torch.arange(most)).masked_fill(~is_entry_rc, 0)
+    if not pairs.columns.shape[1]:
+        columns_Mrc = torch.zeros(1, *entries_rc.shape, dtype=torch.int64, device=device)
+    else:
+        columns_Mrc = pairs.columns[:, entries_rc.to(device)].long()
+    return _Rows(pairs, first, columns_Mrc, is_entry_rc.to(device))
+
+
+class CutTensors(NamedTuple):
+    """Queries, keys and values in tiles, and what they attend to, some rows at a time."""
+
+    query_NGRbD: Tensor
+    key_NCbD: Tensor
+    value_NCbD: Tensor
+
+    @classmethod
+    def of(cls, pairs: TilePairs, query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor) -> Self:
+        """Cut them as the pairs' tiles are held."""
+        return cls(
+            pairs.queries.cut(query_NGSD), pairs.keys.cut(key_NSD), pairs.keys.cut(value_NSD)
+        )
+
+    @property
+    def wide(self) -> torch.dtype:
+        """In which all sums are: float32 at least."""
+        return torch.promote_types(self.query_NGRbD.dtype, torch.float32)
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros to add gradients to."""
+        query, key, value = (torch.zeros_like(each, dtype=self.wide) for each in self)
+        return query, key, value
+
+    def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Some rows at a time: which, what they attend to, NGrbD, and the logarithm of each query's
+        sum of exponentials, NGrb, minus infinity where it sees no key; both wide.
+        """
+        for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
+            with exact(self.query_NGRbD.device):
+                scores_NGrbl, _, value_NrlD = self._scores(rows, scaling)
+                log_sums_NGrb = scores_NGrbl.logsumexp(-1)
+                weights_NGrbl = _weights(scores_NGrbl, log_sums_NGrb)
+                found = torch.einsum("ngrbl,nrld->ngrbd", weights_NGrbl, value_NrlD)
+            yield rows.slice, found, log_sums_NGrb
+
+    def add_gradients_(
+        self,
+        pairs: TilePairs,
+        *,
+        scaling: float,
+        upstream_NGRbD: Tensor,
+        above_NGRb: Tensor,
+        log_sums_NGRb: Tensor,
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add gradients of queries, keys and values to sums, in place, through these keys' part of
+        an output that may be of more: ``log_sums`` and ``above`` are those of all keys, the latter
+        the gradient of the log-sum-exp less that of the output times the output.
+        """
+        query_sum, key_sum, value_sum = sums
+        for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
+            own = rows.slice
+            scores_NGrbl, key_NrlD, value_NrlD = self._scores(rows, scaling)
             weights_NGrbl = _weights(scores_NGrbl, log_sums_NGRb[:, :, own])
             upstream_NGrbD = upstream_NGRbD[:, :, own]
-            blocks.add(
-                value_gradient,
-                rows,
-                torch.einsum("ngrbl,ngrbd->nrld", weights_NGrbl, upstream_NGrbD),
-            )
+            for_values = torch.einsum("ngrbl,ngrbd->nrld", weights_NGrbl, upstream_NGrbD)
+            _add_(value_sum, rows, for_values)
             for_scores = torch.einsum("ngrbd,nrld->ngrbl", upstream_NGrbD, value_NrlD)
-            for_scores = (for_scores + above_NGRb[:, :, own, :, None]) * weights_NGrbl * ctx.scaling
-            query_gradient[:, :, own] = torch.einsum("ngrbl,nrld->ngrbd", for_scores, key_NrlD)
-            query_NGrbD = blocks.query_NGRbD[:, :, own].to(blocks.wide)
-            blocks.add(
-                key_gradient, rows, torch.einsum("ngrbl,ngrbd->nrld", for_scores, query_NGrbD)
-            )
-        length, dtype = table.length_tokens, query_NGSD.dtype
-        return (
-            query_gradient.flatten(2, 3)[:, :, :length].to(dtype),
-            key_gradient.flatten(1, 2)[:, :length].to(dtype),
-            value_gradient.flatten(1, 2)[:, :length].to(dtype),
-            None,
-            None,
-        )
+            for_scores = (for_scores + above_NGRb[:, :, own, :, None]) * weights_NGrbl * scaling
+            query_sum[:, :, own] += torch.einsum("ngrbl,nrld->ngrbd", for_scores, key_NrlD)
+            query_NGrbD = self.query_NGRbD[:, :, own].to(self.wide)
+            _add_(key_sum, rows, torch.einsum("ngrbl,ngrbd->nrld", for_scores, query_NGrbD))
 
-
-class _CutTensors:
-    """Queries, keys and values in blocks, of which some rows are at hand."""
-
-    def __init__(
-        self, table: BlockTable, query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor
-    ) -> None:
-        self.wide = torch.promote_types(query_NGSD.dtype, torch.float32)
-        self.query_NGRbD = _in_blocks(query_NGSD, table)
-        self.key_NRbD = _in_blocks(key_NSD, table)
-        self.value_NRbD = _in_blocks(value_NSD, table)
-        self._group_N11 = torch.arange(len(key_NSD), device=key_NSD.device)[:, None, None]
-
-    def scores(self, rows: _Rows, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _scores(self, rows: _Rows, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """Scores of the rows, NGrbl, minus infinity where a token does not see a key; and the keys
         and values at hand, NrlD.
         """
+        groups_N11 = torch.arange(len(self.key_NCbD), device=self.key_NCbD.device)[:, None, None]
         key_NrlD, value_NrlD = (
-            each[self._group_N11, rows.columns_Mrc].flatten(2, 3).to(self.wide)
-            for each in (self.key_NRbD, self.value_NRbD)
+            each[groups_N11, rows.columns_Mrc].flatten(2, 3).to(self.wide)
+            for each in (self.key_NCbD, self.value_NCbD)
         )
-        query_NGrbD = self.query_NGRbD[:, :, rows.first : rows.stop].to(self.wide)
+        query_NGrbD = self.query_NGRbD[:, :, rows.slice].to(self.wide)
         scores_NGrbl = torch.einsum("ngrbd,nrld->ngrbl", query_NGrbD, key_NrlD) * scaling
-        seen_Mrbl = rows.is_seen(by_table=rows.columns_Mrc)
-        return scores_NGrbl.masked_fill_(~seen_Mrbl[:, None], -math.inf), key_NrlD, value_NrlD
-
-    def add(self, sum_NRbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
-        """Add what rows have for the keys at hand, in place. What is at hand of no entry is 0."""
-        blocks_Nrc = rows.columns_Mrc + self._group_N11 * sum_NRbD.shape[1]
-        parts = parts_NrlD.unflatten(2, (blocks_Nrc.shape[2], -1)).flatten(0, 2)
-        sum_NRbD.flatten(0, 1).index_add_(0, blocks_Nrc.flatten(), parts)
+        return (
+            scores_NGrbl.masked_fill(~rows.is_seen()[:, None], -math.inf),
+            key_NrlD,
+            value_NrlD,
+        )
 
 
-def _in_blocks(tensor_XSD: Tensor, table: BlockTable) -> Tensor:
-    """Cut into blocks, the last one filled up with zeros; XRbD."""
-    rest = table.rows * table.block_size - table.length_tokens
-    return F.pad(tensor_XSD, (0, 0, 0, rest)).unflatten(-2, (table.rows, table.block_size))
+def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
+    """Add what rows have for the keys at hand, in place. What is at hand of no entry is 0."""
+    groups, tiles = sum_NCbD.shape[:2]
+    groups_N11 = torch.arange(groups, device=sum_NCbD.device)[:, None, None]
+    tiles_Nrc = rows.columns_Mrc + groups_N11 * tiles
+    parts = parts_NrlD.unflatten(2, (tiles_Nrc.shape[2], -1)).flatten(0, 2)
+    sum_NCbD.flatten(0, 1).index_add_(0, tiles_Nrc.flatten(), parts)
 
 
 def _weights(scores_NGrbl: Tensor, log_sums_NGrb: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ Shapes:  R blocks of the sequence  E pairs of blocks that are kept  M 1, or one 
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -66,6 +66,10 @@ class BlockTable:
         """The block of queries of each entry; E, int64, on the host."""
         return torch.repeat_interleave(torch.arange(self.rows), self.starts.diff())
 
+    def kept_pairs(self) -> int:
+        """Pairs of a token and a key that it sees, of one table: exact, by element."""
+        return self._kept_pairs
+
     def transposed(self) -> tuple[Tensor, Tensor]:
         """Where the entries of each block of keys begin, M (R + 1) with their end, and the blocks
         of queries that keep it, int32 and sorted; ME.
@@ -77,8 +81,8 @@ class BlockTable:
         starts[:, 1:].scatter_add_(1, self.columns.long(), ones)
         return starts.cumsum(1), rows
 
-    def kept_pairs(self) -> int:
-        """Pairs of a token and a key that it sees, of one table: exact, by element."""
+    @cached_property
+    def _kept_pairs(self) -> int:
         tokens = torch.arange(self.length_tokens)
         below = self.length_tokens if self.keys_below is None else self.keys_below
         if self.window_tokens is not None or self.keys_below is not None:
@@ -98,11 +102,12 @@ def causal_pairs(length_tokens: int) -> int:
     return length_tokens * (length_tokens + 1) // 2
 
 
+@lru_cache(maxsize=16)
 def block_tables(
     pattern: SparsePatternConfig, length_tokens: int, device: torch.device
 ) -> tuple[BlockTable, ...]:
     """The tables of a pattern whose passes are merged: one, and of ``global_local`` a second one,
-    in which every token sees the first ones.
+    in which every token sees the first ones. Kept for the layers of a model, which ask again.
 
     Raises UsageError for a ratio that the pattern's window contradicts.
     """

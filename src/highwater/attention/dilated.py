@@ -73,7 +73,7 @@ def dilated_attention(
     length = query_BHSD.shape[2]
     lengths = (max(1, length // 2), length) if segment_lengths is None else segment_lengths
     rates = (1, 2) if dilation_rates is None else dilation_rates
-    _refuse(lengths, rates)
+    refuse_branches(lengths, rates)
     groups = query_BHSD.shape[1] // key_BKSD.shape[1]
     tensors = (
         query_BHSD,
@@ -91,7 +91,8 @@ def dilated_attention(
     return _Branches.apply(*tensors, parts, how)
 
 
-def _refuse(lengths: Sequence[int], rates: Sequence[int]) -> None:
+def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
+    """Raise UsageError for segments and rates that cannot be."""
     if len(lengths) != len(rates) or not lengths:
         raise UsageError(
             f"{len(lengths)} segment lengths and {len(rates)} dilation rates",

@@ -51,6 +51,21 @@ def pass_on(
     return received, dist.batch_isend_irecv(transfers)
 
 
+def swap(
+    sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Begin to send a contiguous tensor to one rank of a group and to receive another's; None:
+    nothing. Returns what to wait for.
+    """
+    transfers: list[dist.P2POp] = []
+    if sent is not None:
+        transfers.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
+    if received is not None:
+        other = dist.get_global_rank(group, source)
+        transfers.append(dist.P2POp(dist.irecv, received, other, group))
+    return dist.batch_isend_irecv(transfers) if transfers else []
+
+
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     result = tensor.clone()
     dist.all_reduce(result, group=group)

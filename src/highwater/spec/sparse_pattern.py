@@ -9,6 +9,8 @@ Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws the
 
 from typing import Literal
 
+from msgspec.structs import replace
+
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
 
@@ -62,6 +64,12 @@ class SparsePatternConfig(Record, frozen=True, kw_only=True):
     def follows_content(self) -> bool:
         """Whether what is kept depends on queries and keys, and differs by head."""
         return self.pattern_type == "block_top_k"
+
+    def at(self, length_tokens: int) -> "SparsePatternConfig":
+        """The pattern with the share that ``adaptive`` has at a length, for parts of it."""
+        if self.sparsity_ratio != "adaptive":
+            return self
+        return replace(self, sparsity_ratio=self.ratio_at(length_tokens))
 
     def ratio_at(self, length_tokens: int) -> float:
         """Share of the key blocks that a row of blocks keeps, of a pattern without a window."""

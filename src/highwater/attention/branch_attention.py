@@ -1,0 +1,320 @@
+"""Attention by branches: dilated, block-sparse, or both, of sequences that are held whole or by the
+ranks of a ring; exact, forward and backward, in plain PyTorch.
+
+Every rank keeps its queries. In step s it computes with the keys and values of rank ``r - s`` that
+its queries see, which that rank sends it and no others (``branches``); the next ones arrive
+meanwhile. Outputs of steps and branches are merged by their log-sum-exp, in float32 at least.
+Going backward the same keys and values are sent once more, and their gradients go home from where
+they were computed.
+
+Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  T tokens held
+         D head size  N groups of heads, of all sequences  G query heads of a group  R tiles of
+         queries  b tokens of a tile  t tokens that are sent
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from highwater.attention.block_gather import CutTensors, exact
+from highwater.attention.branches import Branch, Exchange, exchange, refuse_content
+from highwater.attention.tiles import Tiles
+from highwater.parallel.collectives import swap
+from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.spec.sparse_pattern import SparsePatternConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What all branches of one call have in common."""
+
+    layout: SequenceLayout
+    """Which tokens each rank holds."""
+    branches: tuple[Branch, ...]
+    pattern: SparsePatternConfig | None
+    """What each row of a branch keeps; None: all of it."""
+    scaling: float
+    is_causal: bool = True
+    group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence; None: it is held whole."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def degree(self) -> int:
+        """How many there are."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def branch_attention(
+    query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, sharing: Sharing
+) -> tuple[Tensor, Tensor]:
+    """Attention of each document over itself, BHTD, and the logarithm of each query's sum of
+    exponentials, BHT; both differentiable. Zeros and minus infinity where no branch has a query.
+
+    Raises UsageError for a pattern that follows content, and for a ratio that a window contradicts.
+    """
+    assert sharing.layout.degree == sharing.degree, "each rank has a share"
+    assert sharing.layout.tokens_per_rank == query_BHTD.shape[2], "the share is what is held"
+    refuse_content(sharing.pattern, "a branch")
+    return _BranchAttention.apply(query_BHTD, key_BKTD, value_BKTD, sharing)
+
+
+class _Heads(NamedTuple):
+    """The heads of a branch: those of queries, and of keys and values the ones that they read."""
+
+    queries_h: Tensor
+    sent_k: Tensor
+    """Key/value heads that are read, each once."""
+    read_n: Tensor
+    """Of these, the one that each group reads."""
+
+    @classmethod
+    def of(cls, branch: Branch, query_BHTD: Tensor, key_BKTD: Tensor) -> "_Heads":
+        heads, kv_heads = query_BHTD.shape[1], key_BKTD.shape[1]
+        queries_h = torch.arange(heads, device=query_BHTD.device)[branch.heads]
+        sent_k, read_h = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
+        groups = len(queries_h) // len(sent_k)
+        in_groups = read_h.view(-1, groups) if groups * len(sent_k) == len(queries_h) else None
+        if in_groups is not None and bool((in_groups == in_groups[:, :1]).all()):
+            return cls(queries_h, sent_k, in_groups[:, 0])
+        return cls(queries_h, sent_k, read_h)
+
+    def grouped(self, tensor_BHTX: Tensor) -> Tensor:
+        """Queries, or what they have; NGTX."""
+        own_BhTX = tensor_BHTX[:, self.queries_h]
+        return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
+
+    def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
+        """The same as the heads have it; BhTX."""
+        return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
+
+    def read(self, tensor_BkTD: Tensor) -> Tensor:
+        """Keys or values for each group; NTD."""
+        return tensor_BkTD[:, self.read_n].flatten(0, 1)
+
+    def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
+        """Add their gradients to the heads that were read."""
+        sum_BkTD.index_add_(1, self.read_n, gradients_NTD.unflatten(0, (len(sum_BkTD), -1)))
+
+
+class _Step(NamedTuple):
+    """A step of one branch: a rank's keys and values, and what is computed with them."""
+
+    exchange: Exchange
+    source: int
+    keys_and_values_2BktD: Tensor
+
+
+class _Ring:
+    """One branch on this rank, and what goes from rank to rank for it."""
+
+    def __init__(self, branch: Branch, sharing: Sharing, own: Sequence[Tensor]) -> None:
+        self.sharing, self.branch = sharing, branch
+        query_BHTD, *keys_and_values = own
+        self.device = query_BHTD.device
+        self.heads = _Heads.of(branch, query_BHTD, keys_and_values[0])
+        self.own_2BkTD = torch.stack([each[:, self.heads.sent_k] for each in keys_and_values])
+
+    def exchange(self, rank: int, source: int) -> Exchange:
+        """What ``rank`` computes with the keys of ``source``."""
+        shared = self.sharing
+        return exchange(
+            shared.layout,
+            self.branch,
+            shared.pattern,
+            is_causal=shared.is_causal,
+            rank=rank,
+            source=source,
+            device=self.device,
+        )
+
+    @property
+    def queries(self) -> Tiles | None:
+        """The tiles of this rank's queries; None where it has none."""
+        rank = self.sharing.rank
+        pairs = self.exchange(rank, rank).pairs
+        return pairs[0].queries if pairs and len(pairs[0].queries) else None
+
+    def steps(self) -> Iterator[_Step]:
+        """This rank's own keys and values, then those of each that come before it in the ring."""
+        rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
+        own = _Step(self.exchange(rank, rank), rank, self.own_2BkTD)
+        coming: list[tuple[_Step, list[dist.Work], Tensor | None]] = [(own, [], None)]
+        for step in range(1, degree + 1):
+            if step < degree:
+                assert group is not None
+                to, source = (rank + step) % degree, (rank - step) % degree
+                there, here = self.exchange(to, rank), self.exchange(rank, source)
+                sent = self.own_2BkTD[:, :, :, there.sent_T] if there.tokens else None
+                shape = (*self.own_2BkTD.shape[:3], here.tokens, self.own_2BkTD.shape[-1])
+                received = self.own_2BkTD.new_empty(shape)
+                work = swap(
+                    sent if sent is None else sent.contiguous(),
+                    received if here.tokens else None,
+                    to=to,
+                    source=source,
+                    group=group,
+                )
+                coming.append((_Step(here, source, received), work, sent))
+            at_hand, work, _ = coming.pop(0)
+            for each in work:
+                each.wait()
+            yield at_hand
+
+    def send_home_(self, step: _Step, gradients_2BktD: Tensor, sums_2BkTD: Tensor) -> None:
+        """Send the gradients of a step's keys and values to whose they are, and add to this rank's
+        own those of the rank that computed with them as many steps on.
+        """
+        rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
+        if step.source == rank:
+            sums_2BkTD += gradients_2BktD
+            return
+        assert group is not None
+        away = (2 * rank - step.source) % degree
+        there = self.exchange(away, rank)
+        shape = (*sums_2BkTD.shape[:3], there.tokens, sums_2BkTD.shape[-1])
+        received = sums_2BkTD.new_empty(shape)
+        work = swap(
+            gradients_2BktD if step.exchange.tokens else None,
+            received if there.tokens else None,
+            to=step.source,
+            source=away,
+            group=group,
+        )
+        for each in work:
+            each.wait()
+        if there.tokens:
+            assert there.sent_T is not None
+            sums_2BkTD.index_add_(3, there.sent_T, received)
+
+
+class _BranchAttention(torch.autograd.Function):
+    """All branches and steps, forward and backward: none has a graph of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, sharing: Sharing
+    ) -> tuple[Tensor, Tensor]:
+        own = (query_BHTD, key_BKTD, value_BKTD)
+        wide = torch.promote_types(query_BHTD.dtype, torch.float32)
+        output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
+        log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
+        with exact(query_BHTD.device):
+            for branch in _present(sharing, query_BHTD):
+                ring = _Ring(branch, sharing, own)
+                found = _forward(ring, query_BHTD)
+                if found is not None:
+                    _merge_branch_(ring, output_BHTD, log_sums_BHT1, found)
+        narrow_BHTD, log_sums_BHT = output_BHTD.to(query_BHTD.dtype), log_sums_BHT1[..., 0]
+        ctx.save_for_backward(*own, narrow_BHTD, log_sums_BHT)
+        ctx.sharing = sharing
+        return narrow_BHTD, log_sums_BHT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        *own, output_BHTD, log_sums_BHT = ctx.saved_tensors
+        wide = log_sums_BHT.dtype
+        upstream_BHTD, of_log_sums_BHT = (gradient.to(wide) for gradient in gradients)
+        query_sum, key_sum, value_sum = sums = [torch.zeros_like(t, dtype=wide) for t in own]
+        with exact(output_BHTD.device):
+            above_BHT = of_log_sums_BHT - (upstream_BHTD * output_BHTD).sum(-1)
+            for_queries = (upstream_BHTD, above_BHT[..., None], log_sums_BHT[..., None])
+            for branch in _present(ctx.sharing, own[0]):
+                ring = _Ring(branch, ctx.sharing, own)
+                of_keys_2BkTD = torch.zeros_like(ring.own_2BkTD, dtype=wide)
+                _backward(ring, own[0], for_queries, query_sum, of_keys_2BkTD)
+                for sum_, found in zip((key_sum, value_sum), of_keys_2BkTD, strict=True):
+                    sum_.index_add_(1, ring.heads.sent_k, found)
+        query, key, value = (sum_.to(each.dtype) for sum_, each in zip(sums, own, strict=True))
+        return query, key, value, None
+
+
+def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
+    """The branches that some head has."""
+    return (each for each in sharing.branches if each.offset < query_BHTD.shape[1])
+
+
+def _forward(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What the queries of a branch attend to, NGRbD, and their sums, NGRb; None: there are none."""
+    tiles, grouped_NGTD = ring.queries, ring.heads.grouped(query_BHTD)
+    output_NGRbD = log_sums_NGRb = None
+    for step in ring.steps():
+        keys_and_values = [ring.heads.read(each) for each in step.keys_and_values_2BktD]
+        for pairs in step.exchange.pairs:
+            cut = CutTensors.of(pairs, grouped_NGTD, *keys_and_values)
+            if output_NGRbD is None:
+                output_NGRbD = torch.zeros_like(cut.query_NGRbD, dtype=cut.wide)
+                log_sums_NGRb = torch.full_like(output_NGRbD[..., 0], -torch.inf)
+            assert log_sums_NGRb is not None
+            for rows, found, its_sums in cut.attended(pairs, ring.sharing.scaling):
+                _merge_(output_NGRbD[:, :, rows], log_sums_NGRb[:, :, rows], found, its_sums)
+    if tiles is None or output_NGRbD is None or log_sums_NGRb is None:
+        return None
+    return output_NGRbD, log_sums_NGRb
+
+
+def _merge_branch_(
+    ring: _Ring, output_BHTD: Tensor, log_sums_BHT1: Tensor, found: tuple[Tensor, Tensor]
+) -> None:
+    """Add a branch's output to that of all, in place."""
+    tiles, heads, batch = ring.queries, ring.heads, len(output_BHTD)
+    assert tiles is not None
+    output_NGRbD = tiles.cut(heads.grouped(output_BHTD))
+    log_sums_NGRb = tiles.cut(heads.grouped(log_sums_BHT1))[..., 0]
+    _merge_(output_NGRbD, log_sums_NGRb, *found)
+    for whole, merged in ((output_BHTD, output_NGRbD), (log_sums_BHT1, log_sums_NGRb[..., None])):
+        of_heads = heads.grouped(whole)
+        tiles.put_(of_heads, merged)
+        whole[:, heads.queries_h] = heads.ungrouped(of_heads, batch)
+
+
+def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
+    """Add what more keys give to an output, in place, where a query may have none yet, and none of
+    these.
+    """
+    both_X = torch.logaddexp(log_sums_X, its_sums_X)
+    finite_X = both_X.masked_fill(both_X == -torch.inf, 0.0)
+    output_XD.mul_((log_sums_X - finite_X).exp()[..., None])
+    output_XD.addcmul_(found_XD, (its_sums_X - finite_X).exp()[..., None])
+    log_sums_X.copy_(both_X)
+
+
+def _backward(
+    ring: _Ring,
+    query_BHTD: Tensor,
+    for_queries: Sequence[Tensor],
+    query_sum_BHTD: Tensor,
+    sums_2BkTD: Tensor,
+) -> None:
+    """Add a branch's gradients to those of this rank's queries, keys and values, in place."""
+    heads, sharing = ring.heads, ring.sharing
+    grouped_NGTD = heads.grouped(query_BHTD)
+    upstream_NGTD, above_NGT1, log_sums_NGT1 = (heads.grouped(each) for each in for_queries)
+    query_gradient_NGTD = torch.zeros_like(upstream_NGTD)
+    for step in ring.steps():
+        gradients_2BktD = torch.zeros_like(step.keys_and_values_2BktD, dtype=sums_2BkTD.dtype)
+        keys_and_values = [heads.read(each) for each in step.keys_and_values_2BktD]
+        for pairs in step.exchange.pairs:
+            cut = CutTensors.of(pairs, grouped_NGTD, *keys_and_values)
+            found = cut.sums()
+            cut.add_gradients_(
+                pairs,
+                scaling=sharing.scaling,
+                upstream_NGRbD=pairs.queries.cut(upstream_NGTD),
+                above_NGRb=pairs.queries.cut(above_NGT1)[..., 0],
+                log_sums_NGRb=pairs.queries.cut(log_sums_NGT1)[..., 0],
+                sums=found,
+            )
+            query_gradient_NGTD += pairs.queries.joined(found[0])
+            for sum_BktD, part in zip(gradients_2BktD, found[1:], strict=True):
+                heads.add_read_(sum_BktD, pairs.keys.joined(part))
+        ring.send_home_(step, gradients_2BktD, sums_2BkTD)
+    query_sum_BHTD[:, heads.queries_h] += heads.ungrouped(query_gradient_NGTD, len(query_BHTD))

@@ -1,0 +1,306 @@
+"""The modules for other people's models, and the interface of transformers: what they return is
+what a dense masked softmax in float64 does; the published example, autocast, threads and refusals.
+"""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import Tensor, nn
+
+from highwater import (
+    BlockSparseAttention,
+    BlockSparseRingDilatedAttention,
+    DilatedAttention,
+    SparsePatternConfig,
+    register_block_sparse,
+)
+from highwater.attention import modules
+from highwater.attention.block_gather import block_sparse_attention
+from highwater.errors import ModelError, UsageError
+
+TOLERANCE = 1e-10
+"""Norm-relative in float64."""
+EAGER = 4 * torch.finfo(torch.float32).eps
+"""Of transformers' eager attention, whose softmax is in float32 whatever the model is in."""
+BRANCHES = (((16,), (1,)), ((20, 40), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
+BLOCK = 4
+
+
+def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 6) -> list[Tensor]:
+    """Queries, keys and values as the modules take them: (batch, length, heads, head size)."""
+    torch.manual_seed(length)
+    shapes = [(batch, length, count, size) for count in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def kept_blocks(length: int, kept: float) -> Tensor:
+    """Whether a token sees a key, by ``dilated_sparse``: of the blocks up to a row's own the share
+    that is kept, rounded up, each as far behind the one before it; from the definition.
+    """
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for row in range(-(-length // BLOCK)):
+        count = 1
+        while count < kept * (row + 1) - 1e-9:
+            count += 1
+        for number in range(count):
+            column = row - number * ((row + 1) // count)
+            rows, columns = (slice(each * BLOCK, each * BLOCK + BLOCK) for each in (row, column))
+            seen[rows, columns] = True
+    return seen.tril()
+
+
+def meetings(
+    length: int, heads: int, branches: tuple[tuple[int, ...], tuple[int, ...]], kept: float
+) -> Tensor:
+    """How many branches have a token see a key, by the definition of both; HSS."""
+    found = torch.zeros(heads, length, length, dtype=torch.float64)
+    for segment, rate in zip(*branches, strict=True):
+        for head in range(heads):
+            for start in range(0, length, segment):
+                stop = min(start + segment, length)
+                attends = torch.arange(length)[start:stop][head % rate :: rate]
+                seen = kept_blocks(len(attends), kept).double()
+                found[head, attends[:, None], attends] += seen
+    return found
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, count: Tensor) -> Tensor:
+    """One softmax over all keys, each as often as it is met; of the modules' shape."""
+    groups = q.shape[2] // k.shape[2]
+    keys, values = (t.repeat_interleave(groups, dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5 + count.log()
+    has_keys = count.sum(-1) > 0
+    weights = scores.masked_fill(~has_keys[..., None], 0.0).softmax(-1) * has_keys[..., None]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **settings: bool) -> None:
+    ours, expected = module(*inputs, **settings), dense(*inputs, count)
+    upstream = torch.randn_like(expected)
+    found = torch.autograd.grad(ours, inputs, upstream)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    for name, mine, theirs in zip("oqkv", (ours, *found), (expected, *wanted), strict=True):
+        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("length", [1, 37, 64])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 2)])
+def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
+    branches: tuple[tuple[int, ...], tuple[int, ...]], length: int, heads: tuple[int, int]
+) -> None:
+    config = SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK)
+    module = BlockSparseRingDilatedAttention(*branches, config)
+    assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, 0.4))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
+    is_causal: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "is_fused", lambda query: is_fused)
+    branches = ((7, 20), (1, 2))
+    count = meetings(37, 4, branches, 1.0)
+    count = count if is_causal else count.tril(-1).mT + count
+    module = DilatedAttention(*branches)
+    assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
+
+
+def test_block_sparse_attention_keeps_what_its_pattern_keeps() -> None:
+    module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
+    count = kept_blocks(37, 0.4).double()
+    assert_equal(module, tensors(37, (4, 2)), count.expand(4, 37, 37))
+
+
+@pytest.mark.parametrize("pattern_type", ["strided", "global_local", "block_top_k"])
+def test_packed_documents_are_what_each_is_alone(pattern_type: str) -> None:
+    lengths = (5, 5, 31, 1, 5, 22)
+    config = SparsePatternConfig(
+        pattern_type=pattern_type, block_size=BLOCK, local_window_size=6, global_tokens=3
+    )
+    inputs = tensors(sum(lengths), (4, 2))
+    module = BlockSparseAttention(config)
+    packed = module(*inputs, document_lengths=lengths)
+    alone = torch.cat(
+        [module(*each) for each in zip(*(t.split(lengths, dim=1) for t in inputs), strict=True)],
+        dim=1,
+    )
+    upstream = torch.randn_like(packed)
+    assert (packed - alone).norm() <= TOLERANCE * alone.norm()
+    for mine, theirs in zip(
+        torch.autograd.grad(packed, inputs, upstream),
+        torch.autograd.grad(alone, inputs, upstream),
+        strict=True,
+    ):
+        assert (mine - theirs).norm() <= TOLERANCE * theirs.norm()
+
+
+def test_the_share_of_packed_documents_is_of_the_pairs_within_them() -> None:
+    q, k, v = (t.transpose(1, 2) for t in tensors(16 + 16 + 32, (2, 2)))
+    config = SparsePatternConfig(sparsity_ratio=1.0, block_size=BLOCK)
+    found = block_sparse_attention(
+        q, k, v, pattern=config, scaling=1.0, document_lengths=(16, 16, 32)
+    )
+    assert found.kept_share == 1.0
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_published_example_runs_with_its_import_changed(parallel: bool) -> None:
+    """Its lines, at a length for the CPU, whose autocast has bfloat16."""
+    length, num_heads, head_dim = 2048, 2, 32
+    sparse_config = SparsePatternConfig(
+        pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256
+    )
+    model = BlockSparseRingDilatedAttention(
+        segment_lengths=[length // 2, length], dilation_rates=[1, 2], sparse_config=sparse_config
+    )
+    if parallel:
+        model = nn.DataParallel(model)
+    model = model.to("cpu", torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        q = torch.randn(1, length, num_heads, head_dim, dtype=torch.bfloat16)
+        k, v = q, q
+        output = model(q, k, v)
+    assert output.shape == q.shape
+    assert output.dtype == q.dtype
+    wide = model(*(each.double() for each in (q, k, v)))
+    assert (output - wide).norm() < 4 * torch.finfo(q.dtype).eps * wide.norm()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        DilatedAttention([16, 32], [1, 2]),
+        BlockSparseAttention(SparsePatternConfig(block_size=BLOCK)),
+        BlockSparseRingDilatedAttention([16, 32], [1, 2], SparsePatternConfig(block_size=BLOCK)),
+    ],
+)
+def test_autocast_rounds_inputs_and_nothing_else(module: nn.Module) -> None:
+    """As PyTorch's own attention: forward and backward are those of the rounded inputs."""
+    inputs = [t.detach().float().requires_grad_() for t in tensors(64, (4, 2))]
+    upstream = torch.randn_like(inputs[0]).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = module(*inputs)
+        found = torch.autograd.grad(ours, inputs, upstream)
+    assert ours.dtype == torch.bfloat16
+    wide = [t.detach().bfloat16().double().requires_grad_() for t in inputs]
+    expected = module(*wide)
+    wanted = torch.autograd.grad(expected, wide, upstream.double())
+    for mine, theirs in zip((ours, *found), (expected, *wanted), strict=True):
+        assert (mine - theirs).norm() < 4 * torch.finfo(torch.bfloat16).eps * theirs.norm()
+
+
+def test_replicas_in_threads_do_not_disturb_each_other() -> None:
+    """As DataParallel's replicas: copies of one module, at once, of other lengths each."""
+    module = BlockSparseRingDilatedAttention(
+        [16, 32], [1, 2], SparsePatternConfig(pattern_type="random", block_size=BLOCK)
+    )
+    inputs = [[t.detach() for t in tensors(60 + number, (4, 2))] for number in range(12)]
+    alone = [module(*each) for each in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        at_once = list(threads.map(lambda each: copy.copy(module)(*each), inputs))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(at_once, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DilatedAttention([16], [1, 2]), "1 segment lengths and 2"),
+        (lambda: DilatedAttention([16], [1], attention_dropout=0.1), "no dropout"),
+        (lambda: DilatedAttention([16], [1], op=object()), "xformers"),
+        (
+            lambda: BlockSparseRingDilatedAttention(
+                [16], [1], SparsePatternConfig(pattern_type="block_top_k")
+            ),
+            "block_top_k chooses keys by what is in them",
+        ),
+        (lambda: BlockSparseAttention()(*tensors(8, (2, 2)), is_causal=False), "is_causal=False"),
+        (lambda: BlockSparseAttention()(*tensors(8, (3, 2))), "queries, keys and values of shapes"),
+    ],
+)
+def test_what_is_not_computed_is_refused(make: object, said: str) -> None:
+    assert callable(make)
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+def tiny_llama(attention: str, **settings: object) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, **{**sizes, **settings}
+    )
+    config._attn_implementation = attention
+    return LlamaForCausalLM(config).double()
+
+
+def test_a_llama_that_keeps_all_has_eager_logits_and_gradients() -> None:
+    name = register_block_sparse(SparsePatternConfig(sparsity_ratio=1.0, block_size=BLOCK))
+    assert name == "highwater_block_sparse"
+    eager, ours = tiny_llama("eager"), tiny_llama(name)
+    ids = torch.randint(64, (3, 37))
+    logits = [model(input_ids=ids, use_cache=False).logits for model in (eager, ours)]
+    assert (logits[0] - logits[1]).norm() <= EAGER * logits[0].norm()
+    for made in logits:
+        made.square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).norm() <= EAGER * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("told_by", ["positions", "cumulative lengths"])
+def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by: str) -> None:
+    config = SparsePatternConfig(pattern_type="strided", sparsity_ratio=0.3, block_size=BLOCK)
+    model = tiny_llama(register_block_sparse(config, name="highwater_strided"))
+    lengths = (5, 31, 1, 22)
+    ids = torch.randint(64, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    told = {"position_ids": positions}
+    if told_by == "cumulative lengths":
+        cumulative = torch.tensor([0, *lengths]).cumsum(0).int()
+        told |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
+    packed = model(input_ids=ids, use_cache=False, **told).logits
+    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
+    alone = torch.cat(parts, dim=1)
+    assert (packed - alone).norm() <= TOLERANCE * alone.norm()
+
+
+def test_sequences_of_other_documents_each_are_told_apart() -> None:
+    model = tiny_llama(register_block_sparse(SparsePatternConfig(block_size=BLOCK)))
+    ids = torch.randint(64, (2, 12))
+    positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
+    both = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    for row in range(2):
+        one = model(input_ids=ids[row : row + 1], position_ids=positions[row : row + 1]).logits
+        assert (both[row] - one[0]).norm() <= TOLERANCE * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "inputs", "said"),
+    [
+        ({}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "padding"),
+        ({}, {"attention_mask": torch.zeros(1, 1, 6, 6)}, "a mask of its own"),
+        ({"attention_dropout": 0.5}, {}, "dropout"),
+        ({}, {"cu_seq_lens_q": torch.tensor([0, 3])}, "documents of"),
+        ({}, {"is_causal": False}, "no causal order"),
+    ],
+)
+def test_what_a_model_asks_for_beyond_is_refused(
+    settings: dict[str, object], inputs: dict[str, object], said: str
+) -> None:
+    model = tiny_llama(register_block_sparse(), **settings)
+    with pytest.raises(ModelError, match=said):
+        model(input_ids=torch.ones(1, 6, dtype=torch.int64), **inputs)
+
+
+def test_a_cache_of_earlier_keys_is_refused() -> None:
+    model = tiny_llama(register_block_sparse()).eval()
+    begun = model(input_ids=torch.ones(1, 6, dtype=torch.int64), use_cache=True)
+    with pytest.raises(ModelError, match="a cache of earlier keys"):
+        model(input_ids=torch.ones(1, 1, dtype=torch.int64), past_key_values=begun.past_key_values)
