@@ -16,10 +16,11 @@ TRAINERS := accelerate areal torchtitan trinity trl verl
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/numeric/peers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev,docs]'
+	$(BIN)/pip install --quiet --no-deps -r tests/numeric/peers.txt
 	touch $@
 
 # Its versions, not ours: what a trial saves has to load where transformers 5 is not yet. From its own index torch is the CPU's.
