@@ -12,8 +12,9 @@ from torch import Tensor
 
 from highwater.attention import block_gather
 from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables, causal_pairs, kept_share
+from highwater.attention.block_table import block_tables, kept_share
 from highwater.errors import UsageError
+from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
 
 TOLERANCE = 1e-10

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from highwater.attention.block_table import block_tables, causal_pairs, top_k_table
+from highwater.attention.block_table import block_tables, top_k_table
 from highwater.attention.tiles import TilePairs, pairs_of
+from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 SCORES_AT_HAND = 2**24

@@ -20,11 +20,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from highwater.errors import UsageError
+from highwater.spec import sparse_costs
+from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
-_CONTRADICTED = 0.1
-"""Relative difference from which a window's share is another than the ratio that was asked for."""
 _SCORED_AT_ONCE = 2**22
 """Scores of pairs of blocks that ``block_top_k`` has at hand at once."""
 
@@ -97,11 +96,6 @@ class BlockTable:
         return int(torch.where(rows == columns, triangle, whole).sum())
 
 
-def causal_pairs(length_tokens: int) -> int:
-    """Pairs of a token and one that is not after it."""
-    return length_tokens * (length_tokens + 1) // 2
-
-
 @lru_cache(maxsize=16)
 def block_tables(
     pattern: SparsePatternConfig, length_tokens: int, device: torch.device
@@ -112,18 +106,10 @@ def block_tables(
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
     assert not pattern.follows_content, "its table is made of queries and keys"
+    sparse_costs.kept_share(pattern, length_tokens)  # refuses what contradicts itself
     if not pattern.is_windowed:
         return (_by_ratio(pattern, length_tokens, device),)
-    tables = _windowed(pattern, length_tokens, device)
-    share = kept_share(tables)
-    asked = pattern.sparsity_ratio
-    if isinstance(asked, float | int) and abs(share / asked - 1) > _CONTRADICTED:
-        raise UsageError(
-            f"a window of {pattern.local_window_size} tokens keeps {share:.2%} of {length_tokens:,}"
-            f" tokens' pairs, and {asked:.2%} is asked for",
-            hint="leave `sparsity_ratio` out, or set `local_window_size` to what gives it",
-        )
-    return tables
+    return _windowed(pattern, length_tokens, device)
 
 
 def kept_share(tables: tuple[BlockTable, ...]) -> float:
