@@ -182,6 +182,13 @@ WINDOWS = (
 )
 """Fields that say how many tokens a layer attends to."""
 _LATENT = {"num_key_value_heads": 4, "head_dim": None}
+_MULTIPLIERS = {
+    "logits_scaling": 8.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+}
+"""As Granite 3's checkpoints have them, but for attention's, which follows from the head's size."""
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT
@@ -190,6 +197,17 @@ OWN: dict[str, dict[str, Any]] = {
         "use_sliding_window": True
     },  # without it its window is 0, and a layer that slides sees nothing
     "smollm3": {"no_rope_layer_interval": 2},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "cohere2_moe": {
+        "logit_scale": 0.5,
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_intermediate_size": 80,
+    },
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _MULTIPLIERS),
+    "hyperclovax": {**_MULTIPLIERS, "logits_scaling": 0.5},
+    "gemma3_text": {"final_logit_softcapping": 2.0},
+    "nanochat": {"final_logit_softcapping": 2.0},
 }
 """Fields of one family that the generic way gets wrong; None leaves a field at its default."""
 

@@ -31,6 +31,8 @@ NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
 WINDOWED = ("mistral", "olmo3")
 """Families with a window in every layer, and in some."""
+TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
+"""Families that scale or cap their logits, each in a way of its own."""
 COUNTED = 0.015
 """Of a family's usual config, what its shape may miss: biases and norms of heads, and the learned
 positions of the smallest OPT."""
@@ -67,6 +69,15 @@ def test_families_of_the_day_train_as_their_own_classes_do(
     names = sorted(TRAINED)[day % PARTS :: PARTS]
     layout = list(LAYOUTS)[day % len(LAYOUTS)]
     found = sweep(ranks, layout, names, tmp_path)
+    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses", "ring"])
+def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
+    layout: str, ranks: RankGroups, tmp_path: Path
+) -> None:
+    found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 

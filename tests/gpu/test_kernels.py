@@ -14,6 +14,8 @@ from highwater.kernels import gates as gate_kernels
 from highwater.kernels import rotary as rotary_kernels
 from highwater.kernels import rows as row_kernels
 from highwater.models import loss as loss_module
+from highwater.models.row_proof import prove_rows
+from highwater.spec.logit_transform import PLAIN, LogitTransform
 
 LAYER_BYTES = 52_500
 """Per token, Qwen3-0.6B: 35,500 in tensors and 16,400 that cuDNN takes for itself
@@ -21,13 +23,23 @@ LAYER_BYTES = 52_500
 ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 """Norm-relative against float64 on the same logits; the gradient is stored in the logits' own
 dtype."""
+TRANSFORMS = {
+    "plain": PLAIN,
+    "scaled": LogitTransform(scale=0.0625),
+    "divided": LogitTransform(scale=1 / 3.7),
+    "capped": LogitTransform(soft_cap=30.0),
+    "flattened": LogitTransform(soft_cap=0.5),
+    "scaled and capped": LogitTransform(scale=0.6, soft_cap=0.9),
+}
 
 
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 4095), (5, 4097), (129, 151_936)])
 def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(
-    dtype: "torch.dtype", rows: int, vocabulary: int
+    dtype: "torch.dtype", kind: str, rows: int, vocabulary: int
 ) -> None:
+    transform = TRANSFORMS[kind]
     torch.manual_seed(0)
     wide = torch.full((rows + 2, vocabulary + 64), float("nan"), device="cuda", dtype=dtype)
     logits = wide[1 : rows + 1, :vocabulary]
@@ -35,17 +47,36 @@ def test_row_kernels_equal_float64_and_touch_nothing_beside_their_rows(
     labels = torch.randint(vocabulary, (rows,), device="cuda")
     upstream = torch.randn(2, rows, device="cuda")
     exact = logits.double()
-    expected = row_kernels.statistics(exact, labels)
-    ours = row_kernels.statistics(logits, labels)
+    expected = row_kernels.statistics(exact, labels, transform)
+    ours = row_kernels.statistics(logits, labels, transform)
     for name, mine, wanted in zip(ours._fields, ours, expected, strict=True):
         assert deviation(mine, wanted) < ROW_TOLERANCE[torch.float32] or vocabulary == 1, name
-    row_kernels.backward_(exact, labels, expected, *upstream.double())
-    row_kernels.backward_(logits, labels, ours, *upstream)
+    row_kernels.backward_(exact, labels, expected, *upstream.double(), transform)
+    row_kernels.backward_(logits, labels, ours, *upstream, transform)
     assert deviation(logits, exact) < ROW_TOLERANCE[dtype] or vocabulary == 1
     assert not logits.isnan().any()
     assert wide[0].isnan().all()
     assert wide[-1].isnan().all()
     assert wide[:, vocabulary:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
+def test_row_kernels_are_proven_before_a_model_is_trained(kind: str) -> None:
+    prove_rows(TRANSFORMS[kind], torch.device("cuda"))
+
+
+def test_capped_logits_of_minus_infinity_are_minus_the_cap_and_make_no_nan() -> None:
+    logits = torch.randn(2, 9000, device="cuda")
+    logits[:, :8192] = float("-inf")
+    labels, transform = torch.tensor([8500, 8999], device="cuda"), LogitTransform(soft_cap=2.0)
+    exact, ones = logits.double(), torch.ones(2, device="cuda")
+    expected = row_kernels.statistics(exact, labels, transform)
+    ours = row_kernels.statistics(logits, labels, transform)
+    for mine, wanted in zip(ours, expected, strict=True):
+        assert deviation(mine, wanted) < ROW_TOLERANCE[torch.float32]
+    row_kernels.backward_(logits, labels, ours, ones, ones, transform)
+    assert torch.equal(logits[:, :8192], torch.zeros_like(logits[:, :8192]))
+    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))

@@ -1,5 +1,5 @@
 """A family is trained only where its own forward pass is its head on its backbone's last hidden
-states; its table says the same.
+states, scaled and capped as its config is read; its table says the same.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.models.build import build_on_meta
 from highwater.models.head_proof import prove_head
+from highwater.spec.logit_transform import PLAIN, LogitTransform, logit_transform_of
 from highwater.spec.trained_families import TRAINED, refuse_features
 
 SMALL: dict[str, Any] = {
@@ -47,8 +48,12 @@ def on_meta(family: str, **fields: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def is_proven(model: PreTrainedModel) -> bool:
-    return not refused_by(model.config.model_type, prove_head, model)
+def transform_of(model: PreTrainedModel) -> LogitTransform:
+    return logit_transform_of(model.config.to_dict(), "its config")
+
+
+def is_proven(model: PreTrainedModel, transform: LogitTransform = PLAIN) -> bool:
+    return not refused_by(model.config.model_type, prove_head, model, transform)
 
 
 def refused_by(family: str, check: Callable[..., None], *arguments: Any) -> bool:
@@ -67,7 +72,8 @@ NOT_OF_DEFAULTS = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED - set(NOT_OF_DEFAULTS)))
 def test_a_family_that_trains_is_proven(family: str) -> None:
-    prove_head(on_meta(family))
+    model = on_meta(family)
+    prove_head(model, transform_of(model))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,7 @@ def test_a_family_that_trains_is_proven(family: str) -> None:
         ("gemma2", {}, "final_logit_softcapping = 30.0"),
         ("cohere", {}, "logit_scale = 0.0625"),
         ("granite", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        ("hyperclovax", {"logits_scaling": 0.5}, "logits_scaling = 0.5"),
         ("bert", {"is_decoder": True}, "beside its backbone: cls"),
         ("nanochat", {}, "final_logit_softcapping = 15.0"),
         ("minicpm3", {}, "beside its backbone: lm_head"),
@@ -96,24 +103,35 @@ def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(
     ("family", "field", "changes", "neutral"),
     [
         ("cohere", "logit_scale", 0.5, 1.0),
+        ("cohere2", "logit_scale", 0.5, 1.0),
+        ("cohere2_moe", "logit_scale", 0.5, 1.0),
         ("granite", "logits_scaling", 8.0, 1.0),
         ("granitemoe", "logits_scaling", 8.0, 1.0),
         ("granitemoeshared", "logits_scaling", 8.0, 1.0),
         ("hyperclovax", "logits_scaling", 8.0, 1.0),
         ("gemma2", "final_logit_softcapping", 30.0, None),
         ("gemma3_text", "final_logit_softcapping", 30.0, None),
+        ("nanochat", "final_logit_softcapping", 30.0, None),
+        ("vaultgemma", "final_logit_softcapping", 30.0, None),
     ],
 )
-def test_the_proof_and_the_commands_refuse_the_same_values_of_a_field(
+def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
     family: str, field: str, changes: float, neutral: float | None
 ) -> None:
     for value in (changes, neutral):
-        config = {"model_type": family, field: value}
-        assert is_proven(on_meta(family, **{field: value})) == (value == neutral), (family, value)
-        assert refused_by(family, refuse_features, config, "config.json") == (value != neutral), (
-            family,
-            value,
-        )
+        model = on_meta(family, **{field: value})
+        transform = logit_transform_of({"model_type": family, field: value}, "config.json")
+        assert transform == transform_of(model)
+        assert is_proven(model, transform)
+        assert is_proven(model) == transform.is_plain == (value == neutral), (family, value)
+        refuse_features({"model_type": family, field: value}, "config.json")
+    assert not is_proven(on_meta(family, **{field: neutral}), transform_of_changed(family, field))
+
+
+def transform_of_changed(family: str, field: str) -> LogitTransform:
+    """A transform that is not the plain one."""
+    value = 3.0 if field == "final_logit_softcapping" else 0.5
+    return logit_transform_of({"model_type": family, field: value}, "config.json")
 
 
 def test_a_field_that_a_family_does_not_read_changes_nothing() -> None:
@@ -130,9 +148,9 @@ def test_a_field_that_a_family_does_not_read_changes_nothing() -> None:
 
 @pytest.mark.parametrize("loss", ["full", None])
 def test_what_is_built_is_proven_a_reward_models_backbone_too(loss: Any) -> None:
-    with pytest.raises(ModelError, match="gemma2 cannot be trained"):
+    with pytest.raises(ModelError, match="minicpm3 cannot be trained"):
         build_on_meta(
-            on_meta("gemma2").config,
+            on_meta("minicpm3").config,
             attention=register("flash"),
             loss=loss,
             master_dtype=torch.float32,

@@ -11,12 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from highwater.kernels import rows as row_kernels
 from highwater.models import loss as loss_module
 from highwater.models.decoder import MicroBatchStatistics
-from highwater.models.loss import chunk_rows, token_statistics
+from highwater.models.loss import LogitRange, chunk_rows, token_statistics
+from highwater.spec.logit_transform import PLAIN, LogitTransform
 from highwater.train.data import Document, pack
 from highwater.train.objectives import sft, sft_logprob_gradient
 from highwater.train.step import Training, backward_of
@@ -24,13 +26,22 @@ from highwater.train.step import Training, backward_of
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 """Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and
 their gradients once each."""
+TRANSFORMS = {
+    "plain": PLAIN,
+    "scaled": LogitTransform(scale=0.0625),
+    "divided": LogitTransform(scale=1 / 3.7),
+    "capped": LogitTransform(soft_cap=0.7),
+    "scaled and capped": LogitTransform(scale=0.6, soft_cap=0.9),
+}
+"""What families make of logits: Cohere, Granite, Gemma; and both at once."""
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("path", ["full", "chunked"])
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 2), (127, 11), (128, 1009), (301, 1009)])
 def test_logprobs_and_entropies_equal_those_of_log_softmax(
-    dtype: str, path: str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+    dtype: str, path: str, kind: str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
         loss_module.CHUNK_BYTES, "cpu", 1
@@ -40,9 +51,13 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
     weight = (torch.randn(vocabulary, 16) / 4).to(getattr(torch, dtype)).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,))
     upstream = torch.randn(2, tokens, dtype=torch.float64)
-    ours = token_statistics(hidden, weight, labels, loss=path)
+    transform = TRANSFORMS[kind]
+    ours = token_statistics(hidden, weight, labels, loss=path, transform=transform)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    log_p = torch.log_softmax(wide[0] @ wide[1].T, -1)
+    logits = wide[0] @ wide[1].T * transform.scale
+    if transform.soft_cap is not None:
+        logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
+    log_p = torch.log_softmax(logits, -1)
     expected = (log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
     gradients = torch.autograd.grad(
         ours, (hidden, weight), [g.to(ours.logprobs_N.dtype) for g in upstream]
@@ -55,9 +70,10 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize("tokens", [0, 1, 128, 301])
 def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
-    dtype: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    dtype: str, kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
@@ -67,7 +83,12 @@ def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
     found = []
     for logprob_gradient in (sft_logprob_gradient(trained_tokens=7), None):
         statistics = token_statistics(
-            hidden, weight, labels, loss="chunked", logprob_gradient=logprob_gradient
+            hidden,
+            weight,
+            labels,
+            loss="chunked",
+            transform=TRANSFORMS[kind],
+            logprob_gradient=logprob_gradient,
         )
         loss = sft(statistics.logprobs_N, trained_tokens=7)
         found.append((*statistics, *torch.autograd.grad(loss, (hidden, weight))))
@@ -175,6 +196,73 @@ def test_a_logit_of_minus_infinity_has_probability_zero_and_makes_no_nan() -> No
     row_kernels.backward_(logits, labels, of, torch.ones(2), torch.ones(2))
     assert logits[0, 1] == logits[1, 2] == 0.0
     assert logits.isfinite().all()
+
+
+def test_a_capped_logit_of_minus_infinity_is_minus_the_cap_and_has_no_gradient() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 1.0]], dtype=torch.float64)
+    capped = torch.tensor([[0.0, -2.0, 2 * math.tanh(0.5)]], dtype=torch.float64)
+    labels, transform = torch.tensor([2]), LogitTransform(soft_cap=2.0)
+    of = row_kernels.statistics(logits, labels, transform)
+    assert of.logprob_N.item() == pytest.approx(capped.log_softmax(-1)[0, 2].item(), rel=1e-14)
+    one = torch.ones(1, dtype=torch.float64)
+    row_kernels.backward_(logits, labels, of, one, one, transform)
+    assert logits[0, 1] == 0.0
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["full", "chunked"])
+@pytest.mark.parametrize("logprob_gradient", [None, -1.0])
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
+def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
+    kind: str, logprob_gradient: float | None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(301, 16, requires_grad=True), torch.randn(11, 16)
+    transform, seen = TRANSFORMS[kind], LogitRange()
+    token_statistics(
+        hidden,
+        weight,
+        torch.randint(11, (301,)),
+        loss=path,
+        transform=transform,
+        logprob_gradient=logprob_gradient,
+        logit_range=seen,
+    )
+    logits = (hidden @ weight.T).detach() * transform.scale
+    if transform.soft_cap is not None:
+        logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
+    assert seen.read() == pytest.approx((logits.min().item(), logits.max().item()), rel=1e-6)
+    seen.reset()
+    assert seen.read() == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("kind", list(TRANSFORMS))
+def test_logits_are_scaled_and_capped_without_a_second_buffer_as_wide_as_the_vocabulary(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of rows aside: the largest tensor that either pass makes is one block."""
+    monkeypatch.setattr(row_kernels, "_LOGITS_BYTES", 4 * 1009)
+    logits, labels = torch.randn(64, 1009), torch.randint(1009, (64,))
+    ones = torch.ones(64)
+    with Widest() as made:
+        of = row_kernels.statistics(logits, labels, TRANSFORMS[kind])
+        row_kernels.backward_(logits, labels, of, ones, ones, TRANSFORMS[kind])
+    assert 0 < made.numbers <= 1009
+
+
+class Widest(TorchDispatchMode):
+    """The numbers of the largest storage that operators made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.numbers = max(self.numbers, made.numel())
+        return out
 
 
 @pytest.mark.parametrize("path", ["full", "chunked"])

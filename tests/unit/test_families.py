@@ -20,6 +20,7 @@ from highwater.spec.families import (
     ROPE_BY_LAYER,
 )
 from highwater.spec.footprint import matrices
+from highwater.spec.logit_transform import logit_transform_of
 from highwater.spec.model import load_model, shape_of
 from highwater.spec.model_config import MIN_FIELDS, rope_block
 from highwater.spec.rope import unscalable, yarn
@@ -57,6 +58,7 @@ SMALL_COUNTS = {
     "shared_expert_intermediate_size": 64,
 }
 WINDOW = {"sliding_window": 16}
+BEFORE_EXPERTS = {"num_hidden_layers": 8, "first_k_dense_replace": 3}
 SWITCHED = {**WINDOW, "use_sliding_window": True}
 
 
@@ -86,6 +88,10 @@ GIVEN: dict[str, Any] = {
     "no_rope_layer_interval": 7,
     "no_rope_layers": [1] * 6,
     **dict.fromkeys(("global_attn_every_n_layers", "sliding_window_pattern"), 1),
+    "prefix_dense_intermediate_size": 72,
+    "logit_scale": 0.25,
+    "logits_scaling": 4.0,
+    "final_logit_softcapping": 25.0,
     "output_router_logits": True,
     "router_aux_loss_coef": 0.0,
     "attention_dropout": 0.0,
@@ -96,6 +102,8 @@ GIVEN: dict[str, Any] = {
 }
 """A value for every field that is read of a ``config.json``, and that no class takes by default."""
 WITHOUT_FIELDS = {
+    "cohere2": ("sliding_window_pattern",),
+    "cohere2_moe": ("first_k_dense_replace",),
     "gemma3_text": ("sliding_window_pattern",),
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
 }
@@ -169,6 +177,7 @@ def read(folder: Path, family: str, config: dict[str, Any]) -> tuple[object, ...
         model.shape.window_tokens,
         model.own_rope_scaling,
         model.rope,
+        logit_transform_of({"model_type": family, **config}, "config.json"),
         unscalable(model),
         *blocks,
     )
@@ -218,13 +227,12 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
 ) -> None:
     neutral = {
         "is_encoder_decoder",
-        "final_logit_softcapping",
         "attn_logit_softcapping",
         "use_bidirectional_attention",
     }
     neutral |= {
-        "logits_scaling",
         "lm_head_bias",
+        "rope_scaling",
         "decoder_sparse_step",
         "mlp_only_layers",
         "attention_multiplier",
@@ -450,6 +458,22 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(
         ({"model_type": "gemma3_text", **WINDOW}, 16),
         ({"model_type": "gemma3_text", **WINDOW, "num_hidden_layers": 8}, 16),
         ({"model_type": "gemma3_text", **WINDOW, "layer_types": ["full_attention"] * 4}, None),
+        ({"model_type": "cohere"}, None),
+        ({"model_type": "cohere2", "num_hidden_layers": 9}, 4096),
+        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 3}, 16),
+        ({"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 1}, None),
+        ({"model_type": "cohere2", **WINDOW, "layer_types": ["sliding_attention"] * 4}, 16),
+        ({"model_type": "cohere2_moe", **WINDOW}, 16),
+        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS}, 4096),
+        ({"model_type": "cohere2_moe", **BEFORE_EXPERTS, "sliding_window_pattern": 2}, 4096),
+        (
+            {
+                "model_type": "cohere2_moe",
+                **BEFORE_EXPERTS,
+                "prefix_dense_sliding_window_pattern": 2,
+            },
+            4096,
+        ),
         ({"model_type": "kolibri1"}, 513),
         ({"model_type": "kolibri1", "num_hidden_layers": 6}, 513),
         ({"model_type": "laguna", **WINDOW}, None),

@@ -105,8 +105,9 @@ def test_a_family_that_nobody_compared_is_refused_by_its_name(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("granite", {"logits_scaling": 8.0}),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+        ("llama", {"logits_scaling": 8.0}),
+        ("granite", {"logits_scaling": 0.0}),
+        ("gemma3_text", {"final_logit_softcapping": 30}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("phimoe", {"lm_head_bias": True}),
         ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}),
@@ -116,14 +117,17 @@ def test_a_value_that_changes_logits_or_attention_is_refused_and_its_neutral_one
     tmp_path: Path, family: str, changes: dict[str, object]
 ) -> None:
     (field,) = changes
-    neutral = {"logits_scaling": 1.0, "layer_types": ["full_attention"] * 2}.get(field, False)
+    neutral = {
+        "logits_scaling": 1.0,
+        "final_logit_softcapping": 30.0,
+        "layer_types": ["full_attention"] * 2,
+    }.get(field, False)
     with pytest.raises(ModelError, match=family) as refusal:
         load_model(str(write_model(tmp_path, model_type=family, **changes)))
     assert (
         str(changes[field]) in refusal.value.problem or "linear_attention" in refusal.value.problem
     )
-    if field != "final_logit_softcapping":
-        load_model(str(write_model(tmp_path, model_type=family, **{field: neutral})))
+    load_model(str(write_model(tmp_path, model_type=family, **{field: neutral})))
 
 
 def test_a_671_billion_model_is_never_read_as_one_of_40(tmp_path: Path) -> None:

@@ -10,11 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from highwater.spec.logit_transform import LogitTransform
+
 _BLOCK = 4096
 _WARPS = 8
 
 
-def statistics(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(
+    logits_NV: Tensor, labels_N: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``rows.statistics``: three float32 tensors of shape N."""
     rows, vocabulary = logits_NV.shape
     out_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_NV.device)
@@ -25,6 +29,9 @@ def statistics(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Ten
             *out_3N,
             logits_NV.stride(0),
             vocabulary,
+            transform.scale,
+            transform.soft_cap or 1.0,
+            CAPPED=transform.soft_cap is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
@@ -37,6 +44,7 @@ def backward_(
     of: tuple[Tensor, Tensor, Tensor],
     logprob_gradient_N: Tensor,
     entropy_gradient_N: Tensor,
+    transform: LogitTransform,
 ) -> None:
     """Overwrite the logits as ``rows.backward_`` does."""
     rows, vocabulary = logits_NV.shape
@@ -50,9 +58,31 @@ def backward_(
             entropy_gradient_N,
             logits_NV.stride(0),
             vocabulary,
+            transform.scale,
+            transform.soft_cap or 1.0,
+            CAPPED=transform.soft_cap is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
+
+
+@triton.jit
+def _tanh(x):
+    # By its series where the exponential's form would lose what is left of a difference.
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _transformed(x, scale, cap, CAPPED: tl.constexpr):
+    # Where nothing is scaled, a product with 1 is exact.
+    y = x * scale
+    if CAPPED:
+        y = cap * _tanh(y / cap)
+    return y
 
 
 @triton.jit
@@ -64,6 +94,9 @@ def _row_statistics_kernel(
     entropies,
     row_stride,
     vocabulary,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # Rows times vocabulary passes 2**31 well within the lengths we train: offsets are 64 bits wide.
@@ -76,9 +109,11 @@ def _row_statistics_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocabulary, BLOCK):
-        x = tl.load(
-            start + first + offsets, mask=first + offsets < vocabulary, other=float("-inf")
-        ).to(tl.float32)
+        inside = first + offsets < vocabulary
+        x = tl.load(start + first + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        x = _transformed(x, scale, cap, CAPPED)
+        if CAPPED:  # also minus infinity, which stands for what is beyond the row
+            x = tl.where(inside, x, float("-inf"))
         new_largest = tl.maximum(largest, x)
         # A lane that has seen only -inf would compute exp(-inf - -inf), and 0 times -inf.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -93,7 +128,7 @@ def _row_statistics_kernel(
     normalizer = tl.sum(total * share, axis=0)
     log_normalizer = peak + tl.log(normalizer)
     picked = tl.load(start + tl.load(labels + row)).to(tl.float32)
-    tl.store(logprobs + row, picked - log_normalizer)
+    tl.store(logprobs + row, _transformed(picked, scale, cap, CAPPED) - log_normalizer)
     tl.store(log_normalizers + row, log_normalizer)
     tl.store(entropies + row, log_normalizer - tl.sum(weighted * share, axis=0) / normalizer)
 
@@ -108,6 +143,9 @@ def _row_backward_kernel(
     entropy_gradients,
     row_stride,
     vocabulary,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # 64 bits again, and no sum over the row: the forward pass left its normalizer and entropy.
@@ -115,12 +153,15 @@ def _row_backward_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
     pointers = logits + row * row_stride + columns
-    log_p = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32) - tl.load(
-        log_normalizers + row
-    )
+    x = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+    y = _transformed(x, scale, cap, CAPPED)
+    log_p = y - tl.load(log_normalizers + row)
     p = tl.exp(log_p)
     surprise = tl.where(p == 0.0, 0.0, log_p) + tl.load(entropies + row)
     for_logprob = tl.load(logprob_gradients + row)
     onehot = tl.where(columns == tl.load(labels + row), 1.0, 0.0)
     gradient = for_logprob * (onehot - p) - tl.load(entropy_gradients + row) * p * surprise
+    gradient = gradient * scale
+    if CAPPED:
+        gradient = gradient * (1.0 - (y / cap) * (y / cap))
     tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)

@@ -22,9 +22,11 @@ from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.models.head_proof import prove_head
 from highwater.models.requirements import refuse_other_mixing, refuse_shared_parameters
 from highwater.models.rope import scale_rope
+from highwater.models.row_proof import prove_rows
 from highwater.models.weight_names import names_in_model
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.fsdp2 import shard
+from highwater.spec.logit_transform import PLAIN, logit_transform_of
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 from highwater.spec.weight_files import unties
 
@@ -76,6 +78,9 @@ def build(
     registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
+    transform = getattr(model, "logit_transform", PLAIN)
+    if mesh.device_type == "cuda" and not transform.is_plain:
+        prove_rows(transform, torch.device("cuda"))
     # Without recomputation the products that tiles compute twice would cost time: only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
@@ -141,12 +146,13 @@ def build_on_meta(
     drop_storage(causal_lm)
     refuse_shared_parameters(causal_lm)
     refuse_other_mixing(causal_lm)
-    prove_head(causal_lm)
+    transform = logit_transform_of(config.to_dict(), source=f"the config of {config.model_type}")
+    prove_head(causal_lm, transform)
     fuse_norms(causal_lm)
     fuse_attentions(causal_lm)
     if loss is None:
         return ScalarModel(causal_lm, attention=attention)
-    model = LanguageModel(causal_lm, attention=attention, loss=loss)
+    model = LanguageModel(causal_lm, attention=attention, loss=loss, logit_transform=transform)
     if getattr(model.head, "bias", None) is not None:
         raise ModelError(
             f"{config.model_type} has a bias on its head, which is not supported",

@@ -19,6 +19,7 @@ from highwater.models.loss import LogitRange, token_statistics
 from highwater.models.requirements import not_by_attention
 from highwater.models.router import follow_routers
 from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.spec.logit_transform import LogitTransform
 from highwater.spec.settings import Loss
 from highwater.spec.trial import Weights
 
@@ -118,9 +119,18 @@ class Decoder(nn.Module):
 class LanguageModel(Decoder):
     """A causal LM whose forward pass ends in statistics of the trained tokens, never in logits."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention, loss: Loss) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        attention: Attention,
+        loss: Loss,
+        logit_transform: LogitTransform,
+    ) -> None:
         super().__init__(causal_lm, attention=attention)
         self.loss: Loss = loss
+        self.logit_transform = logit_transform
+        """What the family makes of its head's product."""
         self.routers = follow_routers(causal_lm)
         self.logit_range: LogitRange | None = None
         """What is shown the logits of passes that record a gradient, where somebody asks."""
@@ -155,6 +165,7 @@ class LanguageModel(Decoder):
             self.head.weight,
             labels_N,
             loss=self.loss,
+            transform=self.logit_transform,
             logprob_gradient=logprob_gradient,
             logit_range=self.logit_range if torch.is_grad_enabled() else None,
         )

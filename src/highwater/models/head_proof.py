@@ -1,10 +1,12 @@
-"""Proof that a family's logits are its head's product with its backbone's last hidden states.
+"""Proof that a family's logits are its head's product with its backbone's last hidden states, as
+its config was read: scaled and capped.
 
 The engine applies the head itself, to the trained tokens, in chunks. That trains another model
-where a family transforms the hidden states before its head (ModernBERT's decoder), or scales, caps
-or shifts the logits after it (Granite, Cohere, Gemma 2). The proof runs the family's own forward
-pass around a backbone that answers with random hidden states, with a head of a few rows: it takes
-milliseconds, and asks nothing of the config's fields. A refusal names those fields that it knows.
+where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
+else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). The proof runs the
+family's own forward pass around a backbone that answers with random hidden states, with a head of a
+few rows: it takes milliseconds, and asks nothing of the config's fields. A refusal names those
+fields that it knows.
 """
 
 import copy
@@ -16,7 +18,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from highwater.errors import ModelError
+from highwater.kernels.rows import transformed
 from highwater.models.fused.fused import PROOF_TOLERANCE
+from highwater.spec.logit_transform import PLAIN, LogitTransform
 
 _ROWS, _TOKENS = 5, 3
 
@@ -27,8 +31,9 @@ _STRANGE = (
 """What a forward pass raises that needs more of its backbone than hidden states."""
 
 
-def prove_head(causal_lm: PreTrainedModel) -> None:
-    """Raise ModelError, by the family's name, unless its logits are those of the head alone.
+def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
+    """Raise ModelError, by the family's name, unless its logits are those of the head alone, so
+    transformed.
 
     The model may be on meta.
     """
@@ -41,7 +46,7 @@ def prove_head(causal_lm: PreTrainedModel) -> None:
     family, small = _around(causal_lm, backbone, head)
     ids = torch.arange(_TOKENS)[None]
     with torch.no_grad():
-        expected = small(hidden_1TE)
+        expected = transformed(small(hidden_1TE), transform)
         try:
             logits: Tensor = cast(Any, family)(
                 input_ids=ids, position_ids=ids.clone(), use_cache=False

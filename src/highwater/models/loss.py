@@ -18,6 +18,7 @@ from torch import Tensor
 from highwater.kernels import rows as row_kernels
 from highwater.kernels.rows import RowStatistics
 from highwater.models.fused.weight_gradient import WeightGradient
+from highwater.spec.logit_transform import PLAIN, LogitTransform
 from highwater.spec.settings import Loss
 from highwater.spec.working_sizes import CHUNK_BYTES
 
@@ -35,8 +36,8 @@ class TokenStatistics(NamedTuple):
 
 
 class LogitRange:
-    """The smallest and the largest logit since it was reset: one more pass over the logits, and two
-    numbers that stay on the device.
+    """The smallest and the largest logit that the softmax saw since it was reset: one more pass
+    over the logits, and two numbers that stay on the device.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,13 @@ class LogitRange:
     def reset(self) -> None:
         """Forget all logits."""
         self._extremes: tuple[Tensor, Tensor] | None = None
+        self._transform = PLAIN
 
-    def see(self, logits_NV: Tensor) -> None:
-        """Widen the range to these logits."""
+    def see(self, logits_NV: Tensor, transform: LogitTransform = PLAIN) -> None:
+        """Widen the range to these logits, as the head made them; all are transformed alike."""
         if not len(logits_NV):
             return
+        self._transform = transform
         least, largest = logits_NV.aminmax()
         if self._extremes is not None:
             least, largest = (
@@ -65,7 +68,7 @@ class LogitRange:
         if self._extremes is None:
             return math.inf, -math.inf
         least, largest = self._extremes
-        return float(least), float(largest)
+        return self._transform.of(float(least)), self._transform.of(float(largest))
 
 
 def token_statistics(
@@ -74,10 +77,11 @@ def token_statistics(
     labels_N: Tensor,
     *,
     loss: Loss,
+    transform: LogitTransform = PLAIN,
     logprob_gradient: float | None = None,
     logit_range: LogitRange | None = None,
 ) -> TokenStatistics:
-    """Statistics of the distribution of each token, ``softmax(hidden @ weight.T)``.
+    """Statistics of the distribution of each token, ``softmax(transform(hidden @ weight.T))``.
 
     ``full`` computes the logits once and keeps them for the backward pass; ``chunked`` keeps three
     numbers per token and computes each chunk's logits twice. Both give the same values and
@@ -96,6 +100,7 @@ def token_statistics(
                 weight_VE,
                 labels_N,
                 chunk_rows(weight_VE),
+                transform,
                 logprob_gradient,
                 logit_range,
             )
@@ -103,7 +108,9 @@ def token_statistics(
     keep_logits = loss == "full" and torch.is_grad_enabled()
     rows = max(1, len(labels_N)) if keep_logits else chunk_rows(weight_VE)
     return TokenStatistics(
-        *_TokenStatistics.apply(hidden_NE, weight_VE, labels_N, rows, keep_logits, logit_range)
+        *_TokenStatistics.apply(
+            hidden_NE, weight_VE, labels_N, rows, transform, keep_logits, logit_range
+        )
     )
 
 
@@ -123,6 +130,7 @@ class _TokenStatistics(torch.autograd.Function):
         weight_VE: Tensor,
         labels_N: Tensor,
         rows: int,
+        transform: LogitTransform,
         keep_logits: bool,
         logit_range: LogitRange | None,
     ) -> tuple[Tensor, Tensor]:
@@ -131,10 +139,10 @@ class _TokenStatistics(torch.autograd.Function):
         for hidden, labels in zip(hidden_NE.split(rows), labels_N.split(rows), strict=True):
             logits_NV = hidden @ weight_VE.T
             if logit_range is not None:
-                logit_range.see(logits_NV)
-            chunks.append(row_kernels.statistics(logits_NV, labels))
+                logit_range.see(logits_NV, transform)
+            chunks.append(row_kernels.statistics(logits_NV, labels, transform))
         whole = RowStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
-        ctx.rows = rows
+        ctx.rows, ctx.transform = rows, transform
         # Not a saved tensor: the backward pass overwrites it, which autograd forbids for those.
         ctx.logits_NV = logits_NV if keep_logits else None
         ctx.keep_logits = keep_logits
@@ -144,7 +152,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden_NE, weight_VE, labels_N, *saved = ctx.saved_tensors
         whole = RowStatistics(*saved)
         for_logprob_N, for_entropy_N = (gradient.contiguous() for gradient in gradients)
@@ -153,8 +161,10 @@ class _TokenStatistics(torch.autograd.Function):
                 "token_statistics is differentiable once: its logits were overwritten"
             )
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
-            row_kernels.backward_(logits_NV, labels_N, whole, for_logprob_N, for_entropy_N)
-            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None, None
+            row_kernels.backward_(
+                logits_NV, labels_N, whole, for_logprob_N, for_entropy_N, ctx.transform
+            )
+            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None, None, None
         hidden_gradient_NE = torch.empty_like(hidden_NE)
         weight_gradient_VE = WeightGradient(weight_VE)
         per_token = (hidden_gradient_NE, hidden_NE, labels_N, for_logprob_N, for_entropy_N, *whole)
@@ -162,10 +172,12 @@ class _TokenStatistics(torch.autograd.Function):
             *(t.split(ctx.rows) for t in per_token), strict=True
         ):
             logits_NV = hidden @ weight_VE.T
-            row_kernels.backward_(logits_NV, labels, RowStatistics(*of), for_logprob, for_entropy)
+            row_kernels.backward_(
+                logits_NV, labels, RowStatistics(*of), for_logprob, for_entropy, ctx.transform
+            )
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
-        return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None, None
+        return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None, None, None
 
 
 class _StatisticsOfKnownGradient(torch.autograd.Function):
@@ -181,6 +193,7 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
         weight_VE: Tensor,
         labels_N: Tensor,
         rows: int,
+        transform: LogitTransform,
         logprob_gradient: float,
         logit_range: LogitRange | None,
     ) -> tuple[Tensor, Tensor]:
@@ -192,14 +205,14 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
         ):
             logits_NV = hidden @ weight_VE.T
             if logit_range is not None:
-                logit_range.see(logits_NV)
-            of = row_kernels.statistics(logits_NV, labels)
+                logit_range.see(logits_NV, transform)
+            of = row_kernels.statistics(logits_NV, labels, transform)
             chunks.append(of)
             logprob_gradients_N, nothing_N = (
                 torch.full_like(of.logprob_N, logprob_gradient),
                 torch.zeros_like(of.entropy_N),
             )
-            row_kernels.backward_(logits_NV, labels, of, logprob_gradients_N, nothing_N)
+            row_kernels.backward_(logits_NV, labels, of, logprob_gradients_N, nothing_N, transform)
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
             weight_gradient_VE.add(logits_NV, hidden)
         ctx.gradients = hidden_gradient_NE, weight_gradient_VE.total()
@@ -208,9 +221,9 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
         return torch.cat([of.logprob_N for of in chunks]), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         assert ctx.gradients is not None, (
             "token_statistics is differentiable once: its gradients were handed over"
         )
         (hidden_gradient_NE, weight_gradient_VE), ctx.gradients = ctx.gradients, None
-        return hidden_gradient_NE, weight_gradient_VE, None, None, None, None
+        return hidden_gradient_NE, weight_gradient_VE, None, None, None, None, None

@@ -29,6 +29,14 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "arcee": {"intermediate_size": 18432},
     "aria_text": {"intermediate_size": 4096},
     "bitnet": {"num_key_value_heads": 5, "intermediate_size": 6912, "rope_theta": 5e5},
+    "cohere": {"intermediate_size": 22528, "tie_word_embeddings": True, "rope_theta": 5e5},
+    "cohere2": {"intermediate_size": 22528, "tie_word_embeddings": True, "sliding_window": 4096},
+    "cohere2_moe": {
+        "head_dim": 128,
+        "intermediate_size": 22528,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+    },
     "cwm": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -152,6 +160,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14336, "rope_theta": 1e6},
+    "nanochat": {"intermediate_size": 8192},
     "olmo": {"intermediate_size": 11008},
     "olmo2": {"intermediate_size": 11008},
     "olmo3": {"intermediate_size": 11008, "sliding_window": 4096},
@@ -230,6 +239,7 @@ _FIRST_DENSE, _SHARED, _SHARED_WIDTH = (
 EXPERTS: Mapping[str, Experts] = {
     "afmoe": Experts(64, 6, width=1408, shared=(_SHARED, 2), dense_layers=("num_dense_layers", 1)),
     "aria_text": Experts(8, 2, shared=("moe_num_shared_experts", 2)),
+    "cohere2_moe": Experts(8, 2, shared=(_SHARED, 0), dense_layers=(_FIRST_DENSE, 0)),
     "dots1": Experts(
         1, 1, width=1408, shared=("n_shared_experts", 0), dense_layers=(_FIRST_DENSE, 0)
     ),
@@ -270,7 +280,12 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 """Fields that a family's class leaves at null, of which no model can be built."""
 MLP_WIDTHS: Mapping[str, str] = {"opt": "ffn_dim"}
 """What a family calls its ``intermediate_size``."""
-UNGATED = frozenset(("apertus", "arcee", "gpt_neox", "jais2", "opt", "persimmon", "starcoder2"))
+DENSE_WIDTHS: Mapping[str, str] = {"cohere2_moe": "prefix_dense_intermediate_size"}
+"""What a family calls the width of its layers without experts, where it is not their
+``intermediate_size``."""
+UNGATED = frozenset(
+    ("apertus", "arcee", "gpt_neox", "jais2", "nanochat", "opt", "persimmon", "starcoder2")
+)
 """Families whose MLP has no gate."""
 
 ROPE_BY_LAYER = frozenset(("gemma3_text", "laguna", "mellum", "olmo3"))

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from highwater.errors import ModelError
 from highwater.spec.codec import digest
+from highwater.spec.cohere_layers import COHERE_WITH_WINDOWS, cohere_slides
 from highwater.spec.families import (
+    DENSE_WIDTHS,
     EXPERT_COUNTS,
     EXPERTS,
     EXPERTS_PER_TOKEN,
@@ -220,6 +222,8 @@ def mixture_of(config: dict[str, Any], source: str) -> Mixture:
     usual = EXPERTS.get(family)
     if usual is None:
         return Mixture(width, dense_width)
+    if family in DENSE_WIDTHS:
+        dense_width = optional_size(config, DENSE_WIDTHS[family], source) or width
     if usual.width is not None:
         width = optional_size(config, "moe_intermediate_size", source) or usual.width
     shared_field, _ = usual.shared
@@ -260,7 +264,9 @@ def _count(config: dict[str, Any], usual: tuple[str | None, int], source: str) -
 
 def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]:
     """The window of every layer in their order, in tokens; None of one that attends to all."""
-    sliding = [slides(config, layer) for layer in range(layer_count(config, source))]
+    is_cohere = config["model_type"] in COHERE_WITH_WINDOWS
+    layer_slides = cohere_slides if is_cohere else slides
+    sliding = [layer_slides(config, layer) for layer in range(layer_count(config, source))]
     window = optional_size(config, "sliding_window", source) if any(sliding) else None
     return tuple(window if is_sliding else None for is_sliding in sliding)
 

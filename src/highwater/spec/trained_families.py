@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.errors import ModelError
+from highwater.spec.cohere_layers import refuse_unread_rope
+from highwater.spec.logit_transform import logit_transform_of, transforms
 
 TRAINED = frozenset(
     (
@@ -22,6 +24,9 @@ TRAINED = frozenset(
             "arcee",
             "aria_text",
             "bitnet",
+            "cohere",
+            "cohere2",
+            "cohere2_moe",
             "cwm",
             "diffllama",
             "dots1",
@@ -62,6 +67,7 @@ TRAINED = frozenset(
             "ministral3",
             "mistral",
             "mixtral",
+            "nanochat",
         ),
         *(
             "olmo",
@@ -207,9 +213,15 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("gpt-sw3", "gpt2", "gpt_bigcode"),
     ),
     (
-        "it caps or scales its logits after the head",
-        _PLAIN_HEAD,
-        ("beam", "cohere", "cohere2", "cohere2_moe", "gemma2", "nanochat", "vaultgemma"),
+        "its attention caps its scores, which the fused kernels do not",
+        _FULL_ATTENTION,
+        ("gemma2", "vaultgemma"),
+    ),
+    (
+        "its attention has gates, and scales of queries by their positions: nobody has compared "
+        "how they train",
+        _FULL_ATTENTION,
+        ("beam",),
     ),
     (
         "its head is not one product with the last hidden states: it has a bias, or layers of its "
@@ -354,7 +366,7 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
     family = config["model_type"]
     for field, neutral in _NEUTRAL.items():
         value = config.get(field)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and not transforms(family, field):
             allowed = " or ".join(map(repr, (*neutral, None)))
             raise ModelError(
                 f"{source}, of the family {family}, has {field} = {value!r}, which is not "
@@ -362,6 +374,9 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
                 hint=f"use a model whose {field} is {allowed}, for example `highwater find "
                 f"Qwen3-0.6B`",
             )
+    logit_transform_of(config, source)
+    if family == "cohere2_moe":
+        refuse_unread_rope(config, source)
     empty = next(
         (
             field

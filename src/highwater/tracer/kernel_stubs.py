@@ -55,7 +55,7 @@ def put(kernel: Kernel) -> None:
             q, k, v, 0.0, is_causal, False, scale=scale
         )[0]
 
-    def statistics(logits_NV: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    def statistics(logits_NV: Tensor, *_: Any) -> tuple[Tensor, ...]:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
     def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
@@ -86,6 +86,7 @@ def put(kernel: Kernel) -> None:
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
     values.fill_random = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
+    models.prove_rows = in_place  # and so does this one
     models.tile_mlps = _outside(models.tile_mlps)
     actors.actor_on_meta = _outside(actors.actor_on_meta)
     divided = actors.divided
