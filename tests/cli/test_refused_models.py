@@ -132,3 +132,29 @@ def test_a_quantised_checkpoint_is_refused_by_every_command_and_the_hint_works(
     (tiny / "config.json").write_text(json.dumps(config))
     if rest[0] == "--device" and "--dry-run" in rest:  # the others go the same way, and take longer
         assert highwater(command, str(tiny), *rest).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("predict", *GPUS), None),
+        (("recommend", *GPUS, "--length", "2048"), None),
+        (("emit", "--for", "trl", *GPUS, "--length", "2048"), None),
+        (("find", *SIMULATED), None),
+        (("predict", *GPUS, "--trainer", "trinity"), "scales or caps its logits"),
+        (("emit", "--for", "verl", *GPUS, "--length", "2048"), "scales or caps its logits"),
+    ],
+)
+def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
+    highwater: Run, tiny: Path, words: tuple[str, ...], said: str | None
+) -> None:
+    rewrite(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
+    command, *rest = words
+    done = highwater(command, str(tiny), *rest)
+    if said is None:
+        assert done.returncode == 0, done.stderr
+        return
+    problem, hint = refusal(done, 2)
+    assert said in problem
+    (offered_command,) = [part for part in hint.split("`") if part.startswith("highwater ")]
+    assert highwater(*offered_command.split()[1:]).returncode == 0

@@ -57,6 +57,8 @@ DEEP = TINY | {
 """Nearly all of its parameters are in its layers, each a small part of them."""
 WIDE_HEADS = DEEP | {"head_dim": 128}
 """At the peak most bytes are queries, keys, values and what a ring passes of their gradients."""
+SCALED = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0}
+"""Factors of logits and of what attention and MLP return."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
 ONE = {"accumulates": False, "loss": "chunked"}
@@ -131,6 +133,18 @@ TRIALS: dict[str, dict[str, Any]] = {
         "length_tokens": 32,
         "micro_batches": 1,
         "layout": Layout(gpus=2),
+    },
+    "scaled, logits": {
+        "settings": Settings(),
+        "config": TINY | SCALED | {"vocab_size": 80_000},
+    },
+    "scaled, layers": {"settings": Settings(loss="chunked"), "config": DEEP | SCALED},
+    "scaled, heads": {"settings": Settings(loss="chunked"), "config": WIDE_HEADS | SCALED},
+    "scaled, no recompute": {"settings": Settings(recompute="none"), "config": DEEP | SCALED},
+    "scaled, shared": {
+        "settings": Settings(loss="chunked"),
+        "config": DEEP | SCALED,
+        "layout": Layout(gpus=2, ulysses_degree=2),
     },
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
@@ -217,7 +231,7 @@ def logs(
     [
         *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared", "ring"),
         "ring, copies",
-        *(name for name in TRIALS if name.startswith("one micro-batch")),
+        *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled"))),
     ],
 )
 def test_a_step_peaks_where_the_formula_says(

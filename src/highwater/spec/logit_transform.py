@@ -83,6 +83,11 @@ def transforms(family: str, field: str) -> bool:
     return family in _RULES and _RULES[family].field == field
 
 
+def reads_a_transform(family: str) -> bool:
+    """Whether a family's class scales or caps logits, be it by 1."""
+    return family in _RULES
+
+
 def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform:
     """The transform that a config asks of its family's class; ``source`` names it in errors.
 

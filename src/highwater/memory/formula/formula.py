@@ -48,6 +48,7 @@ from highwater.spec.trial import Device
 from highwater.spec.working_sizes import CHUNK_BYTES
 
 FAMILIES = (
+    "granite",
     "llama",
     "ministral",
     "mistral",

@@ -23,6 +23,9 @@ HEAD_NORMS = ("olmo2", "qwen3", "qwen3_moe")
 OUTPUT_NORMS = ("olmo2",)
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
+SCALED_BRANCHES = ("granite",)
+"""Model types whose layers multiply what attention and MLP return by a number, whatever it is:
+going backward, the gradient so multiplied is one more of T x E."""
 _NUMBER_BYTES = 4
 """A number of statistics: of rows and heads that are normed, of attention, of routers."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
@@ -252,9 +255,9 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
         return max(_mlp_moments(layer, beside))
     whole, tiles = step.element * step.tokens * layer.kind.mlp.width, step.settings.mlp_tiles
     tile = min(whole, TILE_BYTES[step.device]) if tiles is None else -(-whole // tiles)
-    # The gradient of what the MLP is given; a tile's three products; the gradients of the weights,
-    # which are summed in float32.
-    beside += step.element * hidden
+    # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
+    # three products; the gradients of the weights, which are summed in float32.
+    beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
     return step.tokens * max(0, beside) + 3 * tile + _NUMBER_BYTES * layer.mlp_parameters
 
 

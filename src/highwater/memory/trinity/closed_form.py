@@ -10,9 +10,11 @@ T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters
 
 from collections.abc import Mapping
 
+from highwater.errors import ModelError
 from highwater.memory.formula.breakdown import Footprint, Phase, Term
 from highwater.spec.footprint import device_state_bytes, host_state_bytes, layer_input_bytes
 from highwater.spec.layout import Layout
+from highwater.spec.logit_transform import reads_a_transform
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
@@ -55,7 +57,17 @@ def footprint(
 ) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
     settings say otherwise.
+
+    Raises ModelError for a family whose own class, which that trainer runs, makes scaled or capped
+    logits beside those of its head.
     """
+    if reads_a_transform(shape.model_type):
+        raise ModelError(
+            f"the family {shape.model_type} scales or caps its logits in further buffers of their "
+            f"size where that trainer runs it, which nobody measured",
+            hint="use a family with plain logits, for example `highwater predict Qwen3-8B --gpus "
+            "4xH100-80GB --trainer trinity`",
+        )
     tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
