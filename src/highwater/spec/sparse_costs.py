@@ -43,8 +43,9 @@ def kept_share(pattern: SparsePatternConfig, length_tokens: int) -> float:
     """
     share = kept_pairs(pattern, length_tokens) / causal_pairs(length_tokens)
     asked = pattern.sparsity_ratio
-    is_asked = pattern.is_windowed and isinstance(asked, float | int)
-    if is_asked and abs(share / asked - 1) > _CONTRADICTED:
+    if not pattern.is_windowed or not isinstance(asked, float | int):
+        return share
+    if abs(share / asked - 1) > _CONTRADICTED:
         raise UsageError(
             f"a window of {pattern.local_window_size} tokens keeps {share:.2%} of {length_tokens:,}"
             f" tokens' pairs, and {asked:.2%} is asked for",
