@@ -18,7 +18,7 @@ from highwater import (
     SparsePatternConfig,
     register_block_sparse,
 )
-from highwater.attention import modules
+from highwater.attention import block_gather, modules
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.errors import ModelError, UsageError
 
@@ -115,6 +115,48 @@ def test_block_sparse_attention_keeps_what_its_pattern_keeps() -> None:
     module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
     count = kept_blocks(37, 0.4).double()
     assert_equal(module, tensors(37, (4, 2)), count.expand(4, 37, 37))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        DilatedAttention([20, 40], [1, 2]),
+        BlockSparseRingDilatedAttention([20, 40], [1, 2], SparsePatternConfig(block_size=BLOCK)),
+        BlockSparseAttention(SparsePatternConfig(pattern_type="block_top_k", block_size=BLOCK)),
+    ],
+)
+def test_weights_add_up_to_one(module: nn.Module) -> None:
+    q, k, v = tensors(61, (5, 1))
+    assert (module(q, k, torch.ones_like(v)) - 1).abs().max() < TOLERANCE
+
+
+def test_memory_of_segments_and_patterns_is_linear_in_the_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four times the tokens, of which each row keeps as many, take four times the memory, forward
+    and backward: some thirty times what the queries are, and no scores of all rows.
+    """
+    monkeypatch.setattr(block_gather, "SCORES_AT_HAND", 2**16)
+    config = SparsePatternConfig(pattern_type="local_window", local_window_size=64, block_size=32)
+    module = BlockSparseRingDilatedAttention([1024, 2048], [1, 2], config)
+    short, long = (peak_bytes(module, length) for length in (4096, 16_384))
+    assert long < 4.1 * short
+    assert long < 40 * 16_384 * 2 * 16 * 4
+
+
+def peak_bytes(module: nn.Module, length: int) -> int:
+    """Most bytes that forward and backward have allocated at once."""
+    q, k, v = (torch.randn(1, length, 2, 16, requires_grad=True) for _ in range(3))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        module(q, k, v).sum().backward()
+    events = profile.profiler.kineto_results.events()
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return most
 
 
 @pytest.mark.parametrize("pattern_type", ["strided", "global_local", "block_top_k"])

@@ -11,7 +11,7 @@ Shapes:  N groups of heads, of all sequences: B K  G query heads of a group  S t
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, NamedTuple, Self
@@ -19,13 +19,17 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from highwater.attention.block_table import block_tables, top_k_table
+from highwater.attention.block_table import BlockTable, block_tables, top_k_table
 from highwater.attention.tiles import TilePairs, pairs_of
 from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 SCORES_AT_HAND = 2**24
 """Scores that are computed at once, of all heads; one row of blocks at the least."""
+
+
+AttendTable = Callable[[Tensor, Tensor, Tensor, BlockTable, float], tuple[Tensor, Tensor]]
+"""One pass over a table: queries, keys and values of groups of heads, and the scaling."""
 
 
 class SparseAttention(NamedTuple):
@@ -46,12 +50,14 @@ def block_sparse_attention(
     pattern: SparsePatternConfig,
     scaling: float,
     document_lengths: Sequence[int] | None = None,
+    attend_table: AttendTable | None = None,
 ) -> SparseAttention:
     """Causal attention of each sequence over the keys that a pattern keeps: one softmax over all of
     them, differentiable through output and log-sum-exp.
 
     ``document_lengths`` add up to S: each document attends to itself, and its pattern counts from
     its own start; None: a sequence is one. Query head h reads key and value head ``h // (H / K)``.
+    ``attend_table`` is how one pass is computed; None: by gathering keys.
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
     length = query_BHSD.shape[2]
@@ -66,7 +72,9 @@ def block_sparse_attention(
             t[:, :, start:stop].unflatten(2, (documents, of_each)).transpose(1, 2).flatten(0, 1)
             for t in (query_BHSD, key_BKSD, value_BKSD)
         ]
-        output, log_sums, kept_pairs = _of_one_length(*each, pattern, scaling)
+        output, log_sums, kept_pairs = _of_one_length(
+            *each, pattern, scaling, attend_table or attend_by_gather
+        )
         batch = (len(query_BHSD), documents)
         output_BHsD = output.unflatten(0, batch).transpose(1, 2).flatten(2, 3)
         parts.append((output_BHsD, log_sums.unflatten(0, batch).transpose(1, 2).flatten(2, 3)))
@@ -84,6 +92,7 @@ def _of_one_length(
     value_BKSD: Tensor,
     pattern: SparsePatternConfig,
     scaling: float,
+    attend_table: AttendTable,
 ) -> tuple[Tensor, Tensor, int]:
     """Output, log-sum-exp and the pairs that each sequence keeps, of sequences that are a document
     each.
@@ -96,10 +105,7 @@ def _of_one_length(
             tables = (top_k_table(pattern, query_NGSD.mean(1), key_NSD),)
     else:
         tables = block_tables(pattern, query_BHSD.shape[2], query_BHSD.device)
-    passes = [
-        _BlockGather.apply(query_NGSD, key_NSD, value_NSD, pairs_of(table), scaling)
-        for table in tables
-    ]
+    passes = [attend_table(query_NGSD, key_NSD, value_NSD, table, scaling) for table in tables]
     output_NGSD, log_sums_NGS = merged(passes)
     heads = (batch, kv_heads)
     return (
@@ -107,6 +113,13 @@ def _of_one_length(
         log_sums_NGS.unflatten(0, heads).flatten(1, 2),
         sum(table.kept_pairs() for table in tables),
     )
+
+
+def attend_by_gather(
+    query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor, table: BlockTable, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """One pass over a table, NGSD, and each query's log-sum-exp, NGS."""
+    return _BlockGather.apply(query_NGSD, key_NSD, value_NSD, pairs_of(table), scaling)
 
 
 def merged(passes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

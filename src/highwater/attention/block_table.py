@@ -28,7 +28,7 @@ _SCORED_AT_ONCE = 2**22
 """Scores of pairs of blocks that ``block_top_k`` has at hand at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
     """The pairs of blocks that are kept of one sequence, sorted by the block of queries."""
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from highwater.attention.block_flex import Implementation, attend_table_of
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.branch_attention import Sharing, branch_attention
 from highwater.attention.branches import Branch, dilated_branches, refuse_content
@@ -126,7 +127,11 @@ class DilatedAttention(_AttentionModule):
 
 
 class BlockSparseAttention(_AttentionModule):
-    """Causal block-sparse attention: one softmax over the keys that a pattern keeps."""
+    """Causal block-sparse attention: one softmax over the keys that a pattern keeps.
+
+    ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU and in
+    the first thread, and gathered keys elsewhere, and with a group.
+    """
 
     def __init__(
         self,
@@ -136,8 +141,10 @@ class BlockSparseAttention(_AttentionModule):
         *,
         group: dist.ProcessGroup | None = None,
         shares: Shares = "contiguous",
+        implementation: Implementation = "auto",
     ) -> None:
         super().__init__(softmax_scale, attention_dropout, group, shares)
+        self.implementation: Implementation = implementation
         self.sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         if group is not None:
             refuse_content(self.sparse_config, "a ring")
@@ -164,6 +171,9 @@ class BlockSparseAttention(_AttentionModule):
                 pattern=self.sparse_config,
                 scaling=scaling,
                 document_lengths=document_lengths,
+                attend_table=attend_table_of(
+                    self.implementation, self.sparse_config, inputs[0], inputs[1].shape[1]
+                ),
             )
         else:
             sharing = Sharing(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from highwater.attention.block_flex import attend_table_of
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.errors import ModelError
 from highwater.spec.sparse_pattern import SparsePatternConfig
@@ -51,6 +52,7 @@ def register_block_sparse(
         _refuse_features(module, features, longest=max(map(max, documents)))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         tensors = (query_BHSD, key_BKSD, value_BKSD)
+        attend_table = attend_table_of("auto", pattern, query_BHSD, key_BKSD.shape[1])
         rows = (
             [tensors]
             if len(documents) == 1
@@ -58,7 +60,11 @@ def register_block_sparse(
         )
         outputs = [
             block_sparse_attention(
-                *row, pattern=pattern, scaling=scale, document_lengths=lengths
+                *row,
+                pattern=pattern,
+                scaling=scale,
+                document_lengths=lengths,
+                attend_table=attend_table,
             ).output_BHSD
             for row, lengths in zip(rows, documents, strict=True)
         ]

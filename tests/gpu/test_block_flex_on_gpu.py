@@ -1,0 +1,125 @@
+"""FlexAttention from our own tables against block-gather on a GPU: output, log-sum-exp and every
+gradient, every pattern, odd lengths, groups of heads; what it takes beside its inputs; replicas.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import Tensor, nn
+
+from highwater import BlockSparseAttention, BlockSparseRingDilatedAttention, SparsePatternConfig
+from highwater.attention.block_flex import (
+    attend_by_flex,
+    attend_table_of,
+    deviations,
+    is_proven,
+    stretches,
+)
+from highwater.attention.block_gather import block_sparse_attention
+from highwater.attention.block_table import block_tables
+from highwater.spec.sparse_pattern import PatternType
+
+EVERY: tuple[PatternType, ...] = (
+    *("dilated_sparse", "strided", "random"),
+    *("local_window", "global_local"),
+)
+DIGITS = 16
+"""Roundings that a kernel may be off by, norm-relative: as a proof allows."""
+
+
+def config(pattern_type: PatternType) -> SparsePatternConfig:
+    ratio = None if "local" in pattern_type else 0.2
+    return SparsePatternConfig(
+        pattern_type=pattern_type,
+        sparsity_ratio=ratio,
+        local_window_size=700,
+        global_tokens=45,
+        block_size=128,
+    )
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of float32 in float32: TF32 has a thousandth of its digits."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("pattern_type", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("groups", "length"), [(1, 4096), (3, 8191), (4, 129)])
+def test_flex_is_block_gather(
+    pattern_type: PatternType, dtype: torch.dtype, groups: int, length: int
+) -> None:
+    found = list(
+        deviations(config(pattern_type), groups, 64, dtype, torch.device("cuda"), length=length)
+    )
+    names = ("output", "log-sum-exp", "query", "key", "value")
+    off = dict(zip(names, found, strict=True))
+    assert max(found) < DIGITS * torch.finfo(dtype).eps, off
+
+
+@pytest.mark.parametrize("pattern_type", EVERY)
+def test_a_proof_passes_and_flex_is_what_runs(pattern_type: PatternType) -> None:
+    query = torch.zeros(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
+    assert is_proven(config(pattern_type), 4, 128, torch.bfloat16, query.device)
+    assert attend_table_of("auto", config(pattern_type), query, 2) is attend_by_flex
+
+
+def test_packed_documents_are_what_each_is_alone() -> None:
+    lengths = (700, 700, 3001, 1, 90)
+    shape = (1, sum(lengths), 4, 64)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    module = BlockSparseAttention(config("strided"), implementation="flex")
+    packed = module(q, k, v, document_lengths=lengths)
+    alone = [
+        module(*each) for each in zip(*(t.split(lengths, dim=1) for t in (q, k, v)), strict=True)
+    ]
+    expected = torch.cat(alone, dim=1)
+    assert (packed - expected).norm() < DIGITS * torch.finfo(q.dtype).eps * expected.norm()
+
+
+def test_a_million_tokens_take_little_beside_what_goes_in_and_out() -> None:
+    """The published setting: 2 heads of 32, 16 bits, q = k = v; forward alone."""
+    length = 2**20
+    pattern = SparsePatternConfig(sparsity_ratio="adaptive", block_size=256)
+    q = torch.randn(1, 2, length, 32, device="cuda", dtype=torch.float16)
+
+    def attend() -> Tensor:
+        with torch.no_grad():
+            return block_sparse_attention(
+                q, q, q, pattern=pattern, scaling=32**-0.5, attend_table=attend_by_flex
+            ).output_BHSD
+
+    attend()  # compiled, and the tables are kept
+    (table,) = block_tables(pattern, length, q.device)
+    tables = sum(each.nbytes for each in stretches(table)) + table.columns.nbytes
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = attend()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    # each stretch's output and sums, and all of them joined
+    sums = 2 * length * 4
+    assert peak <= 2.1 * (output.nbytes + 2 * sums)
+    assert tables < 0.05 * q.nbytes
+
+
+def test_the_published_example_runs_in_data_parallel() -> None:
+    length = 8192
+    model = BlockSparseRingDilatedAttention(
+        segment_lengths=[length // 2, length],
+        dilation_rates=[1, 2],
+        sparse_config=SparsePatternConfig(
+            pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256
+        ),
+    )
+    replicas = nn.DataParallel(model).cuda()
+    q = torch.randn(2, length, 2, 32, device="cuda", dtype=torch.float16)
+    with torch.no_grad(), torch.autocast("cuda"):
+        output = replicas(q, q, q)
+    expected = model(*(q.double().cpu() for _ in range(3)))
+    eps = torch.finfo(q.dtype).eps
+    assert (output.cpu().double() - expected).norm() < DIGITS * eps * expected.norm()

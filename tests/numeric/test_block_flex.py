@@ -1,0 +1,171 @@
+"""FlexAttention from our own tables: its masks keep what the tables keep, and its kernel for the
+CPU, which has an output alone, attends to the same as block-gather. On a GPU: tests/gpu.
+"""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from highwater.attention import block_flex
+from highwater.attention.block_flex import Stretch, attend_stretch, attend_table_of, stretches
+from highwater.attention.block_gather import attend_by_gather
+from highwater.attention.block_table import BlockTable, block_tables
+from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
+
+CPU = torch.device("cpu")
+BLOCK = 32
+"""Of the kernel for the CPU."""
+EVERY: tuple[PatternType, ...] = (
+    *("dilated_sparse", "strided", "random"),
+    *("local_window", "global_local"),
+)
+
+
+def tables_of(pattern_type: PatternType, length: int, block: int = BLOCK) -> tuple[BlockTable, ...]:
+    ratio = None if "local" in pattern_type else 0.3
+    pattern = SparsePatternConfig(
+        pattern_type=pattern_type,
+        sparsity_ratio=ratio,
+        block_size=block,
+        local_window_size=150,
+        global_tokens=45,
+    )
+    return block_tables(pattern, length, CPU)
+
+
+def widened(stretch: Stretch) -> Stretch:
+    """The same with a place for every block of keys in each row, as the CPU's kernel asks."""
+    mask = stretch.mask
+    places = -(-stretch.keys // BLOCK)
+    wide = {
+        name: torch.nn.functional.pad(table, (0, places - table.shape[-1]))
+        for name in ("kv_indices", "full_kv_indices")
+        if (table := getattr(mask, name)) is not None
+    }
+    others = {
+        name: getattr(mask, name)
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "seq_lengths", "BLOCK_SIZE", "mask_mod")
+    }
+    unused = dict.fromkeys(("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"))
+    return stretch._replace(mask=BlockMask(**others, **wide, **unused))
+
+
+def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
+    """Every line's entries of a mask's table."""
+    return {
+        (line, int(index))
+        for line, count in enumerate(numbers[0, 0].tolist())
+        for index in indices[0, 0, line, :count]
+    }
+
+
+@pytest.mark.parametrize("pattern_type", EVERY)
+@pytest.mark.parametrize("length", [1, 40, 1000, 2113])
+def test_masks_keep_what_the_tables_keep(pattern_type: PatternType, length: int) -> None:
+    for table in tables_of(pattern_type, length):
+        kept = set(zip(table.row_of_entry.tolist(), table.columns[0].tolist(), strict=True))
+        found: set[tuple[int, int]] = set()
+        for stretch in stretches(table):
+            mask, first = stretch.mask, stretch.first // BLOCK
+            part = entries(mask.kv_num_blocks, mask.kv_indices)
+            full = entries(mask.full_kv_num_blocks, mask.full_kv_indices)
+            assert not part & full
+            found |= {(row + first, column) for row, column in part | full}
+            for forward, numbers, indices in (
+                (part, mask.q_num_blocks, mask.q_indices),
+                (full, mask.full_q_num_blocks, mask.full_q_indices),
+            ):
+                assert {(row, column) for column, row in entries(numbers, indices)} == forward
+            for row, column in full:
+                query = torch.arange(row * BLOCK, row * BLOCK + BLOCK)[:, None]
+                key = torch.arange(column * BLOCK, column * BLOCK + BLOCK)
+                zero = torch.zeros((), dtype=torch.int64)
+                assert mask.mask_mod(zero, zero, query, key).all(), "nothing of it is masked"
+        assert found == kept
+
+
+@pytest.mark.parametrize("pattern_type", ["dilated_sparse", "strided", "random"])
+def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -> None:
+    """The format's rows are of one width, so that they take more than what is kept; of all pairs of
+    blocks they have a small part, and of queries, keys, values and outputs less than a hundredth.
+    """
+    length = 2**20
+    pattern = SparsePatternConfig(
+        pattern_type=pattern_type, sparsity_ratio="adaptive", block_size=256
+    )
+    (table,) = block_tables(pattern, length, CPU)
+    taken = sum(stretch.nbytes for stretch in stretches(table))
+    assert taken < 9 * 4 * table.kept_blocks
+    assert taken < table.rows**2 * 4 / 20
+    assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("pattern_type", "groups"),
+    [
+        ("dilated_sparse", 3),
+        ("global_local", 1),
+        *(pytest.param(other, 2, marks=pytest.mark.slow) for other in EVERY[1:4]),
+    ],
+)
+def test_the_kernel_attends_to_what_block_gather_does(
+    pattern_type: PatternType, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_flex, "_ROWS_OF_STRETCH", 4)
+    length = 531
+    torch.manual_seed(0)
+    query = torch.randn(2, groups, length, 16)
+    key, value = (torch.randn(2, length, 16) for _ in range(2))
+    for table in tables_of(pattern_type, length):
+        expected, _ = attend_by_gather(query, key, value, table, 0.3)
+        parts = [
+            attend_stretch(query, key, value, widened(each), 0.3, return_aux=None)
+            for each in stretches(table)
+        ]
+        assert len(parts) == (1 if "local" in pattern_type else 4)
+        found = torch.cat(parts, dim=2)
+        assert (found - expected).norm() < 8 * torch.finfo(torch.float32).eps * expected.norm()
+
+
+def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content() -> None:
+    query = torch.zeros(1, 4, 256, 16)
+    pattern = SparsePatternConfig(block_size=128)
+    assert attend_table_of("auto", pattern, query, 2) is attend_by_gather
+    found: list[object] = []
+    thread = threading.Thread(
+        target=lambda: found.append(attend_table_of("auto", pattern, query, 2))
+    )
+    thread.start()
+    thread.join()
+    assert found == [attend_by_gather]
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block-gather in its place proves itself; with other values it does not."""
+    pattern = SparsePatternConfig(pattern_type="strided", block_size=16)
+    where = (2, 8, torch.float32, CPU)
+    monkeypatch.setattr(block_flex, "attend_by_flex", attend_by_gather)
+    block_flex.is_proven.cache_clear()
+    assert block_flex.is_proven(pattern, *where)
+    monkeypatch.setattr(
+        block_flex,
+        "attend_by_flex",
+        lambda query, key, value, *others: attend_by_gather(query, key, value * 1.001, *others),
+    )
+    block_flex.is_proven.cache_clear()
+    with pytest.warns(UserWarning, match="is off by"):
+        assert not block_flex.is_proven(pattern, *where)
+
+    def fails(*tensors: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(block_flex, "attend_by_flex", fails)
+    block_flex.is_proven.cache_clear()
+    with pytest.warns(UserWarning, match="no such kernel"):
+        assert not block_flex.is_proven(pattern, *where)
+    block_flex.is_proven.cache_clear()
