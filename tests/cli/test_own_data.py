@@ -104,7 +104,7 @@ def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
 
 
 @pytest.mark.timeout(240)
-def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(
+def test_documents_past_a_sliding_window_are_trained_but_in_a_ring(
     highwater: Run, tiny: Path, batches: dict[str, str]
 ) -> None:
     config = json.loads((tiny / "config.json").read_text())
@@ -116,13 +116,13 @@ def test_a_row_of_short_documents_may_be_longer_than_a_sliding_window(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
-    refused = highwater(
-        "try", str(tiny), "--length", "64", *CPU, "--data", "own_batches:whole", **batches
-    )
+    past = highwater("try", str(tiny), "--length", "64", *CPU, "--json")
+    assert json.loads(past.stdout)["result"]["outcome"] == "FIT"
+    ring = (*CPU, "--gpus", "2", "--ring", "2", "--data", "own_batches:whole")
+    refused = highwater("try", str(tiny), "--length", "64", *ring, **batches)
     assert refused.returncode == 2
-    for figure in ("64 tokens", "sliding window of 32"):
+    for figure in ("64 tokens", "sliding window of 32", "`--ulysses`"):
         assert figure in refused.stderr
-    assert "past the sliding window" in highwater("try", str(tiny), "--length", "64", *CPU).stderr
 
 
 @pytest.mark.timeout(240)

@@ -189,13 +189,16 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.125,
 }
 """As Granite 3's checkpoints have them, but for attention's, which follows from the head's size."""
+_SWITCHED = {"use_sliding_window": True}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT
     ),
-    "qwen2_moe": {
-        "use_sliding_window": True
-    },  # without it its window is 0, and a layer that slides sees nothing
+    "qwen2": {**_SWITCHED, "max_window_layers": 1},
+    "qwen3": {**_SWITCHED, "max_window_layers": 1},
+    # without it qwen2_moe's window is 0, and a layer that slides sees nothing
+    "qwen2_moe": _SWITCHED,
+    "qwen3_moe": _SWITCHED,
     "smollm3": {"no_rope_layer_interval": 2},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},

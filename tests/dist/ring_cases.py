@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from highwater.attention import ring
+from highwater.attention import kept, ring
 from highwater.attention.reference import reference_attention
 from highwater.attention.ring import Ring, attend_in_ring
 from highwater.attention.ulysses import attend_sharded
@@ -152,7 +152,7 @@ def _kept(
     ring.pass_on = counted
     try:
         found_BTHD = checkpoint(
-            attend, *own, use_reentrant=False, context_fn=ring.kept_in_recompute
+            attend, *own, use_reentrant=False, context_fn=kept.kept_in_recompute
         )
         got = torch.autograd.grad(found_BTHD, own, upstream)
     finally:

@@ -72,7 +72,6 @@ def test_the_kernel_of_a_cpu_is_flash() -> None:
     [
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
         ({"sequence_layout": None}, "see each other"),
-        ({"sliding_window": 3}, "sliding window"),
         ({"softcap": 30.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
     ],

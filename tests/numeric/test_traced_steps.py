@@ -59,6 +59,12 @@ WIDE_HEADS = DEEP | {"head_dim": 128}
 """At the peak most bytes are queries, keys, values and what a ring passes of their gradients."""
 SCALED = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0}
 """Factors of logits and of what attention and MLP return."""
+WINDOWS = WIDE_HEADS | {
+    "model_type": "ministral",
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+"""Layers of two kinds in turn, of which one reads a part of each document."""
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
 ONE = {"accumulates": False, "loss": "chunked"}
@@ -78,6 +84,16 @@ TRIALS: dict[str, dict[str, Any]] = {
         "settings": Settings(loss="chunked"),
         "config": WIDE_HEADS,
         "layout": Layout(gpus=4, ring_degree=2, replicate_degree=2),
+    },
+    "windows": {"settings": Settings(loss="chunked"), "config": WINDOWS},
+    "windows, output norms": {
+        "settings": Settings(loss="chunked"),
+        "config": WINDOWS | {"model_type": "olmo3"},
+    },
+    "windows, shared": {
+        "settings": Settings(loss="chunked", recompute="all-but-attention"),
+        "config": WINDOWS,
+        "layout": Layout(gpus=2, ulysses_degree=2),
     },
     "ppo": {"settings": Settings(objective="ppo")},
     "ppo, critic": {"settings": Settings(objective="ppo", critic=True)},
@@ -230,7 +246,7 @@ def logs(
     "name",
     [
         *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared", "ring"),
-        "ring, copies",
+        *("ring, copies", "windows", "windows, output norms", "windows, shared"),
         *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled"))),
     ],
 )

@@ -1,5 +1,5 @@
-"""Sliding windows: lengths end where a layer would not attend to the whole document, and that is
-said before anything starts.
+"""Sliding windows: no length ends at one, and a ring that would share longer documents is refused
+before anything starts, with a layout that works.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.study import Question
 
-WINDOW = "m attends in a sliding window of as many tokens, and only full attention is supported"
+RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 
 
 @pytest.fixture
@@ -29,71 +29,65 @@ def mistral(tmp_path: Path) -> str:
     )
 
 
-def test_lengths_end_at_the_window_and_that_is_said(mistral: str) -> None:
+def test_no_length_ends_at_a_window(mistral: str) -> None:
     result = plan(request_from({"model": mistral}), machine_with(1))
-    grid = result.question.grid
-    assert [grid.length(index) for index in range(1, grid.size + 1)] == [4096, 8192]
-    assert about_windows(result.notes) == [f"lengths end at 8,192: {WINDOW}"]
+    assert result.question.grid.max_tokens == 1024**2
+    assert about_windows(result.notes) == []
+    assert predict(mistral, gpus="1xH100-80GB", loss="chunked").cells[0].capacity_tokens > 8192
+    assert recommend(mistral, length=16384, gpus="1xH100-80GB").chosen
+    spec = plan_trial(request_from({"model": mistral}), machine_with(1), 16384)
+    assert spec.length_tokens == 16384
 
 
-def test_a_prediction_ends_at_the_window_and_says_so(mistral: str) -> None:
-    found = predict(mistral, gpus="1xH100-80GB", loss="chunked")
-    assert {cell.capacity_tokens for cell in found.cells} == {8192}
-    assert {cell.binding for cell in found.cells} == {"ceiling"}
-    assert f"lengths end at 8,192: {WINDOW}" in found.notes
+def test_a_ring_shares_documents_up_to_the_window(mistral: str) -> None:
+    asked = {"model": mistral, "gpus": [2], "ring": [2]}
+    within = plan(request_from({**asked, "max_length": 8192}), machine_with(2))
+    assert {cell.layout.ring_degree for cell in within.question.cells} == {2}
+    assert plan_trial(request_from(asked), machine_with(2), 8192).layout.ring_degree == 2
 
 
-@pytest.mark.parametrize("flag", ["start_length", "max_length"])
-def test_a_length_past_the_window_is_refused_with_one_that_works(mistral: str, flag: str) -> None:
-    asked = {"model": mistral, flag: 16384}
-    with pytest.raises(UsageError, match=r"16,384 .* window of 8,192") as refusal:
-        plan(request_from(asked), machine_with(1))
-    assert f"`--{flag.replace('_', '-')} 8192`" in refusal.value.hint
-    plan(request_from({**asked, flag: 8192}), machine_with(1))
+def test_a_ring_of_longer_documents_is_refused_and_the_hint_works(mistral: str) -> None:
+    asked = {"model": mistral, "gpus": [2], "ring": [2], "max_length": 16384}
+    with pytest.raises(UsageError, match=RING) as refusal:
+        plan(request_from(asked), machine_with(2))
+    assert "`--ulysses 2 --ring 1`" in refusal.value.hint
+    mended = plan(request_from({**asked, "ulysses": [2], "ring": [1]}), machine_with(2))
+    assert mended.question.cells
+    with pytest.raises(UsageError, match=RING):
+        plan_trial(request_from({**asked, "max_length": None}), machine_with(2), 16384)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_so_is_a_predicted_length_before_anything_is_traced(mistral: str, exact: bool) -> None:
-    with pytest.raises(UsageError, match="past the sliding window") as refusal:
-        predict(mistral, gpus="1xH100-80GB", length="16k", exact=exact)
-    assert "`--length 8192`" in refusal.value.hint
-    assert predict(mistral, gpus="1xH100-80GB", length=8192).notes == ()
+def test_so_is_a_predicted_one_before_anything_is_traced(mistral: str, exact: bool) -> None:
+    with pytest.raises(UsageError, match=RING) as refusal:
+        predict(mistral, gpus="2xH100-80GB", ring=[2], length="16k", exact=exact)
+    assert "`--ulysses 2 --ring 1`" in refusal.value.hint
+    with pytest.raises(UsageError, match=RING):
+        recommend(mistral, gpus="2xH100-80GB", ring=[2], length=16384)
 
 
-def test_so_are_one_trial_and_a_recommendation(mistral: str) -> None:
-    with pytest.raises(UsageError, match="past the sliding window") as refusal:
-        plan_trial(request_from({"model": mistral}), machine_with(1), 16384)
-    assert "`--length 8192`" in refusal.value.hint
-    assert plan_trial(request_from({"model": mistral}), machine_with(1), 8192).length_tokens == 8192
-    with pytest.raises(UsageError, match="past the sliding window"):
-        recommend(mistral, length=16384, gpus="1xH100-80GB")
-    assert recommend(mistral, length=8192, gpus="1xH100-80GB").chosen
+def test_one_layout_of_several_is_skipped_and_that_is_said(mistral: str) -> None:
+    asked = {"model": mistral, "gpus": [2], "ring": [1, 2], "max_length": 16384}
+    result = plan(request_from(asked), machine_with(2))
+    assert {cell.layout.ring_degree for cell in result.question.cells} == {1}
+    assert len(about_windows(result.notes)) == 1
 
 
-def test_documents_of_a_users_data_are_held_to_the_window_when_they_come_and_lengths_are_not(
-    mistral: str,
-) -> None:
-    own = request_from({"model": mistral, "data": "batches:short"})
-    assert plan_trial(own, machine_with(1), 16384).length_tokens == 16384
-    result = plan(own, machine_with(1))
-    assert result.question.grid.max_tokens == 1024**2
-    assert about_windows(result.notes) == []
-
-
-def test_a_trainer_with_windows_of_its_own_is_predicted_past_them(mistral: str) -> None:
-    assert (
-        predict(mistral, gpus="1xA100-80GB", length="16k", trainer="trinity")
-        .cells[0]
-        .capacity_tokens
-        == 16384
+def test_no_ring_is_offered_that_would_be_refused(tmp_path: Path) -> None:
+    """Three GPUs, between which two key heads cannot be divided."""
+    sizes = {"max_position_embeddings": 32768, "num_attention_heads": 8, "num_key_value_heads": 2}
+    windowed, full = (
+        str(write_model(tmp_path / name, model_type=name, sliding_window=8192, **sizes))
+        for name in ("mistral", "llama")
     )
+    notes = [predict(m, gpus="3xH100-80GB", length=16384).notes for m in (windowed, full)]
+    assert [any("--ring" in note for note in each) for each in notes] == [False, True]
 
 
-def test_a_window_beyond_every_length_changes_nothing(tmp_path: Path) -> None:
-    windowed = str(write_model(tmp_path / "m", model_type="mistral", sliding_window=2 * 1024**2))
-    grid = plan(request_from({"model": windowed}), machine_with(1)).question.grid
-    assert grid.max_tokens == 1024**2
-    assert about_windows(plan(request_from({"model": windowed}), machine_with(1)).notes) == []
+def test_documents_of_a_users_data_are_held_to_a_window_when_they_come(mistral: str) -> None:
+    own = request_from({"model": mistral, "data": "batches:short", "gpus": [2], "ring": [2]})
+    assert plan_trial(own, machine_with(2), 16384).length_tokens == 16384
+    assert about_windows(plan(own, machine_with(2)).notes) == []
 
 
 def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
@@ -108,14 +102,11 @@ def test_the_window_is_no_part_of_what_a_study_asks(mistral: str) -> None:
     assert before.model.shape.window_tokens is None
 
 
-def test_the_drop_in_command_searches_up_to_the_window(mistral: str) -> None:
+def test_the_drop_in_command_searches_past_the_window(mistral: str) -> None:
     place = place_of(load_model(mistral), machine_with(1), start_tokens=4096)
     result = plan(request_from({"model": mistral, "rope": "yarn", **place}), machine_with(1))
-    assert (result.question.grid.max_tokens, about_windows(result.notes)) == (
-        8192,
-        [f"lengths end at 8,192: {WINDOW}"],
-    )
-    assert place_of(load_model(mistral), NO_GPU, start_tokens=16384)["max_length"] == 8192
+    assert result.question.grid.max_tokens == 16 * 1024**2
+    assert place_of(load_model(mistral), NO_GPU, start_tokens=16384)["max_length"] == 16384
 
 
 def about_windows(notes: tuple[str, ...]) -> list[str]:

@@ -6,6 +6,7 @@ PyTorch's own attention keeps the log-sum-exp to itself; these are the operators
 Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D head size
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,57 @@ class Block(NamedTuple):
         return query_gradient, key_gradient, value_gradient
 
 
+class WindowedBlock(NamedTuple):
+    """Documents of one length on a GPU, whose tokens read a window each, by flash attention.
+
+    Whether it computes what it should is for attention/window_proof to say.
+    """
+
+    query_BHSD: Tensor
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    scaling: float
+    window_tokens: int
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
+        shape BHS, in float32.
+        """
+        size = self.query_BHSD.shape[-1]
+        output_BSHD, log_sums_BHS, *_ = aten._flash_attention_forward(
+            *_by_tokens(self[:3]),
+            *(*self._lengths, 0.0, True, False),
+            **self._window,
+        )
+        return output_BSHD.transpose(1, 2)[..., :size], log_sums_BHS
+
+    def backward(
+        self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, through these keys' part of an output that may be
+        of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
+        """
+        size = self.query_BHSD.shape[-1]
+        found = aten._flash_attention_backward(
+            *_by_tokens((gradient_BHSD, *self[:3], output_BHSD)),
+            log_sums_BHS.contiguous(),
+            *(*self._lengths, 0.0, True, *_no_dropout(self.query_BHSD)),
+            **self._window,
+        )
+        query, key, value = (tensor.transpose(1, 2)[..., :size] for tensor in found)
+        return query, key, value
+
+    @property
+    def _lengths(self) -> tuple[None, None, int, int]:
+        return None, None, self.query_BHSD.shape[2], self.key_BKSD.shape[2]
+
+    @property
+    def _window(self) -> dict[str, Any]:
+        # the kernel's window is the keys beside a token's own
+        left = self.window_tokens - 1
+        return {"scale": self.scaling, "window_size_left": left, "window_size_right": 0}
+
+
 def merge_(
     output_XD: Tensor,
     log_sums_X: Tensor,
@@ -129,6 +181,11 @@ def merge_(
     output_XD.mul_((log_sums_X - both).exp_()[..., None])
     output_XD.addcmul_(partial, (its_sums - both).exp_()[..., None])
     log_sums_X.copy_(both)
+
+
+def _by_tokens(tensors_BXSD: Iterable[Tensor]) -> list[Tensor]:
+    """As flash attention's own operators take them: padded, BSXD."""
+    return [_padded(tensor).transpose(1, 2) for tensor in tensors_BXSD]
 
 
 def _padded(tensor_BXSD: Tensor) -> Tensor:

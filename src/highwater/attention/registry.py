@@ -1,12 +1,12 @@
-"""The attention that a model is built with, as transformers knows it: dense over whole documents,
-shared by heads, by a ring, or by heads around a ring.
+"""The attention that a model is built with, as transformers knows it: dense over whole documents or
+within each layer's window, shared by heads, by a ring, or by heads around a ring.
 
 Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
 head size
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,16 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
 from highwater.attention.dense import attend
-from highwater.attention.ring import Ring, attend_in_ring, kept_in_recompute
+from highwater.attention.kept import is_keeping, kept_in_recompute
+from highwater.attention.pattern import Pattern
+from highwater.attention.patterned import Documents, attend_in_pattern
+from highwater.attention.ring import Ring, attend_in_ring
 from highwater.attention.ulysses import Attend, attend_sharded
 from highwater.errors import ModelError
 from highwater.parallel.mesh import SequenceGroups
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.hardware import Kernel
+from highwater.spec.windows import slides
 
 _numbers = count(1)
 """Numbers for the names of registrations: two models in one process keep their calls apart."""
@@ -72,9 +76,11 @@ class Attention:
         """Two contexts for a layer's forward pass and its recomputation, in which the attention is
         not computed once more.
         """
-        if self.shared is not None and self.shared.ring is not None:
-            return kept_in_recompute()
-        return create_selective_checkpoint_contexts(_OPERATORS)
+        dense = create_selective_checkpoint_contexts(_keeps_operator)
+        forward, again = (
+            _both(*contexts) for contexts in zip(dense, kept_in_recompute(), strict=True)
+        )
+        return forward, again
 
 
 def register(
@@ -86,6 +92,7 @@ def register(
     layers attend over whole documents, the others in pieces.
     """
     callers: set[nn.Module] = set()
+    windows: dict[nn.Module, int | None] = {}
 
     def interface(
         module: nn.Module,
@@ -103,11 +110,20 @@ def register(
             raise _unsupported(module, "no word of the documents, which would see each other")
         if attention_mask is not None:
             raise _unsupported(module, f"a mask of its own, of shape {tuple(attention_mask.shape)}")
-        _refuse_features(module, features, longest=max(sequence_layout.document_lengths))
+        _refuse_features(module, features)
+        if module not in windows:
+            windows[module] = _window_of(module, features)
+        pattern = Pattern(
+            scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
+            window_tokens=windows[module],
+            sinks_H=features.get("s_aux"),
+        )
+        if shared is not None and shared.ring is not None:
+            _refuse_in_ring(module, pattern, longest=max(sequence_layout.document_lengths))
         ours = _attend(
             sequence_layout,
             shared,
-            scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
+            pattern=pattern,
             kernel=kernel,
             in_pieces=depth is not None and _layers_from_the_end(module) > depth,
         )
@@ -119,21 +135,67 @@ def register(
 
 
 def _attend(
-    layout: SequenceLayout, shared: SequenceGroups | None, *, scaling: float, **how: Any
+    layout: SequenceLayout, shared: SequenceGroups | None, *, pattern: Pattern, **how: Any
 ) -> Attend:
     """Attention over what this rank holds of each document: from BHSD to BSHD."""
     ring = None if shared is None else shared.ring
-    if ring is None:
+    if shared is not None and shared.ulysses is not None:
+        pattern = pattern.of_heads(
+            dist.get_rank(shared.ulysses), dist.get_world_size(shared.ulysses)
+        )
+    if ring is not None:
+        held = tuple(length // layout.ring_degree for length in layout.padded_lengths)
+        of_calls = Ring(held_lengths=held, scaling=pattern.scaling, group=ring, **how)
         inner: Callable[..., Tensor] = partial(
-            attend, document_lengths=layout.padded_lengths, scaling=scaling, **how
+            attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H
+        )
+    elif pattern.is_dense_up_to(max(layout.document_lengths)):
+        inner = partial(
+            attend, document_lengths=layout.padded_lengths, scaling=pattern.scaling, **how
         )
     else:
-        held = tuple(length // layout.ring_degree for length in layout.padded_lengths)
-        of_calls = Ring(held_lengths=held, scaling=scaling, group=ring, **how)
-        inner = partial(attend_in_ring, ring=of_calls)
+        documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
+        inner = partial(_in_pattern, documents=documents)
     if shared is None or shared.ulysses is None:
         return inner
     return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _in_pattern(*tensors: Tensor, documents: Documents) -> Tensor:
+    return attend_in_pattern(*tensors, documents=documents).output_BSHD
+
+
+def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Whether a recomputed layer keeps what an operator gave: dense attention's, unless it is
+    part of what is kept as a whole.
+    """
+    is_kept = operator in _OPERATORS and not is_keeping()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Generator[None]:
+    with first, second:
+        yield
+
+
+def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
+    """Tokens that a token of a layer reads; None where it reads all of its document.
+
+    As the family hands it to attention functions; of one that does not, and has put it into the
+    mask that it was not asked for, as its config names the layer.
+    """
+    if "sliding_window" in features:
+        return features["sliding_window"] or None
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    window: int | None = getattr(config, "sliding_window", None) or None
+    if config is None or window is None:
+        return None
+    if not isinstance(layer, int):
+        raise _unsupported(module, f"a sliding window of {window} tokens, and a layer of no number")
+    return window if slides(config.to_dict(), layer) else None
 
 
 def _layers_from_the_end(module: nn.Module) -> int:
@@ -151,17 +213,9 @@ def _layers_from_the_end(module: nn.Module) -> int:
     return config.num_hidden_layers - index
 
 
-def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
+def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
     """Raise ModelError for a feature that this attention does not compute."""
-    # A family that does not hand its window on has put it into the mask, which it was not asked
-    # for. There 0 means no window.
-    own = getattr(getattr(module, "config", None), "sliding_window", None) or None
-    window = features.get("sliding_window", own)
-    if window is not None and window < longest:
-        raise _unsupported(
-            module, f"a sliding window of {window} tokens, too few for documents of {longest}"
-        )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("softcap", "position_bias", "head_mask"):
         if features.get(name) is not None:
             raise _unsupported(module, name)
     if features.get("dropout"):
@@ -170,10 +224,25 @@ def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: in
         raise _unsupported(module, "no causal order")
 
 
+def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
+    """Raise ModelError for documents of which a layer's pattern cuts something off, which a ring
+    does not compute.
+    """
+    if pattern.cuts(longest):
+        raise ModelError(
+            f"{_family(module)} attends in a sliding window of {pattern.window_tokens} tokens, too "
+            f"few for documents of {longest} that a ring shares",
+            hint="use `--ulysses` in the place of `--ring`",
+        )
+
+
 def _unsupported(module: nn.Module, feature: str) -> ModelError:
-    # of a class of ours that took the family's place nobody has heard
-    family = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     return ModelError(
-        f"{family} attends with {feature}, which is not supported",
+        f"{_family(module)} attends with {feature}, which is not supported",
         hint="use a family of full attention in every layer, for example Qwen3, Llama or Qwen3-MoE",
     )
+
+
+def _family(module: nn.Module) -> str:
+    # of a class of ours that took the family's place nobody has heard
+    return getattr(getattr(module, "config", None), "model_type", type(module).__name__)

@@ -9,7 +9,7 @@ but the first is half of the row's square, on every rank, without a mask.
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
 log-sum-exp, in float32 at least. Going backward keys and values pass once more, and their gradients
 with them: after the last step these are where they belong. A layer that is recomputed and keeps
-what was attended passes nothing in its recomputation (``kept_in_recompute``).
+what was attended passes nothing in its recomputation (``attention/kept``).
 
 In a memory-only trial a step attends within pieces of what it would (docs/decisions/006).
 
@@ -19,9 +19,7 @@ Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; the merge 
         as in Dao et al., FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -31,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.attention.block_attention import Block, merge_
+from highwater.attention.kept import attended
+from highwater.attention.sinks import join_sinks_, sink_gradient
 from highwater.parallel.collectives import pass_on
 from highwater.spec.hardware import Kernel
 from highwater.spec.pieces import pieces
@@ -84,12 +84,19 @@ class Passing:
 
 
 def attend_in_ring(
-    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, ring: Ring
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    ring: Ring,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD."""
+    """Causal attention of each document over itself, shape BSHD; beside keys over sinks, of which
+    every rank has all.
+    """
     assert sum(ring.held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
     assert not any(length % 2 for length in ring.held_lengths), "two chunks of one length"
-    output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, ring)
+    output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, sinks_H, ring)
     return output_BHSD.transpose(1, 2)
 
 
@@ -171,27 +178,43 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, ring: Ring
+        ctx: Any,
+        query_BHSD: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        sinks_H: Tensor | None,
+        ring: Ring,
     ) -> Tensor:
-        kept = _KEPT.get()
-        attended_BHSD, log_sums_BHS = (
-            _pass_forward(query_BHSD, key_BKSD, value_BKSD, ring)
-            if kept is None
-            else kept(lambda: _pass_forward(query_BHSD, key_BKSD, value_BKSD, ring))
+        attended_BHSD, log_sums_BHS = attended(
+            lambda: _pass_forward(query_BHSD, key_BKSD, value_BKSD, sinks_H, ring)
         )
-        ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD, attended_BHSD, log_sums_BHS)
+        ctx.save_for_backward(
+            query_BHSD, key_BKSD, value_BKSD, sinks_H, attended_BHSD, log_sums_BHS
+        )
         ctx.ring = ring
         return attended_BHSD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query_BHSD, key_BKSD, value_BKSD, attended_BHSD, log_sums_BHS = ctx.saved_tensors
-        own = (query_BHSD, key_BKSD, value_BKSD)
-        return (*_pass_backward(gradients[0], own, attended_BHSD, log_sums_BHS, ctx.ring), None)
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query_BHSD, key_BKSD, value_BKSD, sinks_H, attended_BHSD, log_sums_BHS = ctx.saved_tensors
+        own, gradient = (query_BHSD, key_BKSD, value_BKSD), gradients[0]
+        found = _pass_backward(gradient, own, attended_BHSD, log_sums_BHS, ctx.ring)
+        of_sinks = (
+            None
+            if sinks_H is None
+            else sink_gradient(gradient, attended_BHSD, log_sums_BHS, sinks_H)
+        )
+        return (*found, of_sinks, None)
 
 
 def _pass_forward(
-    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, ring: Ring
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    sinks_H: Tensor | None,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor]:
     """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
     wide = torch.promote_types(query_BHSD.dtype, torch.float32)
@@ -209,6 +232,8 @@ def _pass_forward(
             )
         if passing is not None:
             at_hand = passing.wait()
+    if sinks_H is not None:
+        log_sums_BHS = join_sinks_(output_BHSD, log_sums_BHS, sinks_H)
     return output_BHSD.to(query_BHSD.dtype), log_sums_BHS
 
 
@@ -282,34 +307,3 @@ def _send_on(
             mine = run.keys_of(sum_)
             mine.copy_(gradient) if homewards is None else mine.add_(gradient)
     return ring.begin_pass(travelling)
-
-
-Attended = tuple[Tensor, Tensor]
-Kept = Callable[[Callable[[], Attended]], Attended]
-"""Function that is given how to attend, and gives what was attended."""
-_KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)
-
-
-def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Two contexts for a layer's forward pass and its recomputation: what a ring attended in the
-    first is what it gives in the second, where nothing passes. For ``torch.utils.checkpoint``.
-    """
-    kept: list[Attended] = []
-
-    def keep(attend: Callable[[], Attended]) -> Attended:
-        kept.append(attend())
-        return kept[-1]
-
-    def give(_: Callable[[], Attended]) -> Attended:
-        return kept.pop(0)
-
-    return _with(keep), _with(give)
-
-
-@contextmanager
-def _with(kept: Kept) -> Generator[None]:
-    token = _KEPT.set(kept)
-    try:
-        yield
-    finally:
-        _KEPT.reset(token)

@@ -43,8 +43,7 @@ _SEQUENCES_PER_MICRO_BATCH = 2
 _CPU_MEMORY = "1GiB"
 """Memory that a process on the CPU may take, where there is no GPU."""
 _NO_CEILING = "16m"
-"""Longest length of a search on GPUs, for a model without a window: the published scan has no
-ceiling."""
+"""Longest length of a search on GPUs: the published scan has no ceiling."""
 _FLAG_NAMES = {
     "--gpus": "--test_gpu_num",
     "--ulysses": "--test_sp_num",
@@ -181,12 +180,11 @@ def place_of(model: Model, machine: Machine, *, start_tokens: int) -> dict[str, 
     """The device of the trials and their longest length: GPUs, or the CPU of a machine without one
     for a small model, under a memory limit.
     """
-    window = model.shape.window_tokens
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= parse_bytes(_CPU_MEMORY) // 4
     if machine.gpus or machine.unreadable_gpus or not small:
-        return {"device": "cuda"} if window else {"device": "cuda", "max_length": _NO_CEILING}
+        return {"device": "cuda", "max_length": _NO_CEILING}
     longest = max(CEILING_TOKENS["cpu"], start_tokens)
-    return {"device": "cpu", "max_length": min(longest, window or longest), "memory": _CPU_MEMORY}
+    return {"device": "cpu", "max_length": longest, "memory": _CPU_MEMORY}
 
 
 def request_of(

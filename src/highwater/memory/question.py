@@ -19,7 +19,7 @@ from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_STATE_BYTES
-from highwater.spec.cells import heads_obstacle
+from highwater.spec.cells import heads_obstacle, ring_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import kind_of
@@ -27,7 +27,6 @@ from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
-from highwater.spec.search_lengths import refuse_past_window
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.units import format_bytes, parse_memory
@@ -41,19 +40,17 @@ def predicted_question(
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
     """Every rung, on a grid or at one length; and the notes of its plan."""
-    has_windows = TRAINERS[trainer].has_windows
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
-        if not has_windows:
-            refuse_past_window(load_model(model), length_tokens, flag="--length")
     within = not where.may_shard_across
     plans = [
         plan(request, where.machine(), trainer=trainer, within_machines=within)
         for request in _requests(model, where, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
-    notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings))
+    longest = plans[0].question.grid.max_tokens
+    notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
     notes += _machine_notes(cells)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
@@ -135,9 +132,11 @@ def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[in
 
 
 def _ring_notes(
-    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
+    model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any], longest_tokens: int
 ) -> tuple[str, ...]:
     """That a ring shares sequences among more GPUs than heads do, where nobody named a degree."""
+    if ring_obstacle(load_model(model).shape, longest_tokens) is not None:
+        return ()
     is_named = "ulysses" in settings or "ring" in settings
     if where.is_several_machines or is_named or TRAINERS[trainer].refused(["ring"]):
         return ()

@@ -25,11 +25,13 @@ def cells_of(
     *,
     has_ring: bool = True,
     within_machines: bool = False,
+    longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Every layout that can work, on every rung; and a note for each that is skipped.
 
     ``has_ring``: of a trainer that can share sequences by a ring. ``within_machines``: whether a
     machine holds each copy of the states, and shares its sequences with no other.
+    ``longest_tokens``: the longest document; None where that is not known.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -43,7 +45,7 @@ def cells_of(
         loss=request.loss,
     )
     asked = list(dict.fromkeys(_asked(request, counts)))
-    bounds = _Bounds(shape, device, request.strategy, has_ring, within_machines)
+    bounds = _Bounds(shape, device, request.strategy, has_ring, within_machines, longest_tokens)
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
     skipped = {each: why for each, why in obstacles.items() if why is not None}
@@ -86,6 +88,17 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
     if shape.kv_heads % degree and degree % shape.kv_heads:
         return f"{degree} and the model's {shape.kv_heads} key/value heads do not divide each other"
     return None
+
+
+def ring_obstacle(shape: ModelShape, longest_tokens: int) -> str | None:
+    """Why no ring can share documents up to this length, in words; None when one can."""
+    window = shape.window_tokens
+    if window is None or longest_tokens <= window:
+        return None
+    return (
+        f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
+        f"in a sliding window of {format_tokens(window)}"
+    )
 
 
 class _Degrees(NamedTuple):
@@ -137,6 +150,7 @@ class _Bounds(NamedTuple):
     strategy: Strategy
     has_ring: bool
     within_machines: bool
+    longest_tokens: int | None
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Why so many GPUs cannot be laid out so, in words; None when they can."""
@@ -148,6 +162,10 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
+        if asked.ring > 1 and self.longest_tokens is not None:
+            why = ring_obstacle(self.shape, self.longest_tokens)
+            if why is not None:
+                return why
         across = self._across_machines(asked.layout) if self.within_machines else None
         return across or heads_obstacle(self.shape, asked.ulysses)
 

@@ -110,8 +110,30 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
     "gpt_neox": {"intermediate_size": 24576, "rotary_pct": 0.25},
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "granite": {"intermediate_size": 11008},
+    "granite_swa": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+    },
     "granitemoe": {"intermediate_size": 11008},
+    "granitemoe_swa": {"intermediate_size": 11008, "sliding_window": 128},
     "granitemoeshared": {"intermediate_size": 11008},
     "helium": {
         "num_key_value_heads": 20,
@@ -255,7 +277,9 @@ EXPERTS: Mapping[str, Experts] = {
     "glm4_moe": Experts(
         128, 8, width=1408, shared=("n_shared_experts", 1), dense_layers=(_FIRST_DENSE, 1)
     ),
+    "gpt_oss": Experts(128, 4),
     "granitemoe": Experts(8, 2),
+    "granitemoe_swa": Experts(8, 2, shared=("shared_intermediate_size", 0)),
     "granitemoeshared": Experts(8, 2, shared=("shared_intermediate_size", 0)),
     "hunyuan_v1_moe": Experts(1, 1, shared=(None, 1)),
     "hy_v3": Experts(192, 8, width=1536, shared=(_SHARED, 1), dense_layers=(None, 1)),
@@ -283,6 +307,8 @@ MLP_WIDTHS: Mapping[str, str] = {"opt": "ffn_dim"}
 DENSE_WIDTHS: Mapping[str, str] = {"cohere2_moe": "prefix_dense_intermediate_size"}
 """What a family calls the width of its layers without experts, where it is not their
 ``intermediate_size``."""
+WITH_SINKS = frozenset(("gpt_oss", "granite_swa", "granitemoe_swa"))
+"""Families whose every layer has sinks, learned numbers beside the keys."""
 UNGATED = frozenset(
     ("apertus", "arcee", "gpt_neox", "jais2", "nanochat", "opt", "persimmon", "starcoder2")
 )

@@ -11,7 +11,7 @@ import msgspec
 
 from highwater.errors import ModelError
 from highwater.spec.codec import Record
-from highwater.spec.families import UNGATED
+from highwater.spec.families import UNGATED, WITH_SINKS
 from highwater.spec.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.spec.model_config import (
     Mixture,
@@ -78,8 +78,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
     mlp_matrices: int = 3
     """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
     layer_runs: tuple[LayerRun, ...] | msgspec.UnsetType = msgspec.UNSET
-    """The layers, where the fields above cannot tell them: where some attend within a window, or
-    layers without experts stand behind others. Else unset, and in no document."""
+    """The layers, where the fields above cannot tell them: where some attend within a window or
+    beside sinks, or layers without experts stand behind others. Else unset, and in no document."""
 
     def __post_init__(self) -> None:
         """Raise ModelError for runs of another number of layers, or of layers of another width."""
@@ -101,8 +101,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def window_tokens(self) -> int | None:
-        """The longest document that every layer attends to whole; None where no layer has a
-        window.
+        """The shortest window: the longest document that every layer attends to whole. None where
+        no layer has a window.
         """
         windows = (run.kind.attention.window_tokens for run in self.runs)
         return min((window for window in windows if window is not None), default=None)
@@ -311,13 +311,15 @@ def _with_runs(
     windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     runs = runs_of(
-        (1, _within(without if is_dense else usual, window))
+        (1, _attending(without if is_dense else usual, window, shape.model_type in WITH_SINKS))
         for window, is_dense in zip(windows, dense, strict=True)
     )
     return shape if runs == shape.runs else msgspec.structs.replace(shape, layer_runs=runs)
 
 
-def _within(kind: LayerKind, window_tokens: int | None) -> LayerKind:
-    """A kind of layer that attends within a window."""
-    attention = msgspec.structs.replace(kind.attention, window_tokens=window_tokens)
+def _attending(kind: LayerKind, window_tokens: int | None, has_sinks: bool) -> LayerKind:
+    """A kind of layer that attends within a window, or beside sinks."""
+    attention = msgspec.structs.replace(
+        kind.attention, window_tokens=window_tokens, has_sinks=has_sinks
+    )
     return msgspec.structs.replace(kind, attention=attention)

@@ -15,12 +15,7 @@ from highwater.spec.pieces import pieces
 from highwater.spec.plan_notes import ON_THE_CPU_NOTE, offload_notes, weights_notes
 from highwater.spec.profiling import refuse_absent_ranks
 from highwater.spec.request import Request
-from highwater.spec.search_lengths import (
-    check_yarn,
-    grid_of,
-    refuse_past_native,
-    refuse_past_window,
-)
+from highwater.spec.search_lengths import check_yarn, grid_of, refuse_past_native
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.spec.trial import Device, TrialSpec
@@ -57,20 +52,17 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     where = hardware_of(request, machine, model, device)
-    # Of a user's data only the documents have to be within a window, and their lengths are known
-    # when they come.
-    traits = TRAINERS[trainer]
-    ends = not traits.has_windows and request.data is None
-    window = model.shape.window_tokens if ends else None
-    grid, capped = grid_of(request, model, device, window)
+    grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
     cells, skipped = cells_of(
         request,
         model.shape,
         device,
         where.counts,
-        has_ring=not traits.refused(["ring"]),
+        has_ring=not TRAINERS[trainer].refused(["ring"]),
         within_machines=within_machines,
+        # how long documents of a user's data are is known when they come
+        longest_tokens=grid.max_tokens if request.data is None else None,
     )
     cells, too_small = within_token_budget(cells, grid, device)
     most_gpus = max(cell.layout.gpus for cell in cells)
@@ -122,8 +114,6 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         )
     model = load_model(request.model)
     _refuse_an_unnamed_cpu(request, machine)
-    if request.data is None:
-        refuse_past_window(model, length_tokens, flag="--length")
     refuse_past_native(model, request.rope, length_tokens, flag="--length")
     question = plan(_alone(request, machine, length_tokens), machine).question
     cell, *others = question.cells

@@ -1,5 +1,5 @@
-"""The lengths that a search of a model may try: its grid, and where a window, the native length or
-YaRN ends it.
+"""The lengths that a search of a model may try: its grid, and where the native length or YaRN ends
+it.
 """
 
 from highwater.errors import UsageError
@@ -16,14 +16,10 @@ CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
 search has to end."""
 
 
-def grid_of(
-    request: Request, model: Model, device: Device, window: int | None
-) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try, and why they end where nobody asked for an end; ``window`` is the sliding
-    window that documents have to be within, if any.
-    """
+def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
+    """The lengths to try, and why they end where nobody asked for an end."""
     native = model.shape.native_length_tokens
-    longest, notes = _longest(request, model, device, window)
+    longest, notes = _longest(request, model, device)
     grid = Grid(
         start_tokens=request.start_tokens,
         step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
@@ -34,11 +30,9 @@ def grid_of(
     return grid, notes
 
 
-def _longest(
-    request: Request, model: Model, device: Device, window: int | None
-) -> tuple[int, tuple[str, ...]]:
+def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
     """The longest length to try, and notes on why it is that one. It is at most the native length
-    where nothing scales the positions past it, and at most a sliding window.
+    where nothing scales the positions past it.
     """
     native = model.shape.native_length_tokens
     longest, notes = request.max_tokens or CEILING_TOKENS[device], ()
@@ -54,30 +48,7 @@ def _longest(
         if unscalable(model) is not None:
             why = f"{model.name} was made for them, and {unscalable(model)}"
         notes = (f"lengths end at {format_tokens(native)}: {why}",)
-    if window is not None and longest > window:
-        refuse_past_window(model, request.start_tokens, flag="--start-length")
-        refuse_past_window(model, request.max_tokens or 0, flag="--max-length")
-        longest = window
-        notes = (
-            f"lengths end at {format_tokens(window)}: {model.name} attends in a sliding window of "
-            f"as many tokens, and only full "
-            "attention is supported",
-        )
     return longest, notes
-
-
-def refuse_past_window(model: Model, length_tokens: int, *, flag: str) -> None:
-    """Raise UsageError for a document that the model's sliding window does not hold; ``flag`` is
-    where its length was named.
-    """
-    window = model.shape.window_tokens
-    if window is not None and length_tokens > window:
-        raise UsageError(
-            f"{format_tokens(length_tokens)} tokens are past the sliding window of "
-            f"{format_tokens(window)} in which {model.name} "
-            "attends; only full attention is supported",
-            hint=f"use `{flag} {window}` or fewer tokens",
-        )
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:

@@ -43,8 +43,11 @@ TRAINED = frozenset(
             "glm4",
             "glm4_moe",
             "gpt_neox",
+            "gpt_oss",
             "granite",
+            "granite_swa",
             "granitemoe",
+            "granitemoe_swa",
         ),
         *(
             "granitemoeshared",
@@ -179,10 +182,10 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "its attention has sinks, learned numbers beside the keys, which the fused kernels do not "
-        "take",
+        "its layers without experts, or its heads, are read of fields that are not read here "
+        "(mlp_only_layers, swa_num_key_value_heads)",
         _FULL_ATTENTION,
-        ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
+        ("flint", "mimo_v2_flash"),
     ),
     ("its layers attend in chunks, not to the whole document", _FULL_ATTENTION, ("llama4_text",)),
     (
@@ -329,7 +332,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "lm_head_bias": (False,),
 }
 _NOT_ZERO: Mapping[str, tuple[str, ...]] = {
-    "attention_multiplier": ("granite", "granitemoe", "granitemoeshared", "hyperclovax"),
+    "attention_multiplier": (
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "hyperclovax",
+    ),
     "n_shared_experts": ("dots1", "glm4_moe", "solar_open"),
     "num_shared_experts": ("afmoe", "exaone_moe"),
     "moe_num_shared_experts": ("aria_text",),
@@ -339,7 +349,7 @@ _NOT_ZERO: Mapping[str, tuple[str, ...]] = {
 whose weights would be empty."""
 """Fields that change logits or attention, and the values, beside null, that change nothing."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
-"""Kinds of layers that only attend; lengths end at the window of the sliding ones."""
+"""Kinds of layers that only attend, to whole documents or within a window."""
 
 
 def refuse_untrained(family: str, source: str) -> None:

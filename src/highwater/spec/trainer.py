@@ -30,9 +30,6 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
     grid of lengths, and what takes no memory. None: every field."""
-    has_windows: bool = True
-    """Whether its attention goes past a model's sliding window, in windows. False: lengths end
-    there."""
     traces: Traces
     """Traces of its step: made when somebody asks for them, or bundled with the package, for some
     models and layouts."""
@@ -57,7 +54,6 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
         title="highwater",
         step="highwater's own engine, with its tiles, chunks and kernels",
         is_run=True,
-        has_windows=False,
         traces="made",
     ),
     "trinity": TrainerTraits(

@@ -22,6 +22,12 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
     return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
 
 
+def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
+    """As flash attention's, of tensors whose heads come behind their tokens."""
+    by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
+    return _in_flash_backward(by_heads)
+
+
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
     """Bytes of one workspace for all that flash attention takes piece by piece, and 256 more.
     Source: docs/results/lab/histories.json.gz.
@@ -83,5 +89,6 @@ WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.embedding_dense_backward.default: _in_embedding_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _in_cudnn_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
+    aten._flash_attention_backward.default: _in_windowed_backward,
 }
 """Bytes that an operator takes for itself and gives back before it returns, by operator."""

@@ -21,7 +21,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
 
-    ``window_tokens``: the longest document that every layer attends to whole, where there is one.
+    ``window_tokens``: the longest document that can be trained, where only those that every layer
+    attends to whole can.
     """
     if spec.data is None:
         return _synthetic(spec, vocab_size=vocab_size, data_rank=data_rank)

@@ -3,6 +3,7 @@ took of the device.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.attention.dense import Kernel, select_kernel
+from highwater.attention.window_proof import computes_windows
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.mesh import SequenceGroups
 from highwater.spec.hardware import refuse_unfit_gpu
@@ -62,6 +64,8 @@ def take_context(spec: TrialSpec) -> RankContext:
             torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         )
     shape = load_model(spec.model_directory).shape
+    if shape.window_tokens is not None and device.type == "cuda":
+        _prove_windows(device, shape.head_dim)
     kernel = select_kernel(
         device,
         compute_dtype(device),
@@ -83,6 +87,18 @@ def take_context(spec: TrialSpec) -> RankContext:
         shared=shared,
         nccl_bytes=max(0, after_bytes - before_bytes),
     )
+
+
+def _prove_windows(device: torch.device, head_dim: int) -> None:
+    """Find out whether flash attention's window is one here, and leave no block of the allocator
+    behind; what takes its place where it is not is said in the trial's log.
+    """
+    if not computes_windows(device, compute_dtype(device), head_dim):
+        sys.stdout.write(
+            f"flash attention computes no window for heads of {head_dim} on this GPU: layers that "
+            "have one take the plain path, which is slower\n"
+        )
+    torch.cuda.empty_cache()
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

@@ -83,7 +83,10 @@ class Trial:
             self.spec,
             vocab_size=training.policy.causal_lm.config.vocab_size,
             data_rank=context.data_rank,
-            window_tokens=load_model(self.spec.model_directory).shape.window_tokens,
+            # a ring shares no document that some layer's window cuts
+            window_tokens=load_model(self.spec.model_directory).shape.window_tokens
+            if self.spec.layout.ring_degree > 1
+            else None,
         )
         for step in range(1, self.spec.steps + 1):
             self.where.enter("data")

@@ -28,7 +28,7 @@ def read_documents(
     """The documents of what a user's function yielded.
 
     Raises UsageError for what the trial cannot be of: ``window_tokens`` is the longest document
-    that every layer attends to whole, where there is one.
+    that can be trained, where only those that every layer attends to whole can.
     """
     assert spec.data is not None
     documents = _documents(micro_batch, spec.data)
@@ -173,8 +173,9 @@ def _check_lengths(
         raise UsageError(
             f"{spec.data} yielded a document of {longest:,} tokens, past the sliding window of "
             f"{window_tokens:,} in which "
-            f"{spec.model_name} attends; only full attention is supported",
-            hint=f"cut documents to {window_tokens} tokens",
+            f"{spec.model_name} attends, and a ring shares only what all layers attend to whole",
+            hint=f"cut documents to {window_tokens} tokens, or use `--ulysses` in the place of "
+            "`--ring`",
         )
 
 

@@ -32,6 +32,7 @@ from highwater.memory.formula.layers import (
     working_set_bytes,
 )
 from highwater.memory.formula.outside_allocator import outside_terms
+from highwater.spec.families import ROPE_BY_LAYER
 from highwater.spec.footprint import (
     GRADIENT_BYTES_PER_PARAMETER,
     PROCESS_BYTES,
@@ -54,6 +55,7 @@ FAMILIES = (
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen3",
@@ -265,10 +267,15 @@ def _always_terms(step: Step) -> tuple[Term, ...]:
 
 def _batch_bytes(step: Step) -> int:
     """Bytes of T ids, and of T x head size of cosines and of sines, once for all layers whose heads
-    have that size.
+    have that size and that RoPE.
     """
-    head_sizes = {run.kind.attention.head_dim for run in step.shape.runs}
-    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * sum(head_sizes))
+    by_layer = step.shape.model_type in ROPE_BY_LAYER
+    kinds = {
+        (attention.head_dim, by_layer and attention.window_tokens is not None)
+        for attention in (run.kind.attention for run in step.shape.runs)
+    }
+    head_sizes = sum(head_dim for head_dim, _ in kinds)
+    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * head_sizes)
 
 
 def _root_parameters(step: Step) -> int:

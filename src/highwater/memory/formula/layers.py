@@ -18,9 +18,9 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import PROMPT_TOKENS, Device
 from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
-HEAD_NORMS = ("olmo2", "qwen3", "qwen3_moe")
+HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
-OUTPUT_NORMS = ("olmo2",)
+OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
 SCALED_BRANCHES = ("granite",)
