@@ -142,6 +142,13 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_pass(seconds: float | None) -> str:
+    """``1.72 ms`` below 0.1 s, else as ``format_seconds``: of what is often much shorter."""
+    if seconds is None or seconds >= 0.1:
+        return format_seconds(seconds)
+    return f"{1000 * seconds:.2f} ms"
+
+
 def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:

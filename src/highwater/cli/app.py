@@ -92,7 +92,17 @@ def _run(words: Sequence[str]) -> int:
         sys.stderr.write(usage())
         return EXIT_USER
     # here, so that a slip in the grammar is told at once
-    from highwater.cli import commands, doctor, emit, guide, predict, profile, recommend, report
+    from highwater.cli import (
+        bench,
+        commands,
+        doctor,
+        emit,
+        guide,
+        predict,
+        profile,
+        recommend,
+        report,
+    )
 
     handlers = {
         "find": commands.find,
@@ -105,6 +115,7 @@ def _run(words: Sequence[str]) -> int:
         "report": report.report,
         "profile": profile.profile,
         "doctor": doctor.doctor,
+        "bench": bench.bench,
         "schema": commands.schema,
         "compare-search": commands.compare_search,
     }

@@ -11,11 +11,13 @@ from highwater.cli.flags import add_settings
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
+from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trial import Device
 from highwater.version import __version__
 
 _COMMANDS = {
@@ -34,6 +36,8 @@ _COMMANDS = {
     "profile": "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: "
     "of any program; two side by side",
     "doctor": "GPUs, versions, free memory, and what to do",
+    "bench": "attention: the longest sequence that each attention holds here, what it costs there, "
+    "and a report",
     "schema": "the JSON Schema of --config files",
     "compare-search": "trials that each search method takes to find the capacities of a known "
     "table",
@@ -46,6 +50,7 @@ _EXAMPLES = {
     "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
     "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
     "profile": "highwater profile snapshot.pickle",
+    "bench": "highwater bench attention --device cpu",
     "compare-search": "highwater compare-search capacities.csv",
 }
 
@@ -381,6 +386,81 @@ def _doctor_flags(parser: Parser) -> None:
     _json(parser)
 
 
+def _bench_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention"
+    )
+    parser.add_argument(
+        "--device", choices=get_args(Device), help="where; default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
+        "big card stands in for a small one; default: all, on the CPU what is free",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        default=1,
+        help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
+    )
+    parser.add_argument(
+        "--heads", metavar="N", type=int, default=2, help="query heads (default: 2)"
+    )
+    parser.add_argument(
+        "--kv-heads", metavar="N", type=int, help="key and value heads; default: as many"
+    )
+    parser.add_argument(
+        "--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(BenchDtype),
+        help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
+    )
+    parser.add_argument(
+        "--same-qkv",
+        action="store_true",
+        help="queries, keys and values are one tensor, counted once: the published setting",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="TOKENS",
+        nargs="+",
+        help="measure at these lengths alone; default: doubling, then bisection to the longest",
+    )
+    parser.add_argument(
+        "--max-length",
+        metavar="TOKENS",
+        help="longest length to try; default: 16m tokens, on the CPU 4k",
+    )
+    parser.add_argument(
+        "--implementations",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help=f"who takes part, by name or family: {', '.join(IMPLEMENTATIONS)}; default: all",
+    )
+    parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
+    parser.add_argument(
+        "--timeout",
+        metavar="TIME",
+        help="longest time of one pass; default: 60s, on the CPU 10s",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the report: JSON, Markdown, HTML and plots; default: a new one below "
+        "./logs/attention",
+    )
+    parser.add_argument(
+        "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"
+    )
+    _json(parser)
+
+
 def _compare_search_flags(parser: Parser) -> None:
     parser.add_argument(
         "table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len"
@@ -399,6 +479,7 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "report": _report_flags,
     "profile": _profile_flags,
     "doctor": _doctor_flags,
+    "bench": _bench_flags,
     "compare-search": _compare_search_flags,
 }
 """The function that adds the flags of each command, by the command's name; ``schema`` has none."""

@@ -67,6 +67,13 @@ They would change a trial's memory or its checks, or make it join another job or
 """
 _NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
 """Beginnings of such variables, which training operators set in every pod."""
+ON_THE_CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(MIB),
+}
+"""Variables of what is measured on the CPU. One arena and a fixed threshold: a freed tensor goes
+back to the system at once, and the same trial ends the same way."""
 _LOOPBACK = "lo"
 """The network interface that nobody else can reach."""
 
@@ -210,7 +217,7 @@ class LocalRunner:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            end_reaper(process)
 
 
 @contextmanager
@@ -248,13 +255,7 @@ def trial_environment(spec: TrialSpec) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.layout.gpus))
     if spec.device == "cpu":
-        # One arena and a fixed threshold: a freed tensor goes back to the system at once, and the
-        # same trial ends the same way.
-        environment |= {
-            "CUDA_VISIBLE_DEVICES": "",
-            "MALLOC_ARENA_MAX": "1",
-            "MALLOC_MMAP_THRESHOLD_": str(1024**2),
-        }
+        environment |= ON_THE_CPU
     return environment
 
 
@@ -288,7 +289,7 @@ def _await_release(gpus: int) -> None:
         time.sleep(0.2)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_reaper(process: subprocess.Popen[bytes]) -> None:
     """End the reaper, which ends everything under it.
 
     A second Ctrl-C meanwhile is heard when that is done, and orphans nothing.

@@ -1,0 +1,1 @@
+"""The benchmark of attentions: who takes part, whether each is right, and what it holds."""

@@ -1,0 +1,310 @@
+"""``highwater bench attention``: the longest sequence of each attention here, and a report."""
+
+import argparse
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import cast
+
+from highwater.cli import console
+from highwater.cli.interruption import exit_code_of
+from highwater.errors import (
+    EXIT_ANSWERED,
+    EXIT_ANSWERED_NO,
+    EXIT_INCONCLUSIVE,
+    MachineError,
+    UsageError,
+)
+from highwater.pages.attention.attention_conclusions import entry_words
+from highwater.pages.attention.attention_tables import longest_table, per_gpu
+from highwater.pages.text import plain
+from highwater.recommendation.attention_summary import Entry, attention_summary
+from highwater.run.bench_process import bench_lines
+from highwater.run.probe import probe, refuse_busy_gpus, refuse_unreadable_gpus
+from highwater.spec.attention_bench import (
+    CPU_MOST_TOKENS,
+    DIRECTIONS,
+    IMPLEMENTATIONS,
+    MOST_SEARCHED_TOKENS,
+    AttentionBench,
+    BenchCheck,
+    BenchDtype,
+    BenchMachine,
+    BenchOrder,
+    BenchRow,
+    NotRun,
+    implementations_named,
+)
+from highwater.spec.codec import to_json
+from highwater.spec.hardware import OLDEST_CAPABILITY, Machine
+from highwater.spec.trial import Device
+from highwater.store.directory import write_new_file
+from highwater.units import (
+    format_pass,
+    format_seconds,
+    format_tokens,
+    parse_memory,
+    parse_seconds,
+    parse_tokens,
+)
+
+_REPORT = "attention"
+"""Name of the report's files."""
+_MOST_PROCESSES = 64
+_MOST_HEADS = 1024
+_TIMEOUTS = {"cuda": 60.0, "cpu": 10.0}
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure, print the longest lengths, and write the report."""
+    machine = probe()
+    order = _order(arguments, machine)
+    folder = _folder(arguments.out)
+    gathered = _Gathered(order, arguments.command_line)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        with bench_lines(order) as lines:
+            for line in lines:
+                gathered.take(line.machine, line.check, line.row, line.not_run)
+    except KeyboardInterrupt as caught:
+        interrupt = caught
+    found = gathered.bench(is_whole=interrupt is None)
+    if found is None or not found.rows:
+        if interrupt is not None:
+            console.talk("interrupted: no case had ended, and nothing of it runs any more")
+            return exit_code_of(interrupt)
+        reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in gathered.not_run)
+        raise UsageError(
+            f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
+        )
+    _write(folder, found)
+    if arguments.json:
+        # here, so that a refusal waits for no template
+        from highwater.pages.attention.attention_report import bench_document
+
+        console.answer_json(bench_document(found))
+    else:
+        console.answer_table(longest_table(found, attention_summary(found)))
+    console.talk(f"the report: {folder / f'{_REPORT}.html'}, and .md and .json beside it")
+    if interrupt is not None:
+        console.talk("interrupted: what had ended is in the report, nothing runs any more")
+        return exit_code_of(interrupt)
+    if not arguments.json:
+        console.next_command(_next(order, machine))
+    return _exit_code(found)
+
+
+class _Gathered:
+    """What was told so far; says each thing to who waits."""
+
+    def __init__(self, order: BenchOrder, command: tuple[str, ...]) -> None:
+        self._order, self._command = order, command
+        self._began_s = time.monotonic()
+        self._made_at = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._machine: BenchMachine | None = None
+        self._checks: list[BenchCheck] = []
+        self._rows: list[BenchRow] = []
+        self.not_run: list[NotRun] = []
+
+    def take(
+        self,
+        machine: BenchMachine | None,
+        check: BenchCheck | None,
+        row: BenchRow | None,
+        not_run: NotRun | None,
+    ) -> None:
+        """Take in one line, of which one of these is there."""
+        if machine is not None:
+            self._machine = machine
+            console.talk(f"{plain(machine.device_name)}, dense attention on {machine.kernel}")
+        if check is not None:
+            self._checks.append(check)
+            verdict = plain(check.reason) or "equals the reference, forward and all gradients"
+            self._say(f"{check.implementation}: {verdict}")
+        if row is not None:
+            self._rows.append(row)
+            self._say(_told(row))
+        if not_run is not None:
+            self.not_run.append(not_run)
+            self._say(f"{not_run.implementation}: not run: {plain(not_run.reason)}")
+
+    def _say(self, text: str) -> None:
+        console.talk(f"{format_seconds(time.monotonic() - self._began_s)}: {text}")
+
+    def bench(self, *, is_whole: bool) -> AttentionBench | None:
+        """All of it; None before the machine is known."""
+        if self._machine is None:
+            return None
+        return AttentionBench(
+            made_at=self._made_at,
+            command=self._command,
+            order=self._order,
+            machine=self._machine,
+            checks=tuple(self._checks),
+            rows=tuple(self._rows),
+            not_run=tuple(self.not_run),
+            is_whole=is_whole,
+        )
+
+
+def _told(row: BenchRow) -> str:
+    """A case that ended, on one line."""
+    name = entry_words(Entry(row.implementation, row.mode, row.direction))
+    if row.result == "red":
+        return f"{name}: red, not measured"
+    batch = "" if row.batch == 1 else f" x {row.batch}"
+    how = row.result
+    if row.fits:
+        how += f" in {format_pass(row.time_s)}, {per_gpu(row.peak_allocated_bytes)} at the peak"
+    return f"{name}: {format_tokens(row.length_tokens)} tokens{batch}: {how}"
+
+
+def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
+    """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
+    device = _device(arguments, machine)
+    _check_counts(arguments, device)
+    heads: int = arguments.heads
+    kv_heads: int = heads if arguments.kv_heads is None else arguments.kv_heads
+    if heads % kv_heads:
+        raise UsageError(
+            f"{kv_heads} key/value heads do not divide {heads} query heads",
+            hint=f"use `--kv-heads {heads}`",
+        )
+    if arguments.same_qkv and kv_heads != heads:
+        raise UsageError(
+            f"one tensor is {heads} query heads and {kv_heads} key/value heads at once",
+            hint="leave `--kv-heads` out, or `--same-qkv`",
+        )
+    names = implementations_named(arguments.implementations)
+    if arguments.gpus == 1 and all(IMPLEMENTATIONS[name].mode != "single" for name in names):
+        raise UsageError(
+            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
+            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
+        )
+    most = MOST_SEARCHED_TOKENS if device == "cuda" else CPU_MOST_TOKENS
+    lengths = tuple(map(parse_tokens, arguments.lengths or ()))
+    if arguments.max_length is not None:
+        most = parse_tokens(arguments.max_length)
+    cores = len(os.sched_getaffinity(0))
+    return BenchOrder(
+        device=device,
+        implementations=names,
+        directions=DIRECTIONS if arguments.only is None else (arguments.only,),
+        gpus=arguments.gpus,
+        memory_bytes=_memory_bytes(arguments, device, machine),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=arguments.dtype or _dtype(device, machine),
+        same_qkv=arguments.same_qkv,
+        lengths=lengths,
+        most_tokens=max((most, *lengths)) if arguments.max_length is None else most,
+        timeout_s=parse_seconds(arguments.timeout) if arguments.timeout else _TIMEOUTS[device],
+        threads=max(1, cores // arguments.gpus),
+    )
+
+
+def _device(arguments: argparse.Namespace, machine: Machine) -> Device:
+    device = cast("Device | None", arguments.device)
+    if device == "cpu":
+        return device
+    if not machine.gpus:
+        named = "and `--device cuda` is asked for" if device else "and the CPU is not named"
+        raise UsageError(f"no GPU is visible, {named}", hint="use `--device cpu`")
+    if arguments.gpus > len(machine.gpus):
+        raise MachineError(
+            f"{arguments.gpus} GPUs are asked for, and {len(machine.gpus)} visible",
+            hint=f"use `--gpus {len(machine.gpus)}`",
+        )
+    if not arguments.allow_busy:
+        refuse_unreadable_gpus(machine, count=arguments.gpus)
+        try:
+            refuse_busy_gpus(machine, count=arguments.gpus)
+        except MachineError as error:
+            hint = error.hint.replace("highwater find --", "highwater bench attention --")
+            raise MachineError(error.problem, hint=hint) from error
+    return "cuda"
+
+
+def _check_counts(arguments: argparse.Namespace, device: Device) -> None:
+    """Raise UsageError for numbers that cannot be."""
+    processes = _MOST_PROCESSES if device == "cpu" else max(1, arguments.gpus)
+    limits = {"gpus": processes, "heads": _MOST_HEADS, "kv_heads": _MOST_HEADS, "head_dim": 512}
+    for name, most in limits.items():
+        count = getattr(arguments, name)
+        if count is not None and not 1 <= count <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {count}", hint=f"use 1 to {most}, for example `{flag} 2`")
+
+
+def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machine) -> int | None:
+    if arguments.memory is not None:
+        return parse_memory(arguments.memory)
+    return None if device == "cuda" else machine.host_memory_available_bytes // arguments.gpus
+
+
+def _dtype(device: Device, machine: Machine) -> BenchDtype:
+    if device == "cpu":
+        return "fp32"
+    oldest = min(gpu.compute_capability for gpu in machine.gpus)
+    return "bf16" if oldest >= OLDEST_CAPABILITY else "fp16"
+
+
+def _folder(named: str | None) -> Path:
+    """The folder that the report goes to, made and without one. Raises UsageError."""
+    parent = Path("logs", _REPORT)
+    folder = parent / f"{datetime.now():%Y%m%d-%H%M%S}" if named is None else Path(named)
+    example = f"`--out {shlex.quote(str(parent / 'another'))}`"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_taken = (folder / f"{_REPORT}.json").exists()
+        is_writable = os.access(folder, os.W_OK)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"no report can be written to {folder}: {why}", hint=f"name another: {example}"
+        ) from error
+    if is_taken or not is_writable:
+        why = "has a report already" if is_taken else "cannot be written"
+        raise UsageError(f"{folder} {why}", hint=f"name another: {example}")
+    return folder
+
+
+def _write(folder: Path, found: AttentionBench) -> None:
+    for name, text in _files(found):
+        write_new_file(folder / name, text.encode(), flag="--out")
+
+
+def _files(found: AttentionBench) -> Iterator[tuple[str, str]]:
+    """The report, and the plots that its Markdown shows, by the names of their files."""
+    from highwater.pages.attention.attention_plots import plots
+    from highwater.pages.attention.attention_report import (
+        attention_markdown,
+        attention_page,
+        bench_document,
+    )
+
+    yield f"{_REPORT}.json", f"{to_json(bench_document(found), indent=2)}\n"
+    yield f"{_REPORT}.md", f"{attention_markdown(found)}\n"
+    yield f"{_REPORT}.html", attention_page(found)
+    for plot in plots(found):
+        yield f"{plot.name}.svg", f"{plot.svg(alone=True)}\n"
+
+
+def _next(order: BenchOrder, machine: Machine) -> str:
+    """The same on two GPUs, where there are as many; else another kind of attention's layer."""
+    if order.gpus == 1 and (order.device == "cpu" or len(machine.gpus) > 1):
+        return f"highwater bench attention --device {order.device} --gpus 2"
+    return (
+        f"highwater bench attention --device {order.device} --heads 32 --kv-heads 8 --head-dim 128"
+    )
+
+
+def _exit_code(found: AttentionBench) -> int:
+    """4 where an implementation has no answer, 1 where nothing fits."""
+    if any(row.result in ("red", "crashed") for row in found.rows):
+        return EXIT_INCONCLUSIVE
+    return EXIT_ANSWERED if any(row.fits for row in found.rows) else EXIT_ANSWERED_NO

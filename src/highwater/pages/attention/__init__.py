@@ -1,0 +1,1 @@
+"""What a benchmark of attentions found, as text, tables and pictures."""

@@ -1,0 +1,208 @@
+"""``highwater bench attention`` as a user runs it: on the CPU, at small sizes, for real."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Run, following, offered, refusal
+
+from highwater.units import MIB
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = ("--device", "cpu", "--max-length", "512", "--head-dim", "16")
+BENCH = ("bench", "attention", *SMALL, "--implementations", "dense", "block_sparse_5")
+FILES = {
+    *("attention.json", "attention.md", "attention.html"),
+    *("time-forward.svg", "memory-forward.svg"),
+    *("time-forward-backward.svg", "memory-forward-backward.svg"),
+}
+ENDS_S = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+def words_of(text: str) -> str:
+    """Without line ends, as folded text is read."""
+    return " ".join(text.split())
+
+
+def test_the_answer_comes_first_and_the_report_lies_where_it_was_asked_for(
+    highwater: Run, tmp_path: Path
+) -> None:
+    done = highwater(*BENCH, "--out", "found")
+    assert done.returncode == 0, done.stderr
+    first, blank, columns, *_ = done.stdout.splitlines()
+    assert first.startswith("all 2 held the longest sequence that was tried, 512 tokens")
+    assert blank == ""
+    assert columns.split()[:4] == ["implementation", "mode", "direction", "longest"]
+    assert "dense: equals the reference, forward and all gradients" in done.stderr
+    assert {path.name for path in (tmp_path / "found").iterdir()} == FILES
+    assert following(done)[:2] == ["bench", "attention"]
+    problem, hint = refusal(highwater(*BENCH, "--out", "found"), 2)
+    assert problem == "found has a report already"
+    (again,) = offered(hint)
+    document = json.loads((tmp_path / "found" / "attention.json").read_text())
+    assert {row["result"] for row in document["rows"]} == {"fits"}
+    once_more = highwater(*BENCH, "--only", "forward", "--lengths", "128", "--json", *again)
+    assert once_more.returncode == 0, once_more.stderr
+    assert (tmp_path / again[1] / "attention.json").exists()
+
+
+def test_json_is_one_document_with_a_row_for_each_implementation_mode_and_length(
+    highwater: Run, tmp_path: Path
+) -> None:
+    done = highwater(*BENCH, "--lengths", "128", "300", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert [
+        (row["implementation"], row["direction"], row["length_tokens"]) for row in document["rows"]
+    ] == [
+        (name, direction, length)
+        for name in ("dense", "block_sparse_5")
+        for direction in ("forward", "forward+backward")
+        for length in (128, 300)
+    ]
+    for row in document["rows"]:
+        assert (row["mode"], row["batch"], row["gpus"], row["result"]) == ("single", 1, 1, "fits")
+        assert row["time_s"] > 0
+        assert row["after_qkv_bytes"][0] < row["peak_allocated_bytes"][0]
+        assert row["peak_allocated_bytes"][0] < row["peak_reserved_bytes"][0]
+    assert document["order"]["memory_bytes"] > 0
+    assert document["machine"]["versions"]["torch"]
+    (written,) = (tmp_path / "logs" / "attention").glob("*/attention.json")
+    assert json.loads(written.read_text()) == document
+
+
+def test_80_columns_have_every_figure_whole(highwater: Run, tmp_path: Path) -> None:
+    """Drawn for a terminal as the command draws it, of the same figures."""
+    from highwater.pages.attention.attention_tables import longest_table
+    from highwater.pages.terminal import terminal_table
+    from highwater.pages.text_table import plain_table
+    from highwater.recommendation.attention_summary import attention_summary
+    from highwater.spec.attention_bench import AttentionBench
+    from highwater.spec.codec import from_builtins
+
+    done = highwater(*BENCH, "--lengths", "256", "--json")
+    document = json.loads(done.stdout)
+    kept = {name: document[name] for name in AttentionBench.__struct_fields__}
+    found = from_builtins(kept, AttentionBench)
+    table = longest_table(found, attention_summary(found))
+    shown = terminal_table(table, width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    figure = re.compile(r"\d[\d,.]*\d|\d")
+    assert set(figure.findall(plain_table(table))) <= set(figure.findall(shown))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--implementations", "densee"), 2, "there is no implementation 'densee'"),
+        (("--implementations", "block-sparse"), 2, "there is no implementation 'block-sparse'"),
+        (("--implementations", "ring"), 2, "ring: a sequence is shared by two GPUs or more"),
+        (("--heads", "4", "--kv-heads", "3"), 2, "3 key/value heads do not divide 4 query heads"),
+        (("--gpus", "0"), 2, "--gpus 0"),
+        (("--heads", "-2"), 2, "--heads -2"),
+        (("--memory", "8GB"), 2, "memory size '8GB' has a decimal or unclear unit"),
+        (("--memory", "64MiB"), 3, "64.0 MiB leave nothing for tensors: PyTorch itself takes"),
+        (("--max-length", "1.5"), 2, "length '1.5' is not a whole number of tokens"),
+        (("--timeout", "soon"), 2, "'soon' is not a time"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_what_the_hint_offers_runs(
+    highwater: Run, words: tuple[str, ...], code: int, said: str
+) -> None:
+    base = ("bench", "attention", "--device", "cpu", "--only", "forward")
+    problem, hint = refusal(highwater(*base, *words), code)
+    assert problem.startswith(said)
+    typed = dict(zip(words[::2], words[1::2], strict=True))
+    offer = offered(hint)[0]
+    mended = dict([offer]) if offer[0].startswith("--") else {words[0]: offer[0]}
+    asked = {"--lengths": "128", "--implementations": "dense"} | typed | mended
+    done = highwater(*base, *(word for pair in asked.items() for word in pair))
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_gpu_the_cpu_has_to_be_named(highwater: Run) -> None:
+    problem, hint = refusal(highwater("bench", "attention"), 2)
+    assert problem == "no GPU is visible, and the CPU is not named"
+    assert offered(hint) == [["--device", "cpu"]]
+
+
+def test_what_does_not_run_here_alone_is_refused_by_why(highwater: Run) -> None:
+    problem, hint = refusal_after_talk(
+        highwater("bench", "attention", *SMALL, "--implementations", "dense_flex")
+    )
+    assert "dense_flex: FlexAttention has no backward pass on the CPU" in problem
+    assert offered(hint) == [["--implementations", "dense"]]
+
+
+def refusal_after_talk(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
+    """Problem and hint of what was refused after something was measured."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    error, _, hint = done.stderr.splitlines()[-3:]
+    return error.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def test_memory_that_holds_nothing_is_answered_with_no(highwater: Run) -> None:
+    """Exit code 1: of 64 heads the shortest length has no room beside PyTorch."""
+    words = ("bench", "attention", "--device", "cpu", "--only", "forward", "--lengths", "8k")
+    wide = ("--heads", "64", "--head-dim", "128", "--implementations", "dense", "--json")
+    document = json.loads(
+        highwater(*words[:-2], "--lengths", "128", "--implementations", "dense", "--json").stdout
+    )
+    size = (document["machine"]["outside_bytes"] + 160 * MIB) // MIB
+    done = highwater(*words, *wide, "--memory", f"{size}MiB")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["result"] for row in found["rows"]] == ["ran out of memory"]
+    assert found["answer"] == "no attention held any length, forward"
+
+
+@pytest.mark.parametrize("places", ["/dev/null", "/dev/null/x", "x" * 300, "/proc/x"])
+def test_a_folder_that_cannot_be_is_refused(highwater: Run, places: str) -> None:
+    problem, hint = refusal(highwater(*BENCH, "--out", places), 2)
+    assert places in problem
+    assert offered(hint)[0][0] == "--out"
+
+
+def test_ctrl_c_keeps_what_was_measured_and_ends_every_process(tmp_path: Path) -> None:
+    words = (*BENCH[:-3], "--implementations", "dense", "window", "dilated", "--out", "found")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "highwater", *words],
+            cwd=tmp_path,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    while "fits" not in (line := process.stderr.readline()):
+        assert line, "it has told of a case before it ended"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    os.killpg(process.pid, signal.SIGINT)
+    answer, talk = process.communicate(timeout=ENDS_S)
+    assert process.returncode == 130, talk
+    assert "Traceback" not in talk
+    assert "interrupted: what had ended is in the report" in words_of(talk)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert "interrupted: these are the cases that had ended." in words_of(answer)
+    document = json.loads((tmp_path / "found" / "attention.json").read_text())
+    assert not document["is_whole"]
+    assert document["rows"][0]["result"] == "fits"
+    assert list(tmp_path.glob("highwater-*")) == []

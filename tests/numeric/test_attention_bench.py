@@ -1,0 +1,329 @@
+"""The benchmark of attentions, on the CPU: who takes part is right beside the textbook formula, a
+wrong one has no number, memory that runs out is told, and no fault of one takes another along.
+
+Each benchmark runs in a process of its own, as it does for a user: it forks.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from highwater.attention.reference import reference_attention
+from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
+from highwater.bench.attention.correctness import OFF_AT_THE_MOST, differences, naive_attention
+from highwater.spec.attention_bench import (
+    IMPLEMENTATIONS,
+    BenchLine,
+    BenchOrder,
+    implementations_named,
+)
+from highwater.spec.codec import from_json, to_json
+from highwater.units import GIB, MIB
+
+pytestmark = pytest.mark.timeout(300)
+RUN = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from highwater.bench.attention.benchmark import benchmark
+from highwater.bench.attention.contenders import CONTENDERS
+from highwater.spec.attention_bench import BenchOrder
+from highwater.spec.codec import from_json, to_json
+
+contenders = dict(CONTENDERS)
+{wrong}
+order = from_json(Path(sys.argv[1]).read_bytes(), BenchOrder)
+for line in benchmark(order, Path(sys.argv[1]).parent, contenders):
+    print(to_json(line), flush=True)
+"""
+"""A benchmark, of contenders that a test may spoil."""
+WITH_A_WRONG_DENSE = """
+own = CONTENDERS["dense"]
+
+
+def spoilt(conditions, length):
+    compute = own.build(conditions, length)
+
+    def computed(query, key, value):
+        output, share = compute(query, key, value)
+        {how}
+        return output, share
+
+    return computed
+
+
+contenders["dense"] = replace(own, build=spoilt)
+"""
+CPU = Conditions(
+    device=torch.device("cpu"), dtype=torch.float32, heads=4, kv_heads=2, head_dim=8, kernel="flash"
+)
+
+
+def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
+    """All that a benchmark tells; ``how`` spoils dense attention."""
+    path = tmp_path / "order.json"
+    asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
+    path.write_text(to_json(BenchOrder(**(asked | order))), encoding="utf-8")
+    wrong = WITH_A_WRONG_DENSE.format(how=how) if how else ""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(wrong=wrong), str(path)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [from_json(text, BenchLine) for text in done.stdout.splitlines()]
+
+
+def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
+    """Implementation, length and result of each case."""
+    return [
+        (row.implementation, row.length_tokens, row.result)
+        for line in lines
+        if (row := line.row) is not None
+    ]
+
+
+def test_whoever_is_named_can_take_part_and_the_other_way_round() -> None:
+    assert list(CONTENDERS) == list(IMPLEMENTATIONS)
+    assert implementations_named(()) == tuple(IMPLEMENTATIONS)
+    assert implementations_named(("block_sparse", "dense")) == (
+        *("dense", "block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive"),
+    )
+
+
+def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(heads, 37, 5, dtype=torch.float64) for heads in (4, 2, 2))
+    found = naive_attention(q, k, v, torch.ones(37, 37).tril(), 0.3)
+    expected = reference_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), document_lengths=[37], scaling=0.3
+    )
+    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none() -> None:
+    q, k, v = torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[3.0], [9.0]]])
+    counts = torch.tensor([[0.0, 0.0], [2.0, 1.0]])
+    assert naive_attention(q, k, v, counts, 1.0).flatten().tolist() == [0.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in IMPLEMENTATIONS.items() if each.mode == "single"]
+)
+def test_each_equals_the_formula_with_grouped_heads(name: str) -> None:
+    contender = CONTENDERS[name]
+    if contender.obstacle(CPU) is not None:
+        assert name == "dense_flex", "all others run on the CPU"
+        return
+    found = differences(contender, CPU, "single", 0)
+    assert max(found.values()) <= OFF_AT_THE_MOST[torch.float32]
+
+
+def test_a_fused_kernel_runs_on_the_cpu() -> None:
+    assert fused_kernel(CPU) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("output = output * 1.001", "output 1.0e-03"),
+        (
+            "output = output.detach() + 0 * (query.sum() + key.sum() + value.sum())",
+            "query gradient 1.0",
+        ),
+        ("output = output + (value - value.detach())[:, :1] * 0.01", "value gradient"),
+        ("output = output * float('nan')", "output is no number"),
+    ],
+)
+def test_a_wrong_attention_has_no_number_and_the_others_theirs(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    lines = run(tmp_path, how=how, implementations=("dense", "block_sparse_5"))
+    (red, *others) = [line.check for line in lines if line.check is not None]
+    assert said in red.reason
+    assert [each.reason for each in others] == [""]
+    for row in (line.row for line in lines if line.row is not None):
+        if row.implementation == "dense":
+            assert (row.result, row.length_tokens, row.time_s) == ("red", None, None)
+            assert row.peak_allocated_bytes == row.after_qkv_bytes == ()
+        else:
+            assert row.result == "fits"
+    tried = {line.trying.implementation for line in lines if line.trying is not None}
+    assert tried == {"block_sparse_5"}, "what is red is not measured at all"
+
+
+@pytest.mark.parametrize(
+    ("how", "result", "reason"),
+    [
+        ("if query.shape[2] > 600: raise ValueError('broken')", "crashed", "ValueError: broken"),
+        (
+            "import os\n        if query.shape[2] > 600: os.kill(os.getpid(), 9)",
+            "crashed",
+            "ended with -9",
+        ),
+        (
+            "if query.shape[2] > 600: torch.ones(2**40)",
+            "ran out of memory",
+            "can't allocate memory",
+        ),
+        (
+            "import time\n        if query.shape[2] > 600: time.sleep(0.3)",
+            "took too long",
+            "longer than 0.2 s",
+        ),
+    ],
+)
+def test_a_case_that_fails_is_told_by_how_and_ends_no_other(
+    tmp_path: Path, how: str, result: str, reason: str
+) -> None:
+    lines = run(
+        tmp_path,
+        how=how,
+        implementations=("dense", "dilated"),
+        lengths=(256, 700),
+        timeout_s=0.2 if "long" in result else 60.0,
+        directions=("forward",),
+    )
+    assert rows(lines)[:2] == [("dense", 256, "fits"), ("dense", 700, result)]
+    assert rows(lines)[2:] == [("dilated", 256, "fits"), ("dilated", 700, "fits")]
+    (failed,) = [line.row for line in lines if line.row is not None and not line.row.fits]
+    assert reason in failed.reason
+
+
+def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_path: Path) -> None:
+    """Of eight heads the formula takes 54 MiB at 512 tokens, and four times as much at 1,024."""
+    (machine,) = [line.machine for line in run(tmp_path) if line.machine is not None]
+    lines = run(
+        tmp_path,
+        implementations=("reference",),
+        lengths=(),
+        most_tokens=1024,
+        directions=("forward",),
+        memory_bytes=machine.outside_bytes + 120 * MIB,
+        heads=8,
+        kv_heads=8,
+    )
+    results = dict(row[1:] for row in rows(lines))
+    assert results[512] == "fits"
+    assert results[1024] == "ran out of memory"
+    fits = max(length for length, result in results.items() if result == "fits")
+    fails = min(length for length, result in results.items() if result != "fits")
+    assert fails - fits == 64, "an eighth of the last doubling"
+    for row in (line.row for line in lines if line.row is not None and line.row.fits):
+        assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 120 * MIB
+
+
+def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    (line,) = run(tmp_path, memory_bytes=64 * MIB)
+    assert line.refusal is not None
+    assert "PyTorch itself takes" in line.refusal.problem
+    size = int(line.refusal.hint.split()[-1].removesuffix("MiB`"))
+    assert all(row[2] == "fits" for row in rows(run(tmp_path, memory_bytes=size * MIB)))
+
+
+def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(
+    tmp_path: Path,
+) -> None:
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    lines = run(tmp_path, lengths=(512,), implementations=("dense", "block_sparse_5"), **sizes)
+    shared = run(tmp_path, lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
+    query = 4 * 512 * 16 * 4
+    for row in (line.row for line in lines if line.row is not None):
+        assert row.after_qkv_bytes == (2 * query,), "keys and values have half as many heads"
+        assert row.peak_allocated_bytes[0] >= 3 * query, "and the output is as large as queries"
+        assert row.peak_reserved_bytes[0] > row.peak_allocated_bytes[0]
+        assert bool(row.kept_for_backward_bytes) == (row.direction == "forward+backward")
+        if row.kept_for_backward_bytes:
+            assert row.kept_for_backward_bytes[0] >= query
+    for row in (line.row for line in shared if line.row is not None):
+        assert row.after_qkv_bytes == (query,), "one tensor is counted once"
+
+
+def test_the_kept_share_is_measured(tmp_path: Path) -> None:
+    lines = run(
+        tmp_path,
+        lengths=(2560,),
+        directions=("forward",),
+        implementations=("dense", "window", "block_sparse_5", "dilated"),
+    )
+    shares = {row.implementation: row.kept_share for line in lines if (row := line.row)}
+    pairs = 2560 * 2561 / 2
+    window = (512 * 513 / 2 + (2560 - 512) * 512) / pairs
+    # of 20 rows of blocks each keeps one: the diagonal, whose blocks are half seen
+    diagonal = 20 * (128 * 129 / 2) / pairs
+    # halves whole, and every other token of all
+    branches = (2 * 1280 * 1281 / 2 + 1280 * 1281 / 2) / pairs
+    assert shares == pytest.approx(
+        {"dense": 1.0, "window": window, "block_sparse_5": diagonal, "dilated": branches}
+    )
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_share_a_sequence_or_have_one_each(tmp_path: Path) -> None:
+    lines = run(
+        tmp_path,
+        gpus=2,
+        lengths=(255, 1024),
+        implementations=("dense", "ring", "ulysses"),
+        memory_bytes=GIB,
+    )
+    assert [line.check.reason for line in lines if line.check is not None] == ["", "", ""]
+    found = {
+        (row.mode, row.direction, row.length_tokens): row
+        for line in lines
+        if (row := line.row) is not None
+    }
+    assert len(found) == 4 * 2 * 2
+    assert all(row.result == "fits" for row in found.values()), found
+    whole = found["single", "forward", 1024].after_qkv_bytes[0]
+    assert found["ring", "forward", 1024].after_qkv_bytes == (whole // 2,) * 2
+    assert found["ulysses", "forward", 1024].after_qkv_bytes == (whole // 2,) * 2
+    parallel = found["data parallel", "forward", 1024]
+    assert (parallel.batch, parallel.after_qkv_bytes) == (2, (whole,) * 2)
+
+
+def test_heads_that_ulysses_cannot_share_are_told_and_the_ring_runs(tmp_path: Path) -> None:
+    lines = run(tmp_path, gpus=2, heads=3, kv_heads=3, implementations=("ring", "ulysses"))
+    (not_run,) = [line.not_run for line in lines if line.not_run is not None]
+    assert (not_run.implementation, not_run.reason) == ("ulysses", "2 GPUs do not divide 3 heads")
+    assert {row[0] for row in rows(lines)} == {"ring"}
+
+
+def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
+    how = (
+        "import torch.distributed as dist\n"
+        "        if query.shape[2] == 300 and dist.is_initialized() and dist.get_rank():\n"
+        "            raise ValueError('rank one')\n"
+        "        if query.shape[2] == 300 and dist.is_initialized():\n"
+        "            dist.barrier()"
+    )
+    lines = run(tmp_path, how=how, gpus=2, lengths=(300,), directions=("forward",))
+    assert rows(lines) == [("dense", 300, "fits"), ("dense", 300, "crashed")]
+    assert [line.row.reason for line in lines if line.row and line.row.reason] == [
+        "ValueError: rank one"
+    ]
+
+
+def test_several_sequences_are_measured_where_lengths_have_them(tmp_path: Path) -> None:
+    lines = run(
+        tmp_path,
+        lengths=(16_384,),
+        most_tokens=16_384,
+        implementations=("block_sparse_1",),
+        directions=("forward",),
+        heads=1,
+        kv_heads=1,
+    )
+    found = [line.row for line in lines if line.row is not None]
+    assert [(row.batch, row.result) for row in found] == [(1, "fits"), (2, "fits"), (4, "fits")]
+    after = found[0].after_qkv_bytes[0]
+    assert [row.after_qkv_bytes for row in found] == [(after,), (2 * after,), (4 * after,)]

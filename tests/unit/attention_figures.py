@@ -1,0 +1,112 @@
+"""Benchmarks of attentions as somebody's GPU might have measured them: figures for tests."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from highwater.spec.attention_bench import (
+    AttentionBench,
+    BenchCheck,
+    BenchMachine,
+    BenchOrder,
+    BenchResult,
+    BenchRow,
+    Direction,
+    Mode,
+    NotRun,
+)
+from highwater.units import GIB, MIB
+
+BOTH: tuple[Direction, ...] = ("forward", "forward+backward")
+Figures = tuple[str, int, float, int]
+"""Implementation, length, seconds and bytes at the peak."""
+
+
+def row(
+    implementation: str,
+    length: int | None,
+    time_s: float | None = None,
+    peak: int | None = None,
+    *,
+    result: BenchResult = "fits",
+    mode: Mode = "single",
+    direction: Direction = "forward",
+    **more: Any,
+) -> BenchRow:
+    """A case; without a time one that did not fit."""
+    gpus = more.get("gpus", 1)
+    if time_s is not None:
+        measured = {
+            "time_s": time_s,
+            "passes": 3,
+            "kept_share": 0.05 if "sparse" in implementation else 1.0,
+            "after_qkv_bytes": ((peak or 0) // 3,) * gpus,
+            "peak_allocated_bytes": (peak,) * gpus,
+            "peak_reserved_bytes": ((peak or 0) + MIB,) * gpus,
+            "kept_for_backward_bytes": ((peak or 0) // 4,) * gpus if "back" in direction else (),
+        }
+        more = measured | more
+    return BenchRow(
+        implementation=implementation,
+        mode=mode,
+        direction=direction,
+        length_tokens=length,
+        result=result,
+        **more,
+    )
+
+
+def bench(
+    rows: Iterable[BenchRow],
+    *,
+    checks: tuple[BenchCheck, ...] = (),
+    not_run: tuple[NotRun, ...] = (),
+    machine: BenchMachine | None = None,
+    is_whole: bool = True,
+    **order: Any,
+) -> AttentionBench:
+    """A benchmark on one GPU of 80 GiB, or as ``order`` says."""
+    rows = tuple(rows)
+    directions = tuple(each for each in BOTH if any(row.direction == each for row in rows))
+    asked = {
+        "device": "cuda",
+        "implementations": tuple(dict.fromkeys(row.implementation for row in rows)),
+        "directions": directions or BOTH,
+        "dtype": "bf16",
+        "timeout_s": 60.0,
+    }
+    return AttentionBench(
+        made_at="2026-02-03T04:05:06+00:00",
+        command=("highwater", "bench", "attention"),
+        order=BenchOrder(**(asked | order)),
+        machine=machine or card("NVIDIA H100 80GB HBM3", 79 * GIB),
+        checks=checks,
+        rows=rows,
+        not_run=not_run,
+        is_whole=is_whole,
+    )
+
+
+def card(name: str, total: int) -> BenchMachine:
+    """A GPU."""
+    return BenchMachine(
+        device_name=name,
+        memory_total_bytes=total,
+        outside_bytes=512 * MIB,
+        versions={"torch": "2.11.0", "cuda": "12.8"},
+        kernel="cudnn",
+    )
+
+
+def measured(
+    implementation: str,
+    lengths: Iterable[int],
+    *,
+    token_s: float,
+    token_bytes: int,
+    **more: Any,
+) -> list[BenchRow]:
+    """Cases whose time and peak are linear in the length."""
+    return [
+        row(implementation, length, token_s * length, token_bytes * length, **more)
+        for length in lengths
+    ]
