@@ -106,7 +106,7 @@ def test_everything_kept_costs_what_dense_attention_does() -> None:
     pairs = sparse_costs.kept_pairs(SparsePatternConfig(sparsity_ratio=1.0), length)
     ours = sum(attention_flops(pairs, heads * size, is_backward=each) for each in (False, True))
     kind = AttentionKind(query_heads=heads, kv_heads=heads, head_dim=size)
-    assert ours == pytest.approx(_attention_flops(kind, length), rel=1 / length)
+    assert ours == pytest.approx(_attention_flops(kind, length, None), rel=1 / length)
 
 
 def test_a_ratio_that_a_window_contradicts_is_refused_without_a_table() -> None:

@@ -16,7 +16,7 @@ from highwater.spec.declaration import SWITCH, CommandName, Setting, words_of
 from highwater.spec.declared_settings import DECLARED, TOPICS, taken_by
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.request import Request, choices, request_from, setting_flags
-from highwater.spec.settings import Settings
+from highwater.spec.settings import PATTERN_FIELDS, Settings
 
 ROWS = list(DECLARED.values())
 FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
@@ -108,6 +108,8 @@ def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_pytho
 @each([row for row in ROWS if row.rung_field in Settings.__struct_fields__])
 def test_the_flags_of_a_rung_name_it_again(row: Setting) -> None:
     usual = Settings(objective="ppo", sequences_per_micro_batch=2)
+    if row.name in PATTERN_FIELDS:
+        usual = msgspec.structs.replace(usual, attention="block_sparse")
     asked = request_from({"model": "Qwen3-0.6B", row.name: value_of(row)}, keywords=True)
     rung = msgspec.structs.replace(usual, **{row.rung_field: getattr(asked, row.rung_field)})
     typed = typed_values(parse(["try", "Qwen3-0.6B", "--length", "4k", *setting_flags(rung)]))

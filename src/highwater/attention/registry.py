@@ -23,11 +23,13 @@ from highwater.attention.kept import is_keeping, kept_in_recompute
 from highwater.attention.pattern import Pattern
 from highwater.attention.patterned import Documents, attend_in_pattern
 from highwater.attention.ring import Ring, attend_in_ring
+from highwater.attention.sparse_documents import attend_sparsely
 from highwater.attention.ulysses import Attend, attend_sharded
 from highwater.errors import ModelError
 from highwater.parallel.mesh import SequenceGroups
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.hardware import Kernel
+from highwater.spec.sparse_pattern import SparsePatternConfig
 from highwater.spec.windows import slides
 
 _numbers = count(1)
@@ -84,13 +86,19 @@ class Attention:
 
 
 def register(
-    kernel: Kernel, *, shared: SequenceGroups | None = None, depth: int | None = None
+    kernel: Kernel,
+    *,
+    shared: SequenceGroups | None = None,
+    depth: int | None = None,
+    sparse: SparsePatternConfig | None = None,
 ) -> Attention:
     """Register the attention with transformers for this process.
 
     ``shared`` are the ranks that share each sequence. With a ``depth`` only the last ``depth``
-    layers attend over whole documents, the others in pieces.
+    layers attend over whole documents, the others in pieces. ``sparse``: what every layer keeps of
+    each document's keys; None: all of them.
     """
+    assert depth is None or sparse is None, "sparse attention is not cut into pieces"
     callers: set[nn.Module] = set()
     windows: dict[nn.Module, int | None] = {}
 
@@ -118,8 +126,16 @@ def register(
             window_tokens=windows[module],
             sinks_H=features.get("s_aux"),
         )
+        longest = max(sequence_layout.document_lengths)
+        if sparse is not None:
+            if not pattern.is_dense_up_to(longest):
+                raise _unsupported(module, "a window or sinks of its own beside a sparse pattern")
+            ours = _attend_sparsely(
+                sequence_layout, shared, pattern=sparse, scaling=pattern.scaling
+            )
+            return ours(query_BHSD, key_BKSD, value_BKSD), None
         if shared is not None and shared.ring is not None:
-            _refuse_in_ring(module, pattern, longest=max(sequence_layout.document_lengths))
+            _refuse_in_ring(module, pattern, longest=longest)
         ours = _attend(
             sequence_layout,
             shared,
@@ -156,6 +172,15 @@ def _attend(
     else:
         documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
         inner = partial(_in_pattern, documents=documents)
+    if shared is None or shared.ulysses is None:
+        return inner
+    return partial(attend_sharded, group=shared.ulysses, attend=inner)
+
+
+def _attend_sparsely(layout: SequenceLayout, shared: SequenceGroups | None, **how: Any) -> Attend:
+    """Block-sparse attention over what this rank holds of each document: from BHSD to BSHD."""
+    ring = None if shared is None else shared.ring
+    inner = partial(attend_sparsely, layout=layout, ring=ring, **how)
     if shared is None or shared.ulysses is None:
         return inner
     return partial(attend_sharded, group=shared.ulysses, attend=inner)

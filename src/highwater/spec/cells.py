@@ -12,6 +12,7 @@ from highwater.spec.layout import USUAL_GPUS_OF_A_MACHINE, Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.request import Request
 from highwater.spec.settings import Strategy
+from highwater.spec.sparse_pattern import SparsePatternConfig
 from highwater.spec.study import Cell, counted_ranks
 from highwater.spec.trial import Device
 from highwater.units import format_tokens
@@ -45,7 +46,11 @@ def cells_of(
         loss=request.loss,
     )
     asked = list(dict.fromkeys(_asked(request, counts)))
-    bounds = _Bounds(shape, device, request.strategy, has_ring, within_machines, longest_tokens)
+    pattern = request.common_settings.pattern
+    has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
+    bounds = _Bounds(
+        shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern
+    )
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
     skipped = {each: why for each, why in obstacles.items() if why is not None}
@@ -101,6 +106,15 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int) -> str | None:
     )
 
 
+def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None:
+    """Why no ring attends by a pattern, in words; None where it does."""
+    if pattern.follows_content:
+        return "block_top_k chooses keys by what is in them, which no rank of a ring knows"
+    if device == "cuda":
+        return "block-sparse attention has a kernel for the heads of a GPU, and none for a ring"
+    return None
+
+
 class _Degrees(NamedTuple):
     """A layout that was asked for, and may not be one."""
 
@@ -151,6 +165,8 @@ class _Bounds(NamedTuple):
     has_ring: bool
     within_machines: bool
     longest_tokens: int | None
+    pattern: SparsePatternConfig | None
+    """What attention keeps of the keys; None: all."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Why so many GPUs cannot be laid out so, in words; None when they can."""
@@ -164,6 +180,10 @@ class _Bounds(NamedTuple):
             return "FSDP1 keeps no copies of its shards"
         if asked.ring > 1 and self.longest_tokens is not None:
             why = ring_obstacle(self.shape, self.longest_tokens)
+            if why is not None:
+                return why
+        if asked.ring > 1 and self.pattern is not None:
+            why = _sparse_obstacle(self.pattern, self.device)
             if why is not None:
                 return why
         across = self._across_machines(asked.layout) if self.within_machines else None

@@ -5,6 +5,8 @@ work.
 from highwater.spec.layer_kind import AttentionKind
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
+from highwater.spec.sparse_costs import kept_pairs
+from highwater.spec.sparse_pattern import SparsePatternConfig
 
 
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
@@ -18,20 +20,25 @@ def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, setting
     """
     linear = 6 * shape.matmul_parameters * length_tokens
     attention = sum(
-        run.count * _attention_flops(run.kind.attention, length_tokens) for run in shape.runs
+        run.count * _attention_flops(run.kind.attention, length_tokens, settings.pattern)
+        for run in shape.runs
     )
     beforehand = (settings.traits.has_reference) + settings.critic
     return sequences * (linear + attention) * (3 * settings.trained_models + beforehand) // 3
 
 
-def _attention_flops(attention: AttentionKind, length_tokens: int) -> int:
+def _attention_flops(
+    attention: AttentionKind, length_tokens: int, pattern: SparsePatternConfig | None
+) -> int:
     """FLOPs of one layer's attention over one document, forward and backward.
 
     Q.K and P.V are 2 FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim
     x query_heads for each pair of a token and one that it reads. Those pairs are half of length²,
     the causal triangle; with a window half of what is left of length² once the smaller triangle,
-    of tokens further back than the window, is cut off.
+    of tokens further back than the window, is cut off. With a pattern they are what it keeps.
     """
+    if pattern is not None:
+        return 3 * 2 * 2 * kept_pairs(pattern, length_tokens) * attention.query_size
     further_back = 0
     if attention.window_tokens is not None:
         further_back = max(0, length_tokens - attention.window_tokens)

@@ -12,7 +12,12 @@ from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.hardware import Machine
 from highwater.spec.model import Model, load_model
 from highwater.spec.pieces import pieces
-from highwater.spec.plan_notes import ON_THE_CPU_NOTE, offload_notes, weights_notes
+from highwater.spec.plan_notes import (
+    ON_THE_CPU_NOTE,
+    attention_notes,
+    offload_notes,
+    weights_notes,
+)
 from highwater.spec.profiling import refuse_absent_ranks
 from highwater.spec.request import Request
 from highwater.spec.search_lengths import check_yarn, grid_of, refuse_past_native
@@ -51,6 +56,7 @@ def plan(
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
+    _refuse_other_attention(request, model)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -74,7 +80,8 @@ def plan(
     of_settings = offload_notes(cells[0].settings, device)
     of_weights = weights_notes(model, cells[0].settings, simulated=request.dry_run)
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
-    notes = (*fallback, *skipped, *too_small, *capped, *of_settings, *of_weights)
+    of_attention = attention_notes(cells[0].settings)
+    notes = (*fallback, *skipped, *too_small, *capped, *of_attention, *of_settings, *of_weights)
     return Plan(question=question, notes=notes)
 
 
@@ -173,6 +180,28 @@ def _check_proof(request: Request, model: Model) -> None:
     if request.proof == "memory" and model.shape.layers < 2:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
+        )
+
+
+def _refuse_other_attention(request: Request, model: Model) -> None:
+    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, and where
+    attention would be cut into pieces.
+    """
+    if request.attention == "dense":
+        return
+    leave = "leave `--attention` out"
+    kinds = [run.kind.attention for run in model.shape.runs]
+    if any(kind.window_tokens is not None or kind.has_sinks for kind in kinds):
+        raise ModelError(
+            f"{model.name} has layers with a window or sinks of their own, which block-sparse "
+            "attention would take the place of",
+            hint=leave,
+        )
+    if request.proof == "memory" or request.attention_depth is not None:
+        raise UsageError(
+            "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
+            "no longer than its blocks",
+            hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
         )
 
 

@@ -11,6 +11,16 @@ from highwater.units import format_bytes
 
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 
+_SPARSE_NOTE = (
+    "block-sparse attention changes the model: a token reads the blocks that a pattern keeps, not "
+    "every earlier token"
+)
+
+
+def attention_notes(settings: Settings) -> tuple[str, ...]:
+    """What sparse attention does to the model; nothing of dense."""
+    return () if settings.pattern is None else (_SPARSE_NOTE,)
+
 
 def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) -> tuple[str, ...]:
     """What bounds each process of a trial on the CPU where no memory limit is named."""

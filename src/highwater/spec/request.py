@@ -12,13 +12,14 @@ from msgspec import inspect
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Record
-from highwater.spec.declaration import words_of
+from highwater.spec.declaration import SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
 from highwater.spec.settings import (
     Allocator,
+    AttentionChoice,
     Checkpoint,
     Entropy,
     Loss,
@@ -29,6 +30,7 @@ from highwater.spec.settings import (
     Settings,
     Strategy,
 )
+from highwater.spec.sparse_pattern import PatternType, SparsityRatio
 from highwater.spec.study import Cell, Method, Proof
 from highwater.spec.trial import Device
 from highwater.units import (
@@ -74,6 +76,12 @@ class Request(Record, frozen=True, kw_only=True):
     allocator: Allocator | None = None
     recompute: Recompute = _RUNG.recompute
     mlp_tiles: int | None = _RUNG.mlp_tiles
+    attention: AttentionChoice = _RUNG.attention
+    pattern_type: PatternType = _RUNG.pattern_type
+    sparsity_ratio: SparsityRatio = _RUNG.sparsity_ratio
+    block_size: int = _RUNG.block_size
+    local_window_size: int = _RUNG.local_window_size
+    global_tokens: int = _RUNG.global_tokens
     strategy: Strategy = _RUNG.strategy
     offload: bool = _RUNG.offload
     objective: Objective = _RUNG.objective
@@ -251,7 +259,8 @@ def _loosened(name: str, value: object) -> object:
     if name == SETTING:
         return loose_profiling(value)
     try:
-        return float(value) if name in DEFAULTS and isinstance(value, str) else value
+        is_number = name in DEFAULTS or DECLARED[name].kind is SHARE
+        return float(value) if is_number and isinstance(value, str) else value
     except ValueError:
         return value
 

@@ -9,6 +9,7 @@ from highwater.spec.bounds import MOST_SEQUENCES
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
+from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig, SparsityRatio
 
 Strategy = Literal["fsdp", "fsdp2"]
 Allocator = Literal["native", "expandable"]
@@ -18,6 +19,17 @@ Recompute = Literal["none", "layer", "all-but-attention"]
 Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
+AttentionChoice = Literal["dense", "block_sparse"]
+
+_PATTERN = SparsePatternConfig()
+PATTERN_FIELDS = (
+    "pattern_type",
+    "sparsity_ratio",
+    "block_size",
+    "local_window_size",
+    "global_tokens",
+)
+"""Fields of a pattern, which have the same names in a rung."""
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -62,11 +74,22 @@ class Settings(Record, frozen=True, kw_only=True):
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
     accumulates: bool = True
     """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
+    attention: AttentionChoice = "dense"
+    """``dense`` reads every earlier token of a document; ``block_sparse`` the blocks that a pattern
+    keeps, in every layer: another model than the one whose weights are trained."""
+    pattern_type: PatternType = _PATTERN.pattern_type
+    """``block_sparse``: how the blocks are chosen that are kept (spec/sparse_pattern.py), and so
+    with what follows."""
+    sparsity_ratio: SparsityRatio = _PATTERN.sparsity_ratio
+    block_size: int = _PATTERN.block_size
+    local_window_size: int = _PATTERN.local_window_size
+    global_tokens: int = _PATTERN.global_tokens
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
         _check_counts(self)
         _check_objective(self)
+        _check_attention(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
@@ -88,6 +111,13 @@ class Settings(Record, frozen=True, kw_only=True):
     def traits(self) -> ObjectiveTraits:
         """What the objective needs."""
         return TRAITS[self.objective]
+
+    @property
+    def pattern(self) -> SparsePatternConfig | None:
+        """What is kept of the keys; None where all are."""
+        if self.attention == "dense":
+            return None
+        return SparsePatternConfig(**{name: getattr(self, name) for name in PATTERN_FIELDS})
 
     @property
     def trained_models(self) -> int:
@@ -173,3 +203,28 @@ def _check_objective(settings: Settings) -> None:
             f"sequences per micro-batch are not",
             hint="use `--sequences-per-micro-batch 2`",
         )
+
+
+def _check_attention(settings: Settings) -> None:
+    """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
+    pattern = settings.pattern
+    if pattern is not None:
+        if pattern.is_windowed and pattern.sparsity_ratio is not None:
+            raise UsageError(
+                f"sparsity ratio {pattern.sparsity_ratio}: the window of {pattern.pattern_type} "
+                "says what is kept",
+                hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+            )
+        if settings.recompute == "all-but-attention":
+            raise UsageError(
+                "block-sparse attention is not kept in recomputation: it is the cheap part",
+                hint="use `--recompute layer`, or `--recompute none`",
+            )
+        return
+    for name in PATTERN_FIELDS:
+        if getattr(settings, name) != getattr(_PATTERN, name):
+            row = DECLARED[name]
+            raise UsageError(
+                f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
+                hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
+            )

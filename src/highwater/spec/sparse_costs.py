@@ -43,7 +43,7 @@ def kept_share(pattern: SparsePatternConfig, length_tokens: int) -> float:
     """
     share = kept_pairs(pattern, length_tokens) / causal_pairs(length_tokens)
     asked = pattern.sparsity_ratio
-    if not pattern.is_windowed or not isinstance(asked, float | int):
+    if not pattern.is_windowed or asked is None or asked == "adaptive":
         return share
     if abs(share / asked - 1) > _CONTRADICTED:
         raise UsageError(

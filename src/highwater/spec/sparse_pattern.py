@@ -17,9 +17,12 @@ from highwater.spec.codec import Record
 PatternType = Literal[
     "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"
 ]
+SparsityRatio = float | Literal["adaptive"] | None
 WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
 """Patterns whose window, and not a ratio, says what is kept."""
 DEFAULT_RATIO = 0.1
+MOST_BLOCK_TOKENS = 4096
+"""Tokens of a block at the most: the scores of a pair of blocks are all at hand at once."""
 ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
 """The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
 
@@ -28,7 +31,7 @@ class SparsePatternConfig(Record, frozen=True, kw_only=True):
     """One pattern."""
 
     pattern_type: PatternType = "dilated_sparse"
-    sparsity_ratio: float | Literal["adaptive"] | None = None
+    sparsity_ratio: SparsityRatio = None
     """Share of the earlier key blocks that each block of queries KEEPS, its own among them: above
     0, up to 1. ``adaptive``: the less, the longer the sequence. None: 0.1, and of a windowed
     pattern what its window gives, which any other ratio contradicts."""
@@ -52,6 +55,11 @@ class SparsePatternConfig(Record, frozen=True, kw_only=True):
         for name in ("block_size", "local_window_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
+        if self.block_size > MOST_BLOCK_TOKENS:
+            raise UsageError(
+                f"block_size is {self.block_size}, and {MOST_BLOCK_TOKENS} is the most",
+                hint=f"use {MOST_BLOCK_TOKENS} or less",
+            )
         if self.global_tokens < 0:
             raise UsageError(f"global_tokens is {self.global_tokens}", hint="use 0 or more")
 

@@ -62,7 +62,12 @@ def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
         ),
         directory=spec.model_directory,
         mesh=context.mesh,
-        attention=register(context.kernel, shared=context.shared, depth=spec.attention_depth),
+        attention=register(
+            context.kernel,
+            shared=context.shared,
+            depth=spec.attention_depth,
+            sparse=spec.settings.pattern,
+        ),
         compute_dtype=compute_dtype(context.device),
         recompute=spec.settings.recompute,
         mlp_tiles=spec.settings.mlp_tiles,

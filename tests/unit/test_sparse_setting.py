@@ -1,0 +1,121 @@
+"""Block-sparse attention as a setting: what is asked, labelled, noted and refused."""
+
+from typing import Any
+
+import pytest
+
+from highwater.api import predict
+from highwater.errors import HighwaterError, UsageError
+from highwater.spec.flops import step_flops
+from highwater.spec.identity import key_of
+from highwater.spec.model import load_model
+from highwater.spec.request import request_from, setting_flags
+from highwater.spec.settings import Settings
+from highwater.spec.sparse_pattern import SparsePatternConfig
+
+SPARSE = {"attention": "block_sparse"}
+
+
+def test_a_pattern_is_what_the_settings_say_with_the_published_names() -> None:
+    request = request_from(
+        {
+            "model": "Qwen3-0.6B",
+            **SPARSE,
+            "pattern_type": "global_local",
+            "block_size": 256,
+            "local_window_size": 1024,
+            "global_tokens": 32,
+        }
+    )
+    assert request.common_settings.pattern == SparsePatternConfig(
+        pattern_type="global_local", block_size=256, local_window_size=1024, global_tokens=32
+    )
+    assert Settings().pattern is None
+
+
+@pytest.mark.parametrize("ratio", ["0.05", 0.05, 1, "adaptive"])
+def test_a_ratio_is_typed_or_given_as_a_number(ratio: Any) -> None:
+    request = request_from({"model": "Qwen3-0.6B", **SPARSE, "sparsity_ratio": ratio})
+    pattern = request.common_settings.pattern
+    assert pattern is not None
+    assert pattern.sparsity_ratio == (ratio if ratio == "adaptive" else float(ratio))
+
+
+def test_dense_settings_have_the_identity_that_they_had_before_there_were_others() -> None:
+    dense, sparse = Settings(), Settings(attention="block_sparse")
+    assert "attention" not in key_of(dense, without=())
+    assert key_of(dense, without=()) == key_of(Settings(block_size=128), without=())
+    assert key_of(dense, without=()) != key_of(sparse, without=())
+
+
+def test_a_label_says_what_is_kept_where_it_is_not_the_default() -> None:
+    settings = Settings(attention="block_sparse", sparsity_ratio=0.02, block_size=256)
+    assert settings.label == "block-sparse + kept-0.02 + block-256"
+    assert Settings(attention="block_sparse").label == "block-sparse"
+    flags = " ".join(setting_flags(settings))
+    assert flags.endswith("--attention block_sparse --sparsity-ratio 0.02 --block-size 256")
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "hint"),
+    [
+        ({"block_size": 64}, "dense attention keeps every block", "--attention block_sparse"),
+        ({"sparsity_ratio": 0.5}, "dense attention keeps every block", "--sparsity-ratio"),
+        ({**SPARSE, "sparsity_ratio": 1.5}, "sparsity_ratio 1.5", "0.05"),
+        ({**SPARSE, "sparsity_ratio": 0}, "sparsity_ratio 0", "0.05"),
+        ({**SPARSE, "sparsity_ratio": "few"}, "'few' is not a share", "0.05"),
+        ({**SPARSE, "block_size": 0}, "block_size is 0", "1 or more"),
+        ({**SPARSE, "block_size": 8192}, "4096 is the most", "4096"),
+        ({**SPARSE, "global_tokens": -1}, "global_tokens is -1", "0 or more"),
+        (
+            {**SPARSE, "pattern_type": "local_window", "sparsity_ratio": 0.1},
+            "the window of local_window says what is kept",
+            "--sparsity-ratio",
+        ),
+        ({**SPARSE, "recompute": "all-but-attention"}, "not kept in recomputation", "layer"),
+    ],
+)
+def test_what_no_pattern_can_be_is_refused(values: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(HighwaterError) as refused:
+        predict("Qwen3-0.6B", gpus="1xH100-80GB", **values)
+    assert said in refused.value.problem
+    assert hint in (refused.value.hint or "")
+
+
+def test_a_prediction_says_that_the_model_is_another_one() -> None:
+    (note,) = [
+        note
+        for note in predict("Qwen3-0.6B", gpus="1xH100-80GB", **SPARSE).notes
+        if "changes the model" in note
+    ]
+    assert note.startswith("block-sparse attention")
+    dense = predict("Qwen3-0.6B", gpus="1xH100-80GB")
+    assert not any("changes the model" in note for note in dense.notes)
+
+
+@pytest.mark.parametrize(
+    ("pattern_type", "said"), [("block_top_k", "no rank of a ring"), ("strided", "none for a ring")]
+)
+def test_a_ring_is_refused_where_it_has_no_kernel_with_a_layout_that_works(
+    pattern_type: str, said: str
+) -> None:
+    sparse = {**SPARSE, "pattern_type": pattern_type}
+    with pytest.raises(UsageError, match=said) as refused:
+        predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **sparse)
+    assert "`--ulysses 2 --ring 1`" in (refused.value.hint or "")
+    predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[2], ring=[1], **sparse)
+
+
+def test_flops_of_attention_are_those_of_the_pairs_that_are_kept() -> None:
+    shape = load_model("Qwen3-0.6B").shape
+
+    def flops(**settings: Any) -> int:
+        return step_flops(shape, length_tokens=8192, sequences=1, settings=Settings(**settings))
+
+    linear = 6 * shape.matmul_parameters * 8192
+    dense, sparse = flops() - linear, flops(**SPARSE, sparsity_ratio=0.05) - linear
+    whole = flops(**SPARSE, sparsity_ratio=1) - linear
+    assert whole == pytest.approx(dense, rel=2e-4), "a causal half, its diagonal counted"
+    # of 64 rows of blocks 20 keep one, 20 two, 20 three, 4 four: 72 whole ones and 64 diagonals
+    kept = (72 * 128**2 + 64 * 128 * 129 // 2) / (8192 * 8193 // 2)
+    assert sparse / whole == pytest.approx(kept, rel=1e-9)
