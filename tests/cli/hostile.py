@@ -33,6 +33,11 @@ BASES = {
     "report": (),
     "profile": (str(SNAPSHOT),),
     "compare-search": (),
+    # two reasons to refuse, after everything is read: a value of one flag leaves the other
+    "bench": (
+        *("attention", "--device", "cpu", "--implementations", "ring"),
+        *("--heads", "3", "--kv-heads", "2"),
+    ),
 }
 """Commands that answer without a GPU, and start nothing."""
 LONG = "x" * 300

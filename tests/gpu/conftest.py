@@ -14,6 +14,7 @@ TRIALS = (
     "test_traces.py",
     "test_recorded_memory.py",
     "test_ranks_on_one_gpu.py",
+    "test_attention_bench_on_gpu.py",
 )
 """All their tests launch trials, or other processes that want a GPU of their own."""
 

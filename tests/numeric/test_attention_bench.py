@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from highwater.attention.reference import reference_attention
 from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
 from highwater.bench.attention.correctness import OFF_AT_THE_MOST, differences, naive_attention
+from highwater.run.local import ON_THE_CPU
 from highwater.spec.attention_bench import (
     IMPLEMENTATIONS,
     BenchLine,
@@ -75,7 +76,7 @@ def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
     wrong = WITH_A_WRONG_DENSE.format(how=how) if how else ""
     done = subprocess.run(
         [sys.executable, "-c", RUN.format(wrong=wrong), str(path)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ | ON_THE_CPU | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -208,7 +209,7 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_pat
         lengths=(),
         most_tokens=1024,
         directions=("forward",),
-        memory_bytes=machine.outside_bytes + 120 * MIB,
+        memory_bytes=machine.outside_bytes + 160 * MIB,
         heads=8,
         kv_heads=8,
     )
@@ -219,7 +220,7 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_pat
     fails = min(length for length, result in results.items() if result != "fits")
     assert fails - fits == 64, "an eighth of the last doubling"
     for row in (line.row for line in lines if line.row is not None and line.row.fits):
-        assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 120 * MIB
+        assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 160 * MIB
 
 
 def test_memory_too_small_for_anything_is_refused_with_what_would_do(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from highwater.pages.attention.attention_tables import predicted_table
 from highwater.recommendation.attention_summary import attention_summary
 from highwater.spec.attention_bench import AttentionBench, BenchCheck, NotRun
 from highwater.spec.codec import to_json
-from highwater.units import GIB, MIB
+from highwater.units import GIB, KIB, MIB
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
 SECTIONS = [
@@ -149,7 +149,7 @@ def test_a_crash_is_no_answer_about_memory() -> None:
     assert attention_summary(found).longest[0].why == "crashed"
 
 
-def parallel(gain: float) -> AttentionBench:
+def parallel(gain: float, *, ends: bool = False) -> AttentionBench:
     """Two GPUs, of which DataParallel makes so much, and a ring."""
     alone = measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)
     both = [
@@ -168,7 +168,8 @@ def parallel(gain: float) -> AttentionBench:
         row("ring", length, 0.6e-6 * length, 512 * length, mode="ring", gpus=2)
         for length in (*LENGTHS, 262_144)
     ]
-    return bench([*alone, *both, *ring], gpus=2)
+    end = [row("dense", 262_144, result="ran out of memory")] if ends else []
+    return bench([*alone, *end, *both, *ring], gpus=2)
 
 
 @pytest.mark.parametrize("gain", [1.9, 0.7])
@@ -189,7 +190,9 @@ def test_efficiency_is_the_speed_up_for_each_gpu() -> None:
     assert by_mode["data parallel"].speedup == pytest.approx(1.8)
     assert by_mode["data parallel"].efficiency == pytest.approx(0.9)
     assert by_mode["ring"].speedup == pytest.approx(1 / 0.6)
-    assert by_mode["ring"].length_ratio == 2
+    assert by_mode["ring"].length_ratio is None, "nothing longer was tried of either"
+    ended = attention_summary(parallel(1.8, ends=True)).efficiencies[-1]
+    assert (ended.mode, ended.length_ratio) == ("ring", 2)
     assert "ring over 2 GPUs, forward: faster than one GPU at 131,072 tokens" in said(parallel(1.8))
 
 
@@ -277,16 +280,26 @@ def test_a_sequence_that_a_ring_shares_is_predicted_in_proportion_to_its_gpus() 
 
 
 def test_other_gpus_are_predicted_by_the_formula_and_labelled() -> None:
-    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024))
+    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
     summary = attention_summary(found)
     (a100,) = [each for each in summary.predicted if each.gpu == "A100-80GB"]
-    ratio = (1024 * 131_072 + MIB) / (1024 * 131_072)
-    assert 1024 * a100.tokens * ratio <= a100.memory_bytes - 512 * MIB
-    assert 1024 * a100.tokens * ratio * 1.25 > a100.memory_bytes - 512 * MIB
+    peak = 16 * KIB * 131_072
+    reserved = 16 * KIB * a100.tokens * (peak + MIB) / peak
+    assert reserved <= a100.memory_bytes - 512 * MIB < 1.125 * reserved
+    assert not a100.is_least
     assert "V100" not in {each.gpu for each in summary.predicted}, "nobody has read its memory"
     table = predicted_table(found, summary, "forward")
     assert table.title.startswith("predicted: ")
-    assert table.footnotes[0].startswith("predicted from peaks on NVIDIA H100 80GB HBM3: up to ")
+    assert table.footnotes[0].startswith("predicted from peaks on NVIDIA H100 80GB HBM3; nothing ")
+
+
+def test_nothing_is_predicted_far_past_what_was_measured() -> None:
+    found = bench(measured("dense", (512, 1024), token_s=1e-6, token_bytes=64), device="cpu")
+    summary = attention_summary(found)
+    assert {(each.tokens, each.is_least) for each in summary.predicted} == {(64 * 1024, True)}
+    table = predicted_table(found, summary, "forward")
+    assert {row[-1] for row in table.rows} == {"≥ 65,536"}
+    assert "on the CPU, whose kernels allocate otherwise" in table.footnotes[0]
 
 
 def test_a_big_card_that_stands_in_for_a_small_one_is_labelled() -> None:

@@ -167,44 +167,48 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     device = _device(arguments, machine)
     _check_counts(arguments, device)
     heads: int = arguments.heads
-    kv_heads: int = heads if arguments.kv_heads is None else arguments.kv_heads
-    if heads % kv_heads:
-        raise UsageError(
-            f"{kv_heads} key/value heads do not divide {heads} query heads",
-            hint=f"use `--kv-heads {heads}`",
-        )
-    if arguments.same_qkv and kv_heads != heads:
-        raise UsageError(
-            f"one tensor is {heads} query heads and {kv_heads} key/value heads at once",
-            hint="leave `--kv-heads` out, or `--same-qkv`",
-        )
-    names = implementations_named(arguments.implementations)
-    if arguments.gpus == 1 and all(IMPLEMENTATIONS[name].mode != "single" for name in names):
-        raise UsageError(
-            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
-            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
-        )
-    most = MOST_SEARCHED_TOKENS if device == "cuda" else CPU_MOST_TOKENS
     lengths = tuple(map(parse_tokens, arguments.lengths or ()))
+    most = MOST_SEARCHED_TOKENS if device == "cuda" else max(CPU_MOST_TOKENS, *lengths, 0)
     if arguments.max_length is not None:
         most = parse_tokens(arguments.max_length)
-    cores = len(os.sched_getaffinity(0))
-    return BenchOrder(
+    order = BenchOrder(
         device=device,
-        implementations=names,
+        implementations=implementations_named(arguments.implementations),
         directions=DIRECTIONS if arguments.only is None else (arguments.only,),
         gpus=arguments.gpus,
         memory_bytes=_memory_bytes(arguments, device, machine),
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=heads if arguments.kv_heads is None else arguments.kv_heads,
         head_dim=arguments.head_dim,
         dtype=arguments.dtype or _dtype(device, machine),
         same_qkv=arguments.same_qkv,
         lengths=lengths,
-        most_tokens=max((most, *lengths)) if arguments.max_length is None else most,
+        most_tokens=most,
         timeout_s=parse_seconds(arguments.timeout) if arguments.timeout else _TIMEOUTS[device],
-        threads=max(1, cores // arguments.gpus),
+        threads=max(1, len(os.sched_getaffinity(0)) // arguments.gpus),
     )
+    _check_together(order)
+    return order
+
+
+def _check_together(order: BenchOrder) -> None:
+    """Raise UsageError for values that cannot be together."""
+    if order.heads % order.kv_heads:
+        raise UsageError(
+            f"{order.kv_heads} key/value heads do not divide {order.heads} query heads",
+            hint=f"use `--kv-heads {order.heads}`",
+        )
+    if order.same_qkv and order.kv_heads != order.heads:
+        raise UsageError(
+            f"one tensor is {order.heads} query heads and {order.kv_heads} key/value heads at once",
+            hint="leave `--kv-heads` out, or `--same-qkv`",
+        )
+    names = order.implementations
+    if order.gpus == 1 and all(IMPLEMENTATIONS[name].mode != "single" for name in names):
+        raise UsageError(
+            f"{', '.join(names)}: a sequence is shared by two GPUs or more",
+            hint="add `--gpus 2`, on one machine without them `--device cpu --gpus 2`",
+        )
 
 
 def _device(arguments: argparse.Namespace, machine: Machine) -> Device:

@@ -20,6 +20,8 @@ from highwater.spec.hardware import gpu_catalog
 
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
+FAR = 64
+"""Times past the longest measured length that a prediction goes at the most."""
 _RINGS = (2, 4, 8)
 """GPUs that a sequence is shared among, where what this would bring is predicted."""
 
@@ -84,6 +86,8 @@ class PredictedLongest(Record, frozen=True, kw_only=True):
     direction: Direction
     gpus: int
     tokens: int
+    is_least: bool
+    """Whether more is predicted, so far past what was measured that nothing is said of it."""
 
 
 class ScalingEfficiency(Record, frozen=True, kw_only=True):
@@ -97,7 +101,8 @@ class ScalingEfficiency(Record, frozen=True, kw_only=True):
     speedup: float
     """Tokens a second, of one GPU's with dense attention, or the same one, at this length."""
     length_ratio: float | None
-    """The longest length, of one GPU's; None where either was not found."""
+    """The longest length, of one GPU's; None where either was not found, or nothing longer was
+    tried of both."""
 
     @property
     def efficiency(self) -> float:
@@ -261,6 +266,8 @@ def _ratios(bench: AttentionBench) -> Iterator[RatioToDense]:
 
 def _estimates(bench: AttentionBench) -> Iterator[MemoryEstimate]:
     for entry in entries(bench):
+        if entry.mode == "data parallel":  # each GPU has what one has alone
+            continue
         rows = [row for row in rows_of(bench, entry) if row.fits]
         fit = memory_fit([(_length(row), peak_bytes(row)) for row in rows])
         if fit is None:
@@ -287,6 +294,7 @@ def _predicted(
             continue
         for each in estimates:
             free = (kind.usable_bytes - outside) / each.reserved_ratio
+            tokens, farthest = each.fit.longest_within(free), FAR * each.fit.longest_tokens
             yield PredictedLongest(
                 gpu=kind.name,
                 memory_bytes=kind.usable_bytes,
@@ -294,16 +302,15 @@ def _predicted(
                 mode=each.mode,
                 direction=each.direction,
                 gpus=1 if each.mode == "single" else bench.order.gpus,
-                tokens=each.fit.longest_within(free),
+                tokens=min(tokens, farthest),
+                is_least=tokens > farthest,
             )
 
 
 def _efficiencies(
     bench: AttentionBench, longest: Sequence[LongestLength]
 ) -> Iterator[ScalingEfficiency]:
-    tokens = {
-        Entry(each.implementation, each.mode, each.direction): each.fits_tokens for each in longest
-    }
+    ends = {Entry(each.implementation, each.mode, each.direction): each for each in longest}
     for entry in entries(bench):
         if entry.mode == "single":
             continue
@@ -314,7 +321,8 @@ def _efficiencies(
         if not both:
             continue
         row = both[-1]
-        own, its = tokens[entry], tokens[one]
+        own, its = ends[entry], ends[one]
+        is_found = own.fits_tokens and not own.why == its.why == "longest tried"
         yield ScalingEfficiency(
             implementation=entry.implementation,
             mode=entry.mode,
@@ -322,7 +330,7 @@ def _efficiencies(
             gpus=row.gpus,
             length_tokens=_length(row),
             speedup=row.batch * times_s[_length(row)] / (row.time_s or 1.0),
-            length_ratio=own / its if own and its else None,
+            length_ratio=(own.fits_tokens or 0) / (its.fits_tokens or 1) if is_found else None,
         )
 
 
@@ -377,7 +385,8 @@ def _choice(
     held, is_measured = longest.fits_tokens or 0, True
     if longest.why == "longest tried" and held < (end or start + 1) and estimate is not None:
         free = _memory_bytes(bench) - bench.machine.outside_bytes
-        held = max(held, estimate.fit.longest_within(free / estimate.reserved_ratio))
+        predicted = estimate.fit.longest_within(free / estimate.reserved_ratio)
+        held = max(held, min(predicted, FAR * estimate.fit.longest_tokens))
         is_measured = False
     if held < (end or start + 1):
         return None
@@ -429,7 +438,8 @@ def _shared(
         return {}
     gpus = bench.order.gpus if ring is not None else 1
     free = (_memory_bytes(bench) - bench.machine.outside_bytes) / estimate.reserved_ratio
-    return {str(count): count * estimate.fit.longest_within(free) // gpus for count in _RINGS}
+    longest = min(estimate.fit.longest_within(free), FAR * estimate.fit.longest_tokens)
+    return {str(count): count * longest // gpus for count in _RINGS}
 
 
 def _recompute(bench: AttentionBench) -> Iterator[RecomputeGain]:

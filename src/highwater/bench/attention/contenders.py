@@ -175,7 +175,8 @@ def _dense_flex(conditions: Conditions, length: int) -> Compute:
         return query >= key
 
     mask = create_block_mask(causal, None, None, length, length, device=conditions.device.type)
-    compiled: Any = torch.compile(flex_attention)
+    # what is not compiled has all scores at once: that is refused, and never measured
+    compiled: Any = torch.compile(flex_attention, fullgraph=True)
     is_grouped = conditions.heads != conditions.kv_heads
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:

@@ -108,7 +108,7 @@ def measure(
         run, share, memory = _peaks_on_gpus(made, devices, timeout_s)
     times_s: list[float] = []
     while not times_s or (len(times_s) < _MOST_PASSES and sum(times_s) < _ENOUGH_S):
-        times_s.append(_time_s(run, conditions))
+        times_s.append(_time_s(run, conditions, devices))
     time_s = statistics.median(times_s)
     if time_s > timeout_s:
         raise PassTooLong
@@ -168,8 +168,10 @@ def _peaks_on_gpus(
     """Peaks of each GPU's allocator, in the second pass: the first one compiles, and makes what
     libraries keep.
     """
+    # a mask is there before them, and counts in the peak alone
+    before = [torch.cuda.memory_allocated(device) for device in devices]
     run = made()
-    after_qkv = [torch.cuda.memory_allocated(device) for device in devices]
+    with_qkv = [torch.cuda.memory_allocated(device) for device in devices]
     run.once()
     _synchronise(devices)
     torch.cuda.empty_cache()
@@ -185,8 +187,8 @@ def _peaks_on_gpus(
         raise PassTooLong
     figures = _bytes(
         run,
-        after_qkv,
-        [one - other for one, other in zip(kept, after_qkv, strict=True)],
+        [one - other for one, other in zip(with_qkv, before, strict=True)],
+        [one - other for one, other in zip(kept, with_qkv, strict=True)],
         [torch.cuda.max_memory_allocated(device) for device in devices],
         [torch.cuda.max_memory_reserved(device) for device in devices],
     )
@@ -204,9 +206,8 @@ def _bytes(
     }
 
 
-def _time_s(run: _Run, conditions: Conditions) -> float:
+def _time_s(run: _Run, conditions: Conditions, devices: list[torch.device]) -> float:
     """Seconds of a pass, all ranks beginning together, of the slowest of them: all go on alike."""
-    devices = [conditions.device] if conditions.device.type == "cuda" else []
     is_shared = conditions.ranks > 1 and dist.is_initialized()
     if is_shared:
         dist.barrier()
@@ -222,7 +223,8 @@ def _time_s(run: _Run, conditions: Conditions) -> float:
 
 def _synchronise(devices: list[torch.device]) -> None:
     for device in devices:
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _in_data_parallel(compute: Compute, gpus: int) -> Compute:

@@ -306,7 +306,10 @@ def use_case_lines(case: UseCase) -> list[str]:
         lengths = ", ".join(
             f"{format_tokens(tokens)} on {count} GPUs" for count, tokens in case.shared.items()
         )
-        lines.append(f"predicted: with model parallelism a ring of dense attention holds {lengths}")
+        lines.append(
+            f"predicted: with model parallelism a ring of dense attention holds {lengths} "
+            f"(`--ring` of `highwater find` and `try`)"
+        )
     return lines
 
 

@@ -105,7 +105,7 @@ def _plot(
     series = {
         entry: [row for row in rows_of(bench, entry) if row.fits and figure(row) > 0]
         for entry in entries(bench)
-        if entry.direction == direction
+        if entry.direction == direction and entry.mode != "data parallel"  # as of one GPU alone
     }
     series = {entry: rows for entry, rows in series.items() if rows}
     if not series:
@@ -115,8 +115,7 @@ def _plot(
     y = _Axis([figure(row) for row in every], _ABOVE + _AREA, _ABOVE)
     lines: list[PlotLine] = []
     for number, (entry, rows) in enumerate(series.items()):
-        is_plain = entry.mode in ("single", entry.implementation)
-        name = entry.implementation if is_plain else f"{entry.implementation}, {entry.mode}"
+        name = entry.implementation
         points = (
             PlotPoint(
                 x(row.length_tokens or 1),

@@ -192,11 +192,17 @@ def _section(
 
 def _use_case(case: UseCase) -> ReportPart:
     """A range of lengths with the code of what it names."""
-    end = "and beyond" if case.to_tokens is None else f"to {format_tokens(case.to_tokens)}"
-    chosen = [each.implementation for each in (case.exact, case.sparse) if each is not None]
+    chosen = {
+        "the same model": case.exact,
+        "another model, to be trained so": case.sparse,
+    }
     code = "\n\n".join(
-        f"{_PREAMBLES.get(IMPLEMENTATIONS[name].family, '')}\noutput = {IMPLEMENTATIONS[name].code}"
-        for name in chosen
+        f"# {kind}\n{_PREAMBLES.get(IMPLEMENTATIONS[each.implementation].family, '')}"
+        f"output = {IMPLEMENTATIONS[each.implementation].code}"
+        for kind, each in chosen.items()
+        if each is not None
     )
-    title = f"{format_tokens(case.from_tokens)} {end} tokens"
+    start = format_tokens(case.from_tokens)
+    to = case.to_tokens
+    title = f"Beyond {start} tokens" if to is None else f"{start} to {format_tokens(to)} tokens"
     return ReportPart(title, use_case_lines(case), code)

@@ -13,6 +13,7 @@ from highwater.pages.attention.attention_conclusions import (
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.recommendation.attention_summary import (
+    FAR,
     AttentionSummary,
     LongestLength,
     MemoryEstimate,
@@ -194,10 +195,12 @@ def predicted_table(
     own = [each for each in summary.predicted if each.direction == direction]
     names = list(dict.fromkeys((each.implementation, each.mode) for each in own))
     kinds = dict.fromkeys((each.gpu, each.memory_bytes) for each in own)
-    by_cell = {(each.gpu, each.implementation, each.mode): each.tokens for each in own}
-    times = max((each.tokens for each in own), default=0) / max(
-        (each.fit.longest_tokens for each in summary.estimates), default=1
-    )
+    by_cell = {
+        (each.gpu, each.implementation, each.mode): (
+            f"{'≥ ' if each.is_least else ''}{format_tokens(each.tokens)}"
+        )
+        for each in own
+    }
     where = (
         "from peaks on the CPU, whose kernels allocate otherwise"
         if bench.order.device == "cpu"
@@ -210,13 +213,13 @@ def predicted_table(
             (
                 gpu,
                 format_bytes(memory),
-                *(format_tokens(by_cell[gpu, name, mode]) for name, mode in names),
+                *(by_cell[gpu, name, mode] for name, mode in names),
             )
             for gpu, memory in kinds
         ),
         footnotes=(
-            f"predicted {where}: up to {times:,.0f} times past the longest length that was "
-            f"measured; nothing is said about time",
+            f"predicted {where}; nothing is said about time, nor about more than {FAR} times the "
+            f"longest length that was measured (≥)",
         ),
         left_columns=1,
     )

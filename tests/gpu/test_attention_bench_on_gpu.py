@@ -1,0 +1,71 @@
+"""``highwater bench attention`` on a GPU: every attention is right there, memory runs out for real,
+and nothing is left behind.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from highwater.units import GIB
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def bench(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    """The document of a benchmark."""
+    done = subprocess.run(
+        [sys.executable, "-m", "highwater", "bench", "attention", "--json", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def longest(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [each for each in document["summary"]["longest"] if each["implementation"] == name]
+    return found
+
+
+def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path: Path) -> None:
+    words = ("--lengths", "4k", "8k", "--dtype", "bf16", "--heads", "8", "--kv-heads", "2")
+    document = bench(tmp_path, *words, "--head-dim", "64")
+    assert [check["reason"] for check in document["checks"]] == [""] * len(document["checks"])
+    names = {check["implementation"] for check in document["checks"]}
+    assert {"dense", "dense_flex", "window", "block_sparse_5", "dilated"} <= names
+    assert {row["result"] for row in document["rows"]} == {"fits"}
+    for row in document["rows"]:
+        width = 2 * 64 * row["length_tokens"]
+        # the allocator rounds to 512 bytes
+        assert 0 <= row["after_qkv_bytes"][0] - (8 + 2 + 2) * width < 3 * 512
+        assert row["peak_reserved_bytes"][0] >= row["peak_allocated_bytes"][0]
+
+
+def test_memory_that_runs_out_is_real_and_linear_before(tmp_path: Path) -> None:
+    """Under 2 GiB of a big card, dense attention of the published setting."""
+    words = ("--dtype", "fp16", "--same-qkv", "--only", "forward", "--implementations", "dense")
+    document = bench(tmp_path, *words, "--memory", "2GiB", "--timeout", "2m")
+    found = longest(document, "dense")
+    assert found["why"] in ("ran out of memory", "took too long")
+    outside = document["machine"]["outside_bytes"]
+    for row in document["rows"]:
+        if row["result"] == "fits":
+            assert row["peak_reserved_bytes"][0] + outside <= 2 * GIB
+    (estimate,) = document["summary"]["estimates"]
+    assert estimate["fit"]["bytes_per_pair"] == 0, "memory of a fused kernel is linear"
+
+
+def test_the_gpu_is_free_again_when_it_has_ended(tmp_path: Path) -> None:
+    import pynvml
+
+    bench(tmp_path, "--lengths", "4k", "--implementations", "dense", "--only", "forward")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used < GIB
+    pynvml.nvmlShutdown()
