@@ -150,6 +150,10 @@ def predict(
     )
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
+    if exact and settings.get("attention") == "block_sparse":
+        raise UsageError(
+            "steps with block-sparse attention are not traced", hint="leave `--exact` out"
+        )
     method: PredictionMethod = "trace" if exact else "formula"
     own = own_residuals(
         calibrate_with, method, memory_limit.constants, on_calibrate=on_calibrate, on_trace=on_trace

@@ -72,6 +72,9 @@ def test_a_label_says_what_is_kept_where_it_is_not_the_default() -> None:
             "the window of local_window says what is kept",
             "--sparsity-ratio",
         ),
+        ({**SPARSE, "pattern_type": "block_top_k"}, "no kernel on GPUs", "dilated_sparse"),
+        ({**SPARSE, "block_size": 100}, "a multiple of 64", "`--block-size 128`"),
+        ({**SPARSE, "exact": True}, "are not traced", "leave `--exact` out"),
         ({**SPARSE, "recompute": "all-but-attention"}, "not kept in recomputation", "layer"),
     ],
 )
@@ -93,17 +96,11 @@ def test_a_prediction_says_that_the_model_is_another_one() -> None:
     assert not any("changes the model" in note for note in dense.notes)
 
 
-@pytest.mark.parametrize(
-    ("pattern_type", "said"), [("block_top_k", "no rank of a ring"), ("strided", "none for a ring")]
-)
-def test_a_ring_is_refused_where_it_has_no_kernel_with_a_layout_that_works(
-    pattern_type: str, said: str
-) -> None:
-    sparse = {**SPARSE, "pattern_type": pattern_type}
-    with pytest.raises(UsageError, match=said) as refused:
-        predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **sparse)
+def test_a_ring_is_refused_where_it_has_no_kernel_with_a_layout_that_works() -> None:
+    with pytest.raises(UsageError, match="none for a ring") as refused:
+        predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **SPARSE)
     assert "`--ulysses 2 --ring 1`" in (refused.value.hint or "")
-    predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[2], ring=[1], **sparse)
+    predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[2], ring=[1], **SPARSE)
 
 
 def test_flops_of_attention_are_those_of_the_pairs_that_are_kept() -> None:

@@ -26,16 +26,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from highwater.attention.block_gather import AttendTable, attend_by_gather, block_sparse_attention
 from highwater.attention.block_table import BlockTable
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
-Implementation = Literal["auto", "gather", "flex"]
+SparseKernel = Literal["auto", "gather", "flex"]
 """How block-sparse attention is computed; ``auto``: by FlexAttention where that was proven."""
 _STRETCHES = 4
 """Of the rows of a pattern by ratio: with them tables are a quarter larger than what they keep."""
 _ROWS_OF_STRETCH = 16
 """At the least."""
-_KERNEL_BLOCK = 64
-"""FlexAttention's kernels take blocks that this divides."""
 _PROGRAMS = 64
 """Kinds of shapes and masks that are compiled in one process: past them PyTorch raises, rather than
 taking the quadratic path.
@@ -199,7 +197,7 @@ def attend_stretch(
 
 
 def attend_table_of(
-    implementation: Implementation, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
+    implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
     """How to attend by one table: by FlexAttention where a small proof passes, else by gathering.
 
@@ -211,7 +209,7 @@ def attend_table_of(
         and query_BHSD.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and torch.cuda.get_device_capability(query_BHSD.device) >= (8, 0)
         and not pattern.follows_content
-        and pattern.block_size % _KERNEL_BLOCK == 0
+        and pattern.block_size % SPARSE_KERNEL_BLOCK == 0
         and threading.current_thread() is threading.main_thread()
     )
     if implementation == "gather" or (implementation == "auto" and not is_candidate):

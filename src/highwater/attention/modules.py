@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from highwater.attention.block_flex import Implementation, attend_table_of
+from highwater.attention.block_flex import SparseKernel, attend_table_of
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.branch_attention import Sharing, branch_attention
 from highwater.attention.branches import Branch, dilated_branches, refuse_content
@@ -141,10 +141,10 @@ class BlockSparseAttention(_AttentionModule):
         *,
         group: dist.ProcessGroup | None = None,
         shares: Shares = "contiguous",
-        implementation: Implementation = "auto",
+        implementation: SparseKernel = "auto",
     ) -> None:
         super().__init__(softmax_scale, attention_dropout, group, shares)
-        self.implementation: Implementation = implementation
+        self.implementation: SparseKernel = implementation
         self.sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         if group is not None:
             refuse_content(self.sparse_config, "a ring")

@@ -7,9 +7,11 @@ Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head 
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention.block_gather import block_sparse_attention
+from highwater.attention.block_flex import attend_by_flex, is_proven
+from highwater.attention.block_gather import AttendTable, attend_by_gather, block_sparse_attention
 from highwater.attention.branch_attention import Sharing, branch_attention
 from highwater.attention.branches import Branch
+from highwater.errors import MachineError
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
@@ -38,6 +40,7 @@ def attend_sparsely(
             pattern=pattern,
             scaling=scaling,
             document_lengths=layout.padded_lengths,
+            attend_table=_kernel(query_BHSD, key_BKSD, pattern),
         )
     else:
         # the padding at the end is a document to those that have no Ulysses around them
@@ -52,3 +55,23 @@ def attend_sparsely(
         )
         output_BHSD, _ = branch_attention(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)
     return output_BHSD.transpose(1, 2)
+
+
+def _kernel(query_BHSD: Tensor, key_BKSD: Tensor, pattern: SparsePatternConfig) -> AttendTable:
+    """FlexAttention on a GPU, once a small proof has passed, in whatever thread: a layer is
+    recomputed in another one; on the CPU keys are gathered.
+
+    Raises MachineError where FlexAttention gives nothing, or something else: memory and time of
+    gathered keys are not those that are predicted.
+    """
+    device = query_BHSD.device
+    if device.type == "cpu":
+        return attend_by_gather
+    heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
+    if not is_proven(pattern, *heads, query_BHSD.dtype, device):
+        raise MachineError(
+            "FlexAttention, which computes block-sparse attention on GPUs, does not run here or "
+            "is wrong: the warning before this says how",
+            hint="leave `--attention` out",
+        )
+    return attend_by_flex

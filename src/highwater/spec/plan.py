@@ -21,6 +21,7 @@ from highwater.spec.plan_notes import (
 from highwater.spec.profiling import refuse_absent_ranks
 from highwater.spec.request import Request
 from highwater.spec.search_lengths import check_yarn, grid_of, refuse_past_native
+from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.spec.trial import Device, TrialSpec
@@ -56,7 +57,7 @@ def plan(
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
-    _refuse_other_attention(request, model)
+    _refuse_other_attention(request, model, device)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -183,9 +184,9 @@ def _check_proof(request: Request, model: Model) -> None:
         )
 
 
-def _refuse_other_attention(request: Request, model: Model) -> None:
-    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, and where
-    attention would be cut into pieces.
+def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
+    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, where
+    attention would be cut into pieces, and where a GPU has no kernel for it.
     """
     if request.attention == "dense":
         return
@@ -197,11 +198,33 @@ def _refuse_other_attention(request: Request, model: Model) -> None:
             "attention would take the place of",
             hint=leave,
         )
+    if device == "cuda":
+        _refuse_without_kernel(request)
+    if request.prediction == "trace":
+        raise UsageError(
+            "steps with block-sparse attention are not traced", hint="use `--prediction formula`"
+        )
     if request.proof == "memory" or request.attention_depth is not None:
         raise UsageError(
             "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
             "no longer than its blocks",
             hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
+        )
+
+
+def _refuse_without_kernel(request: Request) -> None:
+    """Raise UsageError for a pattern that FlexAttention does not compute on GPUs."""
+    if request.pattern_type == "block_top_k":
+        raise UsageError(
+            "block_top_k, which chooses keys by what is in them, has no kernel on GPUs",
+            hint="use `--pattern-type dilated_sparse`, or `--device cpu`",
+        )
+    whole = -(-request.block_size // SPARSE_KERNEL_BLOCK) * SPARSE_KERNEL_BLOCK
+    if request.block_size != whole:
+        raise UsageError(
+            f"blocks of {request.block_size} tokens: on GPUs a block is a multiple of "
+            f"{SPARSE_KERNEL_BLOCK}",
+            hint=f"use `--block-size {whole}`",
         )
 
 

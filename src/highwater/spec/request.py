@@ -19,7 +19,7 @@ from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
 from highwater.spec.settings import (
     Allocator,
-    AttentionChoice,
+    AttentionMethod,
     Checkpoint,
     Entropy,
     Loss,
@@ -76,7 +76,7 @@ class Request(Record, frozen=True, kw_only=True):
     allocator: Allocator | None = None
     recompute: Recompute = _RUNG.recompute
     mlp_tiles: int | None = _RUNG.mlp_tiles
-    attention: AttentionChoice = _RUNG.attention
+    attention: AttentionMethod = _RUNG.attention
     pattern_type: PatternType = _RUNG.pattern_type
     sparsity_ratio: SparsityRatio = _RUNG.sparsity_ratio
     block_size: int = _RUNG.block_size

@@ -19,7 +19,7 @@ Recompute = Literal["none", "layer", "all-but-attention"]
 Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
-AttentionChoice = Literal["dense", "block_sparse"]
+AttentionMethod = Literal["dense", "block_sparse"]
 
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (
@@ -74,7 +74,7 @@ class Settings(Record, frozen=True, kw_only=True):
     """``sharded``: every rank writes its shards of model and optimizer after the last step."""
     accumulates: bool = True
     """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
-    attention: AttentionChoice = "dense"
+    attention: AttentionMethod = "dense"
     """``dense`` reads every earlier token of a document; ``block_sparse`` the blocks that a pattern
     keeps, in every layer: another model than the one whose weights are trained."""
     pattern_type: PatternType = _PATTERN.pattern_type

@@ -23,6 +23,8 @@ WINDOWED: tuple[PatternType, ...] = ("local_window", "global_local")
 DEFAULT_RATIO = 0.1
 MOST_BLOCK_TOKENS = 4096
 """Tokens of a block at the most: the scores of a pair of blocks are all at hand at once."""
+SPARSE_KERNEL_BLOCK = 64
+"""Tokens that divide a block on GPUs. Source: the kernels of FlexAttention."""
 ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
 """The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
 

@@ -60,7 +60,7 @@ class _Inputs(NamedTuple):
     value_BKsD: Tensor
 
 
-class _Run(NamedTuple):
+class _MeasuredPass(NamedTuple):
     """A case, made."""
 
     compute: Compute
@@ -98,9 +98,9 @@ def measure(
         devices = [torch.device("cuda", index) for index in range(conditions.ranks)]
         compute = _in_data_parallel(compute, len(devices))
 
-    def made() -> _Run:
+    def made() -> _MeasuredPass:
         inputs = _inputs(case, conditions, len(devices), same_qkv=same_qkv)
-        return _Run(compute, inputs, case.direction)
+        return _MeasuredPass(compute, inputs, case.direction)
 
     if conditions.device.type == "cpu":
         run, share, memory = _peaks_on_cpu(made, conditions.device)
@@ -134,8 +134,8 @@ def _inputs(case: BenchCase, conditions: Conditions, devices: int, *, same_qkv: 
 
 
 def _peaks_on_cpu(
-    made: Callable[[], _Run], device: torch.device
-) -> tuple[_Run, float, dict[str, Any]]:
+    made: Callable[[], _MeasuredPass], device: torch.device
+) -> tuple[_MeasuredPass, float, dict[str, Any]]:
     """Bytes of PyTorch's allocator, from every allocation; and the data segment's peak."""
     watch = MemoryWatch(device)
     before = watch.peaks().peak_data_segment_bytes or 0
@@ -163,8 +163,8 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
 
 
 def _peaks_on_gpus(
-    made: Callable[[], _Run], devices: list[torch.device], timeout_s: float
-) -> tuple[_Run, float, dict[str, Any]]:
+    made: Callable[[], _MeasuredPass], devices: list[torch.device], timeout_s: float
+) -> tuple[_MeasuredPass, float, dict[str, Any]]:
     """Peaks of each GPU's allocator, in the second pass: the first one compiles, and makes what
     libraries keep.
     """
@@ -196,7 +196,7 @@ def _peaks_on_gpus(
 
 
 def _bytes(
-    run: _Run, after_qkv: list[int], kept: list[int], peak: list[int], reserved: list[int]
+    run: _MeasuredPass, after_qkv: list[int], kept: list[int], peak: list[int], reserved: list[int]
 ) -> dict[str, Any]:
     return {
         "after_qkv_bytes": tuple(after_qkv),
@@ -206,7 +206,7 @@ def _bytes(
     }
 
 
-def _time_s(run: _Run, conditions: Conditions, devices: list[torch.device]) -> float:
+def _time_s(run: _MeasuredPass, conditions: Conditions, devices: list[torch.device]) -> float:
     """Seconds of a pass, all ranks beginning together, of the slowest of them: all go on alike."""
     is_shared = conditions.ranks > 1 and dist.is_initialized()
     if is_shared:

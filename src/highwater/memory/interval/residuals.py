@@ -18,7 +18,7 @@ from highwater.spec.events import EventLog
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.objective import Objective
-from highwater.spec.settings import Allocator, AttentionChoice, Recompute, Settings, Strategy
+from highwater.spec.settings import Allocator, AttentionMethod, Recompute, Settings, Strategy
 from highwater.spec.study import Question, RecordedTrial, Study, counted_ranks
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
@@ -59,7 +59,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     ring: bool = False
     copies: bool = False
     one_micro_batch: bool = False
-    attention: AttentionChoice = "dense"
+    attention: AttentionMethod = "dense"
 
     @property
     def factor(self) -> float:
