@@ -358,12 +358,14 @@ def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys
 
 
 def test_a_plot_places_a_longer_length_to_the_right_and_a_longer_time_higher() -> None:
-    (time, _) = plots(bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)))
+    time, memory = plots(bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)))
     (line,) = time.lines
     places = [(point.x, point.y) for point in line.points]
     assert places == sorted(places)
     assert [y for _, y in places] == sorted((y for _, y in places), reverse=True)
     assert line.points[0].text == "dense, 16,384 tokens: 16.38 ms"
+    assert [tick.text for tick in memory.sizes] == ["16.0 MiB", "64.0 MiB"]
+    assert [tick.text for tick in time.lengths] == ["16,384", "32,768", "65,536", "131,072"]
     assert all(time.left <= x <= time.width for x, _ in places)
 
 

@@ -113,6 +113,7 @@ def _plot(
     every = [row for rows in series.values() for row in rows]
     x = _Axis([row.length_tokens or 1 for row in every], _BESIDE, _WIDTH - _TO_THE_RIGHT)
     y = _Axis([figure(row) for row in every], _ABOVE + _AREA, _ABOVE)
+    powers_of = 10 if what == "time" else 4
     lines: list[PlotLine] = []
     for number, (entry, rows) in enumerate(series.items()):
         name = entry.implementation
@@ -146,7 +147,7 @@ def _plot(
         lengths=tuple(
             PlotTick(x(length), format_tokens(round(length))) for length in x.powers(2, 8)
         ),
-        sizes=tuple(PlotTick(y(size), said(size)) for size in y.powers(y.base, 8)),
+        sizes=tuple(PlotTick(y(size), said(size)) for size in y.powers(powers_of, 8)),
     )
 
 
@@ -156,8 +157,6 @@ class _Axis:
     def __init__(self, figures: Sequence[float], start: float, end: float) -> None:
         self._low, self._high = min(figures), max(figures)
         self._start, self._end = start, end
-        self.base = 10 if self._high / self._low > 50 else 2
-        """What labels are powers of."""
 
     def __call__(self, figure: float) -> float:
         span = math.log(self._high / self._low) or 1.0
@@ -172,4 +171,4 @@ class _Axis:
         found = [float(base) ** power for power in range(first, last + 1, step)]
         ends = [self._low] if self._low == self._high else [self._low, self._high]
         whole = found if len(found) > 1 else ends
-        return [round(each) if base == 2 and each >= 1 else each for each in whole]
+        return list(whole)

@@ -164,7 +164,10 @@ def _sections(bench: AttentionBench, summary: AttentionSummary) -> Iterator[Repo
     if summary.efficiencies:
         yield _section("Scaling efficiency", tables=[efficiency_table(summary)])
     else:
-        alone = "One GPU was measured: `--gpus 2` compares DataParallel, ring and Ulysses with it."
+        alone = (
+            "One GPU was measured: `--gpus 2` compares with it DataParallel, which cannot lengthen "
+            "a sequence, and ring and Ulysses, which can."
+        )
         yield _section("Scaling efficiency", lines=[alone])
     yield _section(
         "Other GPUs, predicted",

@@ -232,7 +232,8 @@ def _column(name: str, mode: str) -> str:
 def machine_table(bench: AttentionBench) -> TextTable:
     """Date, hardware, versions, and what was asked."""
     order, machine = bench.order, bench.machine
-    gpus = f"{order.gpus} x " if order.device == "cuda" else f"{order.gpus} process(es) on "
+    processes = "1 process" if order.gpus == 1 else f"{order.gpus} processes"
+    gpus = f"{order.gpus} x " if order.device == "cuda" else f"{processes} on "
     allowed = "all of it" if order.memory_bytes is None else format_bytes(order.memory_bytes)
     rows = (
         ("date", bench.made_at),
@@ -248,7 +249,9 @@ def machine_table(bench: AttentionBench) -> TextTable:
         *((name, plain(version)) for name, version in machine.versions.items()),
         ("command", plain(" ".join(bench.command))),
     )
-    return TextTable(title="what was measured on", columns=("", ""), rows=rows, left_columns=2)
+    return TextTable(
+        title="what was measured on", columns=("what", "which"), rows=rows, left_columns=2
+    )
 
 
 def check_table(bench: AttentionBench) -> TextTable:
