@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from highwater.attention.block_flex import attend_table_of
 from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.block_table import block_tables, causal_pairs
+from highwater.attention.block_table import block_tables
 from highwater.attention.dense import attend
 from highwater.attention.dilated import dilated_attention
 from highwater.attention.reference import reference_attention
@@ -27,6 +28,7 @@ from highwater.attention.ulysses import attend_sharded
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.attention_bench import FusedKernel, Mode
 from highwater.spec.hardware import Kernel, kernels
+from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
@@ -211,7 +213,12 @@ def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: i
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
         found = block_sparse_attention(
-            query_BHSD, key_BKSD, value_BKSD, pattern=config, scaling=conditions.scaling
+            query_BHSD,
+            key_BKSD,
+            value_BKSD,
+            pattern=config,
+            scaling=conditions.scaling,
+            attend_table=attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1]),
         )
         return found.output_BHSD, found.kept_share
 
