@@ -207,7 +207,9 @@ OWN: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "prefix_dense_intermediate_size": 80,
     },
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _MULTIPLIERS),
+    **dict.fromkeys(
+        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _MULTIPLIERS
+    ),
     "hyperclovax": {**_MULTIPLIERS, "logits_scaling": 0.5},
     "gemma3_text": {"final_logit_softcapping": 2.0},
     "nanochat": {"final_logit_softcapping": 2.0},

@@ -31,7 +31,7 @@ NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
 WINDOWED = ("gpt_oss", "mistral", "olmo3")
 """Families with a window in every layer, and in some; with sinks."""
-PAST = (*WINDOWED, "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
+PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
 COUNTED = 0.015

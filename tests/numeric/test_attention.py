@@ -72,7 +72,7 @@ def test_the_kernel_of_a_cpu_is_flash() -> None:
     [
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
         ({"sequence_layout": None}, "see each other"),
-        ({"softcap": 30.0}, "softcap"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
     ],
 )

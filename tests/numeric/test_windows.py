@@ -36,6 +36,7 @@ def by_hand(
     lengths: Sequence[int],
     window: int | None,
     sinks_H: "torch.Tensor | None" = None,
+    cap: float | None = None,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
     """Output HSD and log-sum-exp HS: softmax over one mask of the whole row, a loop per token; a
     sink is one more column, without a value.
@@ -50,7 +51,10 @@ def by_hand(
         start += length
     groups = query_HSD.shape[0] // key_KSD.shape[0]
     keys, values = (t.repeat_interleave(groups, dim=0) for t in (key_KSD, value_KSD))
-    scores = (query_HSD @ keys.transpose(1, 2) * SCALING).masked_fill(~reads, -torch.inf)
+    scores = query_HSD @ keys.transpose(1, 2) * SCALING
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~reads, -torch.inf)
     if sinks_H is not None:
         scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, tokens, 1)], dim=-1)
     return scores.softmax(-1)[..., :tokens] @ values, scores.logsumexp(-1)
@@ -78,12 +82,15 @@ def assert_as_by_hand(
     *,
     window: int | None,
     sinks_H: "torch.Tensor | None" = None,
+    cap: float | None = None,
 ) -> None:
     """Output, log-sum-exp and the gradients of queries, keys, values and sinks."""
-    pattern = Pattern(scaling=SCALING, window_tokens=window, sinks_H=sinks_H)
+    pattern = Pattern(scaling=SCALING, window_tokens=window, sinks_H=sinks_H, soft_cap=cap)
     documents = Documents(lengths=lengths, pattern=pattern, kernel="flash")
     output, log_sums = attend_in_pattern(*(t[None] for t in own), documents=documents)
-    expected, expected_sums = by_hand(*own, lengths=lengths, window=window, sinks_H=sinks_H)
+    expected, expected_sums = by_hand(
+        *own, lengths=lengths, window=window, sinks_H=sinks_H, cap=cap
+    )
     assert deviation(output[0].transpose(0, 1), expected) < TOLERANCE
     assert deviation(log_sums[0], expected_sums) < TOLERANCE
     upstream = torch.randn_like(expected)
@@ -127,6 +134,23 @@ def test_a_sink_is_a_score_without_a_value(
     own = heads_of(heads, sum(lengths))
     sinks_H = torch.linspace(-3.0, 40.0, heads[0], dtype=torch.float64).requires_grad_()
     assert_as_by_hand(own, lengths, window=window, sinks_H=sinks_H)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("lengths", "heads"), CASES)
+def test_a_cap_is_on_scores_and_not_on_sinks(
+    lengths: tuple[int, ...],
+    heads: tuple[int, int],
+    window: int | None,
+    cap: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_at_hand(monkeypatch, 300)
+    own = heads_of(heads, sum(lengths))
+    assert_as_by_hand(own, lengths, window=window, cap=cap)
+    sinks_H = torch.linspace(-3.0, 2.0, heads[0], dtype=torch.float64).requires_grad_()
+    assert_as_by_hand(own, lengths, window=window, cap=cap, sinks_H=sinks_H)
 
 
 @pytest.mark.parametrize(("lengths", "heads"), CASES)

@@ -9,7 +9,7 @@ from places import NO_GPU, machine_with, write_model
 
 from highwater import predict, recommend
 from highwater.cli.search_context_length_capacity import place_of
-from highwater.errors import UsageError
+from highwater.errors import ModelError, UsageError
 from highwater.spec.codec import from_builtins, to_builtins
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan, plan_trial
@@ -82,6 +82,25 @@ def test_no_ring_is_offered_that_would_be_refused(tmp_path: Path) -> None:
     )
     notes = [predict(m, gpus="3xH100-80GB", length=16384).notes for m in (windowed, full)]
     assert [any("--ring" in note for note in each) for each in notes] == [False, True]
+
+
+def test_capped_scores_are_refused_in_a_ring_and_in_a_memory_only_trial(tmp_path: Path) -> None:
+    """With hints that work: heads are traded, or the trial is a full one."""
+    gemma = str(write_model(tmp_path / "g", model_type="gemma2"))
+    asked = {"model": gemma, "gpus": [2], "ring": [2], "max_length": 4096}
+    for request in (asked, {**asked, "data": "batches:short"}):
+        with pytest.raises(UsageError, match="does not cap the scores") as refusal:
+            plan(request_from(request), machine_with(2))
+        assert "`--ulysses 2 --ring 1`" in refusal.value.hint
+    assert plan(request_from({**asked, "ulysses": [2], "ring": [1]}), machine_with(2)).question
+    with pytest.raises(UsageError, match="caps the scores"):
+        plan(request_from({"model": gemma, "proof": "memory"}), machine_with(1))
+    with pytest.raises(UsageError, match="caps the scores"):
+        plan_trial(request_from({"model": gemma, "attention_depth": 1}), machine_with(1), 4096)
+    uncapped = str(write_model(tmp_path / "u", model_type="gemma2", attn_logit_softcapping=None))
+    assert load_model(uncapped).shape.caps_scores, "what is left out is as the class has it"
+    with pytest.raises(ModelError, match="attn_logit_softcapping is 0"):
+        load_model(str(write_model(tmp_path / "z", model_type="gemma2", attn_logit_softcapping=0)))
 
 
 def test_documents_of_a_users_data_are_held_to_a_window_when_they_come(mistral: str) -> None:

@@ -17,6 +17,8 @@ class Pattern:
     scaling: float
     window_tokens: int | None = None
     """Tokens that a token reads, itself and those before it; None: all of its document."""
+    soft_cap: float | None = None
+    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
     sinks_H: Tensor | None = None
     """A number for each query head that takes part in the softmax, beside the keys."""
 
@@ -24,11 +26,15 @@ class Pattern:
         """Whether a document of this length has tokens that the last one does not read."""
         return self.window_tokens is not None and self.window_tokens < length_tokens
 
+    def is_fused_up_to(self, length_tokens: int) -> bool:
+        """Whether the hardware's own kernel computes documents up to this length, sinks aside."""
+        return self.soft_cap is None and not self.cuts(length_tokens)
+
     def is_dense_up_to(self, length_tokens: int) -> bool:
         """Whether of documents up to this length it is full attention, which fused kernels
         compute.
         """
-        return self.sinks_H is None and not self.cuts(length_tokens)
+        return self.sinks_H is None and self.is_fused_up_to(length_tokens)
 
     def of_heads(self, rank: int, degree: int) -> "Pattern":
         """The pattern of one rank's heads, where ``degree`` ranks have equal shares, in order."""

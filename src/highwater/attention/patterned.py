@@ -1,5 +1,5 @@
 """Patterned attention: what a layer's pattern says beside full causal attention: a window that cuts
-something off, sinks.
+something off, capped scores, sinks.
 
 A run of documents of one length is one call, of a fused kernel where there is one: of flash
 attention within a window on a GPU, once a proof has shown it (attention/window_proof), of the
@@ -60,7 +60,7 @@ def attend_in_pattern(
     return PatternAttention(output_BHSD.transpose(1, 2), log_sums_BHS)
 
 
-class _Run(NamedTuple):
+class _SameLength(NamedTuple):
     """Documents of one length next to each other."""
 
     start: int
@@ -78,24 +78,25 @@ class _Run(NamedTuple):
         """The attention that is computed of them, by the kernel that computes it."""
         pattern, device = documents.pattern, query_BHSD.device
         tensors = (self.of(query_BHSD), self.of(key_BKSD), self.of(value_BKSD))
-        if not pattern.cuts((self.stop - self.start) // self.documents):
+        if pattern.is_fused_up_to((self.stop - self.start) // self.documents):
             return Block(*tensors, True, pattern.scaling, documents.kernel)
-        window = pattern.window_tokens
-        assert window is not None
+        window, cap = pattern.window_tokens, pattern.soft_cap
+        if window is None or cap is not None:  # no fused kernel caps scores
+            return PlainBlock(*tensors, pattern.scaling, window, cap)
         if window_proof.computes_windows(device, query_BHSD.dtype, query_BHSD.shape[-1]):
             return WindowedBlock(*tensors, pattern.scaling, window)
         return PlainBlock(*tensors, pattern.scaling, window)
 
 
-def _runs(documents: Documents, device: torch.device) -> Iterator[_Run]:
+def _runs(documents: Documents, device: torch.device) -> Iterator[_SameLength]:
     start = 0
     for length, group in groupby(documents.lengths):
         count = len(list(group))
         stop = start + count * length
-        if documents.in_pieces and not documents.pattern.cuts(length):
+        if documents.in_pieces and documents.pattern.is_fused_up_to(length):
             assert device.type in ("cuda", "cpu")
             count = max(count, pieces(stop - start, device.type) or 1)
-        yield _Run(start, stop, count)
+        yield _SameLength(start, stop, count)
         start = stop
 
 

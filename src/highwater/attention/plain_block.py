@@ -1,5 +1,5 @@
-"""Plain blocks: attention within a window in plain PyTorch, some rows of queries at a time, forward
-and backward, in any dtype and on any device.
+"""Plain blocks: attention within a window, or of capped scores, in plain PyTorch, some rows of
+queries at a time, forward and backward, in any dtype and on any device.
 
 Rows read one stretch of keys, so that nothing is gathered. Scores at hand are bounded whatever the
 length, and memory is linear in it. Scores and sums are in float32 at least.
@@ -28,6 +28,8 @@ class PlainBlock(NamedTuple):
     scaling: float
     window_tokens: int | None = None
     """Tokens that a token reads, itself and those before it; None: all of them."""
+    soft_cap: float | None = None
+    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
@@ -36,7 +38,7 @@ class PlainBlock(NamedTuple):
         output_BHSD = torch.empty_like(self.query_BHSD)
         log_sums_BHS = torch.empty_like(self.query_BHSD[..., 0], dtype=self._wide)
         for rows in self._rows():
-            scores_BKGrl = self._scores(rows)
+            scores_BKGrl = self._hide_(self._scores(rows), rows)
             sums_BKGr = scores_BKGrl.logsumexp(-1)
             weights_BKGrl = scores_BKGrl.sub_(sums_BKGr[..., None]).exp_()
             value_BKlD = self.value_BKSD[:, :, rows.keys].to(self._wide)
@@ -60,13 +62,15 @@ class PlainBlock(NamedTuple):
             # a score's gradient is its weight times how far its value is above the mean
             mean_BKGr = (upstream_BKGrD * self._of_rows(output_BHSD, rows)).sum(-1)
             scores_BKGrl = self._scores(rows)
+            growth = self._growth(scores_BKGrl)
+            self._hide_(scores_BKGrl, rows)
             weights_BKGrl = scores_BKGrl.sub_(self._of_rows(log_sums_BHS, rows)[..., None]).exp_()
             value_gradient[:, :, rows.keys] += torch.einsum(
                 "bkgrl,bkgrd->bkld", weights_BKGrl, upstream_BKGrD
             )
             value_BKlD = self.value_BKSD[:, :, rows.keys].to(wide)
             for_scores = torch.einsum("bkgrd,bkld->bkgrl", upstream_BKGrD, value_BKlD)
-            for_scores.sub_(mean_BKGr[..., None]).mul_(weights_BKGrl).mul_(self.scaling)
+            for_scores.sub_(mean_BKGr[..., None]).mul_(weights_BKGrl).mul_(growth)
             key_BKlD = self.key_BKSD[:, :, rows.keys].to(wide)
             of_queries = torch.einsum("bkgrl,bkld->bkgrd", for_scores, key_BKlD)
             query_gradient[:, :, rows.queries] = of_queries.flatten(1, 2).to(dtype)
@@ -96,10 +100,22 @@ class PlainBlock(NamedTuple):
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (heads, -1)).to(self._wide)
 
     def _scores(self, rows: "_Stretch") -> Tensor:
-        """Scores of rows, BKGrl, minus infinity where a token does not read a key."""
+        """Scores of rows and all keys at hand, capped: BKGrl."""
         query_BKGrD = self._of_rows(self.query_BHSD, rows)
         key_BKlD = self.key_BKSD[:, :, rows.keys].to(self._wide)
         scores_BKGrl = torch.einsum("bkgrd,bkld->bkgrl", query_BKGrD, key_BKlD).mul_(self.scaling)
+        if self.soft_cap is None:
+            return scores_BKGrl
+        return scores_BKGrl.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def _growth(self, scores_BKGrl: Tensor) -> Tensor | float:
+        """What a score grows by with the product of its query and key."""
+        if self.soft_cap is None:
+            return self.scaling
+        return (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
+
+    def _hide_(self, scores_BKGrl: Tensor, rows: "_Stretch") -> Tensor:
+        """Put minus infinity where a token does not read a key, in place."""
         device = scores_BKGrl.device
         back_rl = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
         back_rl = back_rl - torch.arange(rows.keys.start, rows.keys.stop, device=device)

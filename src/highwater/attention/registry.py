@@ -124,6 +124,7 @@ def register(
         pattern = Pattern(
             scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
             window_tokens=windows[module],
+            soft_cap=features.get("softcap"),
             sinks_H=features.get("s_aux"),
         )
         longest = max(sequence_layout.document_lengths)
@@ -240,7 +241,7 @@ def _layers_from_the_end(module: nn.Module) -> int:
 
 def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
     """Raise ModelError for a feature that this attention does not compute."""
-    for name in ("softcap", "position_bias", "head_mask"):
+    for name in ("position_bias", "head_mask"):
         if features.get(name) is not None:
             raise _unsupported(module, name)
     if features.get("dropout"):
@@ -250,9 +251,14 @@ def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for documents of which a layer's pattern cuts something off, which a ring
-    does not compute.
+    """Raise ModelError for documents of which a layer's pattern cuts something off, and for capped
+    scores, which a ring does not compute.
     """
+    if pattern.soft_cap is not None:
+        raise ModelError(
+            f"{_family(module)} caps the scores of its attention, which a ring does not",
+            hint="use `--ulysses` in the place of `--ring`",
+        )
     if pattern.cuts(longest):
         raise ModelError(
             f"{_family(module)} attends in a sliding window of {pattern.window_tokens} tokens, too "

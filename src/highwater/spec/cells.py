@@ -95,10 +95,14 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
     return None
 
 
-def ring_obstacle(shape: ModelShape, longest_tokens: int) -> str | None:
-    """Why no ring can share documents up to this length, in words; None when one can."""
+def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
+    """Why no ring can share documents up to this length, in words; None when one can. A length
+    of None is not known yet.
+    """
+    if shape.caps_scores:
+        return "a ring does not cap the scores of attention (attn_logit_softcapping)"
     window = shape.window_tokens
-    if window is None or longest_tokens <= window:
+    if window is None or longest_tokens is None or longest_tokens <= window:
         return None
     return (
         f"a ring shares no document of {format_tokens(longest_tokens)} tokens whose layers attend "
@@ -178,7 +182,7 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
-        if asked.ring > 1 and self.longest_tokens is not None:
+        if asked.ring > 1:
             why = ring_obstacle(self.shape, self.longest_tokens)
             if why is not None:
                 return why

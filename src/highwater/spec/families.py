@@ -92,6 +92,14 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+    },
     "glm": {
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -304,11 +312,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 """Fields that a family's class leaves at null, of which no model can be built."""
 MLP_WIDTHS: Mapping[str, str] = {"opt": "ffn_dim"}
 """What a family calls its ``intermediate_size``."""
+WITH_CAPS = frozenset(("gemma2",))
+"""Families whose attention caps its scores at ``attn_logit_softcapping``."""
+WITH_SINKS = frozenset(("gpt_oss", "granite_swa", "granitemoe_swa"))
+"""Families whose every layer has sinks, learned numbers beside the keys."""
 DENSE_WIDTHS: Mapping[str, str] = {"cohere2_moe": "prefix_dense_intermediate_size"}
 """What a family calls the width of its layers without experts, where it is not their
 ``intermediate_size``."""
-WITH_SINKS = frozenset(("gpt_oss", "granite_swa", "granitemoe_swa"))
-"""Families whose every layer has sinks, learned numbers beside the keys."""
 UNGATED = frozenset(
     ("apertus", "arcee", "gpt_neox", "jais2", "nanochat", "opt", "persimmon", "starcoder2")
 )
@@ -317,9 +327,9 @@ UNGATED = frozenset(
 ROPE_BY_LAYER = frozenset(("gemma3_text", "laguna", "mellum", "olmo3"))
 """Families with RoPE of its own for each kind of layer, whatever their config leaves out."""
 
-_NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window")
+_NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping")
 """Fields where null is not the same as nothing: as the query heads, as they share the hidden size,
-no window."""
+no window, no cap."""
 
 
 def value_of(config: Mapping[str, Any], field: str) -> Any:

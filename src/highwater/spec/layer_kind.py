@@ -32,6 +32,8 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     """Tokens that a token reads, itself and those before it; None where it reads all of them."""
     has_sinks: bool = False
     """A learned number for each query head takes part in the softmax, beside the keys."""
+    soft_cap: float | None = None
+    """What no score exceeds either way; None: no cap."""
 
     @property
     def query_size(self) -> int:

@@ -24,6 +24,7 @@ from highwater.spec.model_config import (
     own_rope_scaling,
     read_config,
     refuse_dropout,
+    score_cap,
     size,
     tied_embeddings,
     trained_family,
@@ -78,8 +79,9 @@ class ModelShape(Record, frozen=True, kw_only=True):
     mlp_matrices: int = 3
     """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
     layer_runs: tuple[LayerRun, ...] | msgspec.UnsetType = msgspec.UNSET
-    """The layers, where the fields above cannot tell them: where some attend within a window or
-    beside sinks, or layers without experts stand behind others. Else unset, and in no document."""
+    """The layers, where the fields above cannot tell them: where some attend within a window,
+    beside sinks or with a cap, or layers without experts stand behind others. Else unset, and in no
+    document."""
 
     def __post_init__(self) -> None:
         """Raise ModelError for runs of another number of layers, or of layers of another width."""
@@ -106,6 +108,11 @@ class ModelShape(Record, frozen=True, kw_only=True):
         """
         windows = (run.kind.attention.window_tokens for run in self.runs)
         return min((window for window in windows if window is not None), default=None)
+
+    @property
+    def caps_scores(self) -> bool:
+        """Whether some layer caps the scores of its attention, which no fused kernel does."""
+        return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
     def parameters(self) -> int:
@@ -310,16 +317,19 @@ def _with_runs(
     """
     windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
+    has_sinks, soft_cap = shape.model_type in WITH_SINKS, score_cap(config, source)
     runs = runs_of(
-        (1, _attending(without if is_dense else usual, window, shape.model_type in WITH_SINKS))
+        (1, _attending(without if is_dense else usual, window, has_sinks, soft_cap))
         for window, is_dense in zip(windows, dense, strict=True)
     )
     return shape if runs == shape.runs else msgspec.structs.replace(shape, layer_runs=runs)
 
 
-def _attending(kind: LayerKind, window_tokens: int | None, has_sinks: bool) -> LayerKind:
-    """A kind of layer that attends within a window, or beside sinks."""
+def _attending(
+    kind: LayerKind, window_tokens: int | None, has_sinks: bool, soft_cap: float | None
+) -> LayerKind:
+    """A kind of layer that attends within a window, beside sinks, or with capped scores."""
     attention = msgspec.structs.replace(
-        kind.attention, window_tokens=window_tokens, has_sinks=has_sinks
+        kind.attention, window_tokens=window_tokens, has_sinks=has_sinks, soft_cap=soft_cap
     )
     return msgspec.structs.replace(kind, attention=attention)

@@ -19,6 +19,7 @@ from highwater.spec.families import (
     EXPERTS_PER_TOKEN,
     MLP_WIDTHS,
     NEEDED,
+    WITH_CAPS,
     unsupported_dropout,
     value_of,
 )
@@ -269,6 +270,23 @@ def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]
     sliding = [layer_slides(config, layer) for layer in range(layer_count(config, source))]
     window = optional_size(config, "sliding_window", source) if any(sliding) else None
     return tuple(window if is_sliding else None for is_sliding in sliding)
+
+
+def score_cap(config: dict[str, Any], source: str) -> float | None:
+    """What no score of attention exceeds either way; None where they are not capped. Raises
+    ModelError for what caps nothing.
+    """
+    if config["model_type"] not in WITH_CAPS:
+        return None
+    cap = value_of(config, "attn_logit_softcapping")
+    if cap is None:
+        return None
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST_SIZE:
+        raise ModelError(
+            f"attn_logit_softcapping is {cap!r} in {source}",
+            hint="set attn_logit_softcapping to a number above 0, or to null",
+        )
+    return float(cap)
 
 
 def layers_without_experts(config: dict[str, Any], mixture: Mixture) -> tuple[bool, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from highwater.errors import ModelError
 from highwater.spec.cohere_layers import refuse_unread_rope
+from highwater.spec.families import WITH_CAPS
 from highwater.spec.logit_transform import logit_transform_of, transforms
 
 TRAINED = frozenset(
@@ -38,6 +39,7 @@ TRAINED = frozenset(
             "exaone_moe",
             "flex_olmo",
             "gemma",
+            "gemma2",
             "gemma3_text",
             "glm",
             "glm4",
@@ -218,7 +220,7 @@ _FEATURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "its attention caps its scores, which the fused kernels do not",
         _FULL_ATTENTION,
-        ("gemma2", "vaultgemma"),
+        ("vaultgemma",),
     ),
     (
         "its attention has gates, and scales of queries by their positions: nobody has compared "
@@ -369,6 +371,12 @@ def refuse_untrained(family: str, source: str) -> None:
     )
 
 
+def _reads(family: str, field: str) -> bool:
+    """Whether the engine computes what a family makes of this field."""
+    is_cap = field == "attn_logit_softcapping" and family in WITH_CAPS
+    return is_cap or transforms(family, field)
+
+
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
     """Raise ModelError for values of a config by which logits or attention are not the plain
     ones.
@@ -376,7 +384,7 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
     family = config["model_type"]
     for field, neutral in _NEUTRAL.items():
         value = config.get(field)
-        if value is not None and value not in neutral and not transforms(family, field):
+        if value is not None and value not in neutral and not _reads(family, field):
             allowed = " or ".join(map(repr, (*neutral, None)))
             raise ModelError(
                 f"{source}, of the family {family}, has {field} = {value!r}, which is not "

@@ -88,6 +88,7 @@ _WINDOW_BY_LAYER: Mapping[str, Slides] = {
     "exaone4": _all_but_every("sliding_window_pattern"),
     "exaone_moe": _all_but_every("sliding_window_pattern"),
     "gemma3_text": _all_but_every("sliding_window_pattern"),
+    "gemma2": _all_but_every(2),
     "gpt_oss": _all_but_every(2),
     "granite_swa": _all_but_the_first_of_four,
     "granitemoe_swa": _all_but_the_first_of_four,
