@@ -198,10 +198,10 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
         return
     leave = "leave `--attention` out"
     kinds = [run.kind.attention for run in model.shape.runs]
-    if any(kind.window_tokens is not None or kind.has_sinks for kind in kinds):
+    if any(kind.window_tokens or kind.has_sinks or kind.soft_cap for kind in kinds):
         raise ModelError(
-            f"{model.name} has layers with a window or sinks of their own, which block-sparse "
-            "attention would take the place of",
+            f"{model.name} has layers with a window, sinks or capped scores of their own, which "
+            "block-sparse attention would take the place of",
             hint=leave,
         )
     if device == "cuda":
