@@ -180,7 +180,7 @@ def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater: R
         (("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
         (("recommend", "Qwen3-8B", "--length", "64k"), "no GPU is here, and none is named"),
         ((*ASKED, "--rollout-gpus", "-1"), "-1 GPUs for rollout"),
-        ((*ASKED, "--trainer", "trinity", "--study", STUDY), "trainer trinity"),
+        ((*ASKED, "--trainer", "trinity", "--study", STUDY), "Trinity-RFT's trainer"),
         ((*ASKED, "--study", "none.jsonl"), "none.jsonl"),
         (("recommend", "gpt2", "--gpus", "4xH20-96GB", "--length", "8k"), "no model 'gpt2'"),
     ],

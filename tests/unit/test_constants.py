@@ -257,7 +257,7 @@ def test_a_file_that_says_nothing_of_these_gpus_is_refused(
 
 
 def test_another_trainer_takes_no_constants_of_this_engine() -> None:
-    with pytest.raises(UsageError, match=r"constants .* trinity"):
+    with pytest.raises(UsageError, match=r"constants .* Trinity-RFT"):
         highwater.predict("Qwen3-8B", gpus="H200-141GB", constants=H200, trainer="trinity")
 
 

@@ -21,7 +21,10 @@ FACTORS = {
     "cohere2_moe": "logit_scale",
     "hyperclovax": "logits_scaling",
 }
-DIVISORS = dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), "logits_scaling")
+DIVISORS = dict.fromkeys(
+    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+    "logits_scaling",
+)
 CAPS = dict.fromkeys(
     ("beam", "gemma2", "gemma3_text", "nanochat", "vaultgemma"), "final_logit_softcapping"
 )
