@@ -21,6 +21,7 @@ TABLES = (
     ("speed/README.md", "speed/speeds.py --table"),
     ("speed/README.md", "speed/offload_step.py --table"),
     ("checkpoints/README.md", "checkpoints/saves.py --table"),
+    ("attention/README.md", "attention/copy_task.py --table"),
     ("context_parallel/README.md", "context_parallel/six_gpus.py --table"),
     ("context_parallel/README.md", "context_parallel/topology.py --table"),
     ("context_parallel/README.md", "context_parallel/topology.py --device cuda --table"),
