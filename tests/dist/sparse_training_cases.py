@@ -22,7 +22,8 @@ from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from highwater.attention.block_table import block_tables
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
@@ -32,6 +33,7 @@ from highwater.spec.settings import Settings
 from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
 from highwater.train.data import Document, pack, share_of
 from highwater.train.step import Training, train_step
+from references.sparse_masks import mask
 
 BLOCK = 4
 LENGTHS = ((33, 1, 33, 2, 41), (50, 7))
@@ -190,49 +192,6 @@ def masked(
     key, value, seen = (each.repeat_interleave(groups, dim=1) for each in (key, value, seen))
     scores = (query @ key.mT * scaling).masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
-
-
-def mask(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
-    """Which key each token sees, 1KSS or 11SS: from the definition where there is one."""
-    length = query.shape[2]
-    token, other = torch.arange(length)[:, None], torch.arange(length)
-    match pattern.pattern_type:
-        case "local_window":
-            seen = other > token - pattern.local_window_size
-        case "global_local":
-            seen = (other > token - pattern.local_window_size) | (other < pattern.global_tokens)
-        case "block_top_k":
-            seen = by_blocks(best_blocks(pattern, query, key), length)
-        case _:
-            (table,) = block_tables(pattern, length, torch.device("cpu"))
-            kept = torch.zeros(table.rows, table.rows, dtype=torch.bool)
-            kept[table.row_of_entry, table.columns[0].long()] = True
-            seen = by_blocks(kept, length)
-    return ((other <= token) & seen).expand(1, key.shape[1], length, length)
-
-
-def by_blocks(kept: Tensor, length: int) -> Tensor:
-    tokens = kept.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return tokens[..., :length, :length]
-
-
-def best_blocks(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
-    """For each row of blocks its own, and those whose mean keys score highest with its mean query;
-    1KRR.
-    """
-    grouped = query.detach().unflatten(1, (key.shape[1], -1)).mean(2)
-    query_R, key_R = (
-        torch.stack([part.mean(2) for part in tensor.split(BLOCK, dim=2)], dim=2)
-        for tensor in (grouped, key.detach())
-    )
-    scores = query_R @ key_R.mT
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    for row in range(scores.shape[-1]):
-        count = max(1, math.ceil(pattern.ratio_at(query.shape[2]) * (row + 1) - 1e-9))
-        of_row = scores[..., row, : row + 1].clone()
-        of_row[..., row] = math.inf
-        kept[..., row, :].scatter_(-1, of_row.topk(count, dim=-1).indices, value=True)
-    return kept
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""Block-sparse attention against a dense masked softmax in float64, whose masks are written here
-from the patterns' definitions: output, log-sum-exp and every gradient, odd lengths and heads.
+"""Block-sparse attention against a dense masked softmax in float64, whose masks are
+tests/references': output, log-sum-exp and every gradient, odd lengths and heads.
 """
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torch import Tensor
 
@@ -16,6 +20,7 @@ from highwater.attention.block_table import block_tables, kept_share
 from highwater.errors import UsageError
 from highwater.spec.sparse_costs import causal_pairs
 from highwater.spec.sparse_pattern import WINDOWED, PatternType, SparsePatternConfig
+from references.sparse_masks import mask
 
 TOLERANCE = 1e-10
 """Norm-relative in float64."""
@@ -36,52 +41,6 @@ def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 5) 
     torch.manual_seed(length)
     shapes = [(batch, count, length, size) for count in (heads[0], heads[1], heads[1])]
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-
-def mask(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
-    """Which key each token sees, BKSS: from the definition where there is one, else from the
-    table.
-    """
-    length = query.shape[2]
-    token, other = torch.arange(length)[:, None], torch.arange(length)
-    causal = other <= token
-    match pattern.pattern_type:
-        case "local_window":
-            seen = other > token - pattern.local_window_size
-        case "global_local":
-            seen = (other > token - pattern.local_window_size) | (other < pattern.global_tokens)
-        case "block_top_k":
-            return causal & by_blocks(best_blocks(pattern, query, key), length)
-        case _:
-            (table,) = block_tables(pattern, length, CPU)
-            kept = torch.zeros(table.rows, table.rows, dtype=torch.bool)
-            kept[table.row_of_entry, table.columns[0].long()] = True
-            seen = by_blocks(kept, length)
-    return (causal & seen).expand(*key.shape[:2], length, length)
-
-
-def by_blocks(kept: Tensor, length: int) -> Tensor:
-    tokens = kept.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return tokens[..., :length, :length]
-
-
-def best_blocks(pattern: SparsePatternConfig, query: Tensor, key: Tensor) -> Tensor:
-    """For each row of blocks its own, and those whose mean keys score highest with its mean query;
-    BKRR.
-    """
-    grouped = query.detach().unflatten(1, (key.shape[1], -1)).mean(2)
-    means = [
-        torch.stack([part.mean(2) for part in t.split(BLOCK, dim=2)], dim=2)
-        for t in (grouped, key.detach())
-    ]
-    scores = means[0] @ means[1].transpose(-1, -2)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    for row in range(scores.shape[-1]):
-        count = max(1, math.ceil(pattern.ratio_at(query.shape[2]) * (row + 1) - 1e-9))
-        of_row = scores[..., row, : row + 1].clone()
-        of_row[..., row] = math.inf
-        kept[..., row, :].scatter_(-1, of_row.topk(count, dim=-1).indices, value=True)
-    return kept
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float) -> list[Tensor]:

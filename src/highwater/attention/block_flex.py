@@ -238,12 +238,10 @@ def is_proven(
         off = max(deviations(pattern, groups, head_dim, dtype, device))
     except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, there is another way
         reason = str(error).partition("\n")[0] or type(error).__name__
-        warnings.warn(f"FlexAttention does not run here, keys are gathered: {reason}", stacklevel=2)
+        warnings.warn(f"FlexAttention does not run here: {reason}", stacklevel=2)
         return False
     if not off < _DIGITS * torch.finfo(dtype).eps:
-        warnings.warn(
-            f"FlexAttention is off by {off:.1e} in {dtype}, keys are gathered", stacklevel=2
-        )
+        warnings.warn(f"FlexAttention is off by {off:.1e} in {dtype}", stacklevel=2)
         return False
     return True
 
