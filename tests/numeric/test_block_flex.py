@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from highwater.attention import block_flex
-from highwater.attention.block_flex import Stretch, attend_stretch, attend_table_of, stretches
+from highwater.attention.block_flex import attend_mask, attend_table_of, block_mask, mask_bytes
 from highwater.attention.block_gather import attend_by_gather
 from highwater.attention.block_table import BlockTable, block_tables
 from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
@@ -38,12 +38,10 @@ def tables_of(pattern_type: PatternType, length: int, block: int = BLOCK) -> tup
     return block_tables(pattern, length, CPU)
 
 
-def widened(stretch: Stretch) -> Stretch:
+def widened(mask: BlockMask, keys: int) -> BlockMask:
     """The same with a place for every block of keys in each row, as the CPU's kernel asks."""
-    mask = stretch.mask
-    places = -(-stretch.keys // BLOCK)
     wide = {
-        name: torch.nn.functional.pad(table, (0, places - table.shape[-1]))
+        name: torch.nn.functional.pad(table, (0, max(0, -(-keys // BLOCK) - table.shape[-1])))
         for name in ("kv_indices", "full_kv_indices")
         if (table := getattr(mask, name)) is not None
     }
@@ -52,7 +50,7 @@ def widened(stretch: Stretch) -> Stretch:
         for name in ("kv_num_blocks", "full_kv_num_blocks", "seq_lengths", "BLOCK_SIZE", "mask_mod")
     }
     unused = dict.fromkeys(("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"))
-    return stretch._replace(mask=BlockMask(**others, **wide, **unused))
+    return BlockMask(**others, **wide, **unused)
 
 
 def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
@@ -68,25 +66,25 @@ def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("length", [1, 40, 1000, 2113])
 def test_masks_keep_what_the_tables_keep(pattern_type: PatternType, length: int) -> None:
     for table in tables_of(pattern_type, length):
+        mask = block_mask(table)
+        part = entries(mask.kv_num_blocks, mask.kv_indices)
+        full = entries(mask.full_kv_num_blocks, mask.full_kv_indices)
+        assert not part & full
+        for forward, numbers, indices in (
+            (part, mask.q_num_blocks, mask.q_indices),
+            (full, mask.full_q_num_blocks, mask.full_q_indices),
+        ):
+            assert {(row, column) for column, row in entries(numbers, indices)} == forward
+        for row, column in full:
+            query = torch.arange(row * BLOCK, row * BLOCK + BLOCK)[:, None]
+            key = torch.arange(column * BLOCK, column * BLOCK + BLOCK)
+            zero = torch.zeros((), dtype=torch.int64)
+            assert mask.mask_mod(zero, zero, query, key).all(), "nothing of it is masked"
         kept = set(zip(table.row_of_entry.tolist(), table.columns[0].tolist(), strict=True))
-        found: set[tuple[int, int]] = set()
-        for stretch in stretches(table):
-            mask, first = stretch.mask, stretch.first // BLOCK
-            part = entries(mask.kv_num_blocks, mask.kv_indices)
-            full = entries(mask.full_kv_num_blocks, mask.full_kv_indices)
-            assert not part & full
-            found |= {(row + first, column) for row, column in part | full}
-            for forward, numbers, indices in (
-                (part, mask.q_num_blocks, mask.q_indices),
-                (full, mask.full_q_num_blocks, mask.full_q_indices),
-            ):
-                assert {(row, column) for column, row in entries(numbers, indices)} == forward
-            for row, column in full:
-                query = torch.arange(row * BLOCK, row * BLOCK + BLOCK)[:, None]
-                key = torch.arange(column * BLOCK, column * BLOCK + BLOCK)
-                zero = torch.zeros((), dtype=torch.int64)
-                assert mask.mask_mod(zero, zero, query, key).all(), "nothing of it is masked"
-        assert found == kept
+        assert part | full == kept
+        # kernels of PyTorch before 2.12 know one distance between lines of both
+        assert mask.kv_indices.stride(-2) == mask.full_kv_indices.stride(-2)
+        assert mask.q_indices.stride(-2) == mask.full_q_indices.stride(-2)
 
 
 @pytest.mark.parametrize("pattern_type", ["dilated_sparse", "strided", "random"])
@@ -99,9 +97,9 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
         pattern_type=pattern_type, sparsity_ratio="adaptive", block_size=256
     )
     (table,) = block_tables(pattern, length, CPU)
-    taken = sum(stretch.nbytes for stretch in stretches(table))
-    assert taken < 9 * 4 * table.kept_blocks
-    assert taken < table.rows**2 * 4 / 20
+    taken = mask_bytes(block_mask(table))
+    assert taken < 16 * 4 * table.kept_blocks
+    assert taken < table.rows**2 * 4 / 12
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
 
 
@@ -114,21 +112,15 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
     ],
 )
 def test_the_kernel_attends_to_what_block_gather_does(
-    pattern_type: PatternType, groups: int, monkeypatch: pytest.MonkeyPatch
+    pattern_type: PatternType, groups: int
 ) -> None:
-    monkeypatch.setattr(block_flex, "_ROWS_OF_STRETCH", 4)
     length = 531
     torch.manual_seed(0)
     query = torch.randn(2, groups, length, 16)
     key, value = (torch.randn(2, length, 16) for _ in range(2))
     for table in tables_of(pattern_type, length):
         expected, _ = attend_by_gather(query, key, value, table, 0.3)
-        parts = [
-            attend_stretch(query, key, value, widened(each), 0.3, return_aux=None)
-            for each in stretches(table)
-        ]
-        assert len(parts) == (1 if "local" in pattern_type else 4)
-        found = torch.cat(parts, dim=2)
+        found = attend_mask(query, key, value, widened(block_mask(table), length), 0.3)
         assert (found - expected).norm() < 8 * torch.finfo(torch.float32).eps * expected.norm()
 
 
@@ -151,7 +143,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     where = (2, 8, torch.float32, CPU)
     monkeypatch.setattr(block_flex, "attend_by_flex", attend_by_gather)
     block_flex.is_proven.cache_clear()
-    assert block_flex.is_proven(pattern, *where)
+    with torch.no_grad():
+        assert block_flex.is_proven(pattern, *where)
+    block_flex.is_proven.cache_clear()
+    with torch.inference_mode():
+        assert block_flex.is_proven(pattern, *where)
     monkeypatch.setattr(
         block_flex,
         "attend_by_flex",

@@ -67,3 +67,13 @@ def test_flash_attention_takes_a_number_a_row_and_cudnn_all_of_it_in_one() -> No
     )
     assert flash == [2_621_440, 335_544_320, 167_772_160, 167_772_160]
     assert cudnn == [sum(flash) + 256]
+
+
+def test_flash_attention_takes_heads_of_whole_32s() -> None:
+    query, key = (
+        torch.empty(1, heads, 4096, 40, dtype=torch.bfloat16, device="meta") for heads in (4, 1)
+    )
+    found = WORKSPACES[aten._scaled_dot_product_flash_attention_backward.default](
+        (None, query, key)
+    )
+    assert found == [4 * 4 * 4096, 4 * 4 * 4096 * 64, *[2 * 4 * 4096 * 40] * 2]

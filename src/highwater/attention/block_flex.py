@@ -2,109 +2,86 @@
 
 FlexAttention's block mask has a row of one width for every block of queries, and the transposed one
 for every block of keys; PyTorch makes it of a table of all pairs of blocks. Here both are filled
-from a BlockTable. Rows by ratio keep ever more blocks, so that one width for all would be half
-empty: their queries are cut into stretches, each with the keys up to its own end. Which blocks are
-kept is in the tables alone: without compiling, FlexAttention would not read them.
+from a BlockTable. Which blocks are kept is in the tables alone: without compiling, FlexAttention
+would not read them.
 
 A kernel that is compiled is used where it has shown, on small input, to do what block-gather does.
 
-Shapes:  N groups of heads, of all sequences  G query heads of a group  S tokens  s those of a
-         stretch  D head size  E pairs of blocks of a stretch
+Shapes:  N groups of heads, of all sequences  G query heads of a group  S tokens  D head size
+         E pairs of blocks of a table
 """
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from highwater.attention.block_gather import AttendTable, attend_by_gather, block_sparse_attention
+from highwater.attention.block_gather import (
+    AttendTable,
+    attend_by_gather,
+    block_sparse_attention,
+    exact,
+)
 from highwater.attention.block_table import BlockTable
 from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
 SparseKernel = Literal["auto", "gather", "flex"]
 """How block-sparse attention is computed; ``auto``: by FlexAttention where that was proven."""
-_STRETCHES = 4
-"""Of the rows of a pattern by ratio: with them tables are a quarter larger than what they keep."""
-_ROWS_OF_STRETCH = 16
-"""At the least."""
 _PROGRAMS = 64
 """Kinds of shapes and masks that are compiled in one process: past them PyTorch raises, rather than
 taking the quadratic path.
 """
+_PROVEN_BLOCKS = 32
+"""Blocks of a sequence that a kernel is proven on, which are one too many for it."""
 _DIGITS = 16
 """Roundings of a number that a proven kernel may be off by, norm-relative."""
 
 
-class Stretch(NamedTuple):
-    """Queries next to each other, and the mask of the keys up to their end."""
-
-    first: int
-    """Token of its first query."""
-    stop: int
-    keys: int
-    """Keys of it: those up to this token."""
-    mask: BlockMask
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tables."""
-        found = (getattr(self.mask, name) for name in _TABLES)
-        return sum(table.nbytes for table in found if table is not None)
-
-
-_TABLES = tuple(
-    f"{full}{side}_{what}"
-    for full in ("", "full_")
-    for side in ("kv", "q")
-    for what in ("num_blocks", "indices")
-)
-
-
 @lru_cache(maxsize=16)
-def stretches(table: BlockTable) -> tuple[Stretch, ...]:
-    """The masks of a table, kept for the layers of a model, which ask again."""
+def block_mask(table: BlockTable) -> BlockMask:
+    """The mask of a table, kept for the layers of a model, which ask again."""
     assert table.tables == 1, "one table for all heads"
-    counts = table.starts.diff()
-    is_even = table.window_tokens is not None or table.keys_below is not None
-    pieces = 1 if is_even else min(_STRETCHES, max(1, table.rows // _ROWS_OF_STRETCH))
-    bounds = [table.rows * number // pieces for number in range(pieces + 1)]
-    assert int(counts.sum()) == table.kept_blocks
-    return tuple(_stretch(table, *each) for each in pairwise(bounds))
-
-
-def _stretch(table: BlockTable, first: int, stop: int) -> Stretch:
     size, length = table.block_size, table.length_tokens
-    last = min(stop * size, length)
-    keys = last if table.keys_below is None else min(last, table.keys_below)
-    own = slice(int(table.starts[first]), int(table.starts[stop]))
-    row_E = table.row_of_entry[own] - first
-    column_E = table.columns[0, own].long().cpu()
-    is_full_E = _is_full(table, row_E + first, column_E)
-    shape = (stop - first, -(-keys // size))
-    tensors: dict[str, Any] = {}
-    for name, is_own_E in (("", ~is_full_E), ("full_", is_full_E)):
-        pairs = (row_E[is_own_E], column_E[is_own_E])
-        for side, (line_E, entry_E), lines in (
-            ("kv", pairs, shape[0]),
-            ("q", pairs[::-1], shape[1]),
+    keys = length if table.keys_below is None else min(length, table.keys_below)
+    row_E, column_E = table.row_of_entry, table.columns[0].long().cpu()
+    is_full_E = _is_full(table, row_E, column_E)
+    tensors: dict[str, Tensor] = {}
+    for side, line_E, entry_E, lines in (
+        ("kv", row_E, column_E, table.rows),
+        ("q", column_E, row_E, -(-keys // size)),
+    ):
+        parts = [
+            _padded(line_E[is_own_E], entry_E[is_own_E], lines)
+            for is_own_E in (~is_full_E, is_full_E)
+        ]
+        # kernels of PyTorch before 2.12 read both at the one's distance between lines
+        both = torch.cat([indices for _, indices in parts], dim=-1).to(table.columns.device)
+        widths = [indices.shape[-1] for _, indices in parts]
+        for full, (numbers, _), indices in zip(
+            ("", "full_"), parts, both.split(widths, dim=-1), strict=True
         ):
-            numbers, indices = _padded(line_E, entry_E, lines)
-            tensors[f"{name}{side}_num_blocks"] = numbers.to(table.columns.device)
-            tensors[f"{name}{side}_indices"] = indices.to(table.columns.device)
-    mask = BlockMask(
-        (last - first * size, keys),
-        BLOCK_SIZE=(size, size),
-        mask_mod=_is_seen(table, first * size),
-        **tensors,
+            tensors[f"{full}{side}_num_blocks"] = numbers.to(both.device)
+            tensors[f"{full}{side}_indices"] = indices
+    return BlockMask(
+        (length, keys), BLOCK_SIZE=(size, size), mask_mod=_is_seen(table), **cast(Any, tensors)
     )
-    return Stretch(first * size, last, keys, mask)
+
+
+def mask_bytes(mask: BlockMask) -> int:
+    """Bytes of a mask's tables."""
+    found = (
+        getattr(mask, f"{full}{side}_{what}")
+        for full in ("", "full_")
+        for side in ("kv", "q")
+        for what in ("num_blocks", "indices")
+    )
+    return sum(table.nbytes for table in found if table is not None)
 
 
 def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
@@ -120,36 +97,31 @@ def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
 
 def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor]:
     """How many entries each line has, and its entries in their order, as many places for each;
-    (1, 1, lines) and (1, 1, lines, width), int32. A width is 1 at the least: a kernel reads there.
+    (1, 1, lines) and (1, 1, lines, width), int32. A width is of whole 16 bytes.
     """
     order_E = torch.argsort(line_E * (int(entry_E.max()) + 1 if len(entry_E) else 1) + entry_E)
     line_E, entry_E = line_E[order_E], entry_E[order_E]
     numbers = torch.bincount(line_E, minlength=lines)
     place_E = torch.arange(len(line_E)) - (numbers.cumsum(0) - numbers)[line_E]
     width = max(1, int(numbers.max()) if lines else 1)
-    indices = torch.zeros(lines, width, dtype=torch.int32)
+    indices = torch.zeros(lines, -(-width // 4) * 4, dtype=torch.int32)
     indices[line_E, place_E] = entry_E.int()
     return numbers.int()[None, None], indices[None, None]
 
 
-def _is_seen(table: BlockTable, first: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Which key of a kept block a query sees. The query's number is a tensor's: a stretch that
-    begins elsewhere is no other program.
+def _is_seen(table: BlockTable) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Which key of a kept block a query sees. All bounds are tensors' numbers: another pattern is
+    no other program.
     """
-    start = torch.tensor(first, device=table.columns.device)
-    window, begins, ends = table.window_tokens, table.keys_from, table.keys_below
+    all_tokens = table.rows * table.block_size
+    window, begins, ends = (
+        torch.tensor(all_tokens if bound is None else bound, device=table.columns.device)
+        for bound in (table.window_tokens, table.keys_from, table.keys_below)
+    )
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head
-        token = query + start
-        seen = key <= token
-        if window is not None:
-            seen = seen & (key > token - window)
-        if begins:
-            seen = seen & (key >= begins)
-        if ends is not None:
-            seen = seen & (key < ends)
-        return seen
+        return (key <= query) & (key > query - window) & (key >= begins) & (key < ends)
 
     return is_seen
 
@@ -163,36 +135,35 @@ def attend_by_flex(
     query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor, table: BlockTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """One pass over a table, NGSD, and each query's log-sum-exp, NGS; differentiable on a GPU."""
-    found = [
-        attend_stretch(query_NGSD, key_NSD, value_NSD, each, scaling) for each in stretches(table)
-    ]
-    outputs, auxiliaries = zip(*found, strict=True)
-    sums = [each.lse for each in auxiliaries]
-    if len(found) == 1:
-        return outputs[0], sums[0]
-    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+    asked = AuxRequest(lse=True)
+    output_NGSD, auxiliary = attend_mask(
+        query_NGSD, key_NSD, value_NSD, block_mask(table), scaling, return_aux=asked
+    )
+    return output_NGSD, auxiliary.lse
 
 
-def attend_stretch(
+def attend_mask(
     query_NGSD: Tensor,
     key_NSD: Tensor,
     value_NSD: Tensor,
-    stretch: Stretch,
+    mask: BlockMask,
     scaling: float,
-    **asked: AuxRequest | None,
+    *,
+    return_aux: AuxRequest | None = None,
 ) -> Any:
-    """What the queries of a stretch attend to, NGsD, and their log-sum-exp beside it, or what else
-    is asked for. A kernel for the CPU gives none, and no gradient.
+    """What queries attend to, NGSD, and what else is asked for beside it. A kernel for the CPU
+    gives that alone, and no gradient.
     """
+    keys = mask.seq_lengths[1]
     with dynamo_config.patch(recompile_limit=_PROGRAMS):
         return _compiled()(
-            query_NGSD[:, :, stretch.first : stretch.stop],
-            key_NSD[:, None, : stretch.keys],
-            value_NSD[:, None, : stretch.keys],
-            block_mask=stretch.mask,
+            query_NGSD,
+            key_NSD[:, None, :keys],
+            value_NSD[:, None, :keys],
+            block_mask=mask,
             scale=scaling,
             enable_gqa=query_NGSD.shape[1] > 1,
-            **({"return_aux": AuxRequest(lse=True)} | asked),
+            return_aux=return_aux,
         )
 
 
@@ -204,14 +175,7 @@ def attend_table_of(
     In any thread but the first nothing is compiled, and keys are gathered: replicas of
     DataParallel are threads.
     """
-    is_candidate = (
-        query_BHSD.device.type == "cuda"
-        and query_BHSD.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and torch.cuda.get_device_capability(query_BHSD.device) >= (8, 0)
-        and not pattern.follows_content
-        and pattern.block_size % SPARSE_KERNEL_BLOCK == 0
-        and threading.current_thread() is threading.main_thread()
-    )
+    is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
         return attend_by_gather
     if implementation == "flex":
@@ -220,6 +184,18 @@ def attend_table_of(
     device = query_BHSD.device
     return (
         attend_by_flex if is_proven(pattern, *head, query_BHSD.dtype, device) else attend_by_gather
+    )
+
+
+def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig) -> bool:
+    """Whether FlexAttention is for this device, dtype and pattern, in this thread."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and not pattern.follows_content
+        and pattern.block_size % SPARSE_KERNEL_BLOCK == 0
+        and threading.current_thread() is threading.main_thread()
     )
 
 
@@ -235,7 +211,9 @@ def is_proven(
     all gradients. Warns where it does not, or does not run.
     """
     try:
-        off = max(deviations(pattern, groups, head_dim, dtype, device))
+        # whoever asks may be within `no_grad`, `inference_mode` or autocast
+        with torch.inference_mode(mode=False), torch.enable_grad(), exact(device):
+            off = max(deviations(pattern, groups, head_dim, dtype, device))
     except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, there is another way
         reason = str(error).partition("\n")[0] or type(error).__name__
         warnings.warn(f"FlexAttention does not run here: {reason}", stacklevel=2)
@@ -257,7 +235,7 @@ def deviations(
     with_gradients: bool = True,
 ) -> Iterator[float]:
     """How far FlexAttention is from block-gather, norm-relative: output, log-sum-exp, gradients."""
-    tokens = length or 2 * _STRETCHES * _ROWS_OF_STRETCH * pattern.block_size + 1
+    tokens = length or _PROVEN_BLOCKS * pattern.block_size + 1
     random = torch.Generator().manual_seed(0)
     shapes = ((1, 2 * groups, tokens, head_dim), *2 * [(1, 2, tokens, head_dim)])
     inputs = [

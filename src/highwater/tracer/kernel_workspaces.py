@@ -12,14 +12,13 @@ aten: Any = torch.ops.aten
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """A float32 number per token and query head, q's gradient in float32; where query heads share
-    keys, k's and v's for every one of them. Source: docs/results/layer; what H200s recorded in
-    docs/results/lab/trinity_trials.json.
+    """A float32 number per token and query head, q's gradient in float32, of heads as large as a
+    multiple of 32; where query heads share keys, k's and v's for every one of them. Source:
+    docs/results/layer; what H200s recorded in docs/results/lab/trinity_trials.json; tests/gpu.
     """
-    query, key = args[1], args[2]
-    repeats = query.shape[1] // key.shape[1]
-    every_head = [key.element_size() * repeats * key.numel()] * 2 if repeats > 1 else []
-    return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
+    per_row, of_query, *every_head = _in_backward(args)
+    head = args[1].shape[-1]
+    return [per_row, of_query // head * (-(-head // 32) * 32), *every_head]
 
 
 def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
@@ -29,10 +28,17 @@ def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
-    """Bytes of one workspace for all that flash attention takes piece by piece, and 256 more.
-    Source: docs/results/lab/histories.json.gz.
+    """Bytes of one workspace for all that flash attention takes piece by piece, of heads as they
+    are, and 256 more. Source: docs/results/lab/histories.json.gz.
     """
-    return [sum(_in_flash_backward(args)) + 256]
+    return [sum(_in_backward(args)) + 256]
+
+
+def _in_backward(args: Sequence[Any]) -> list[int]:
+    query, key = args[1], args[2]
+    repeats = query.shape[1] // key.shape[1]
+    every_head = [key.element_size() * repeats * key.numel()] * 2 if repeats > 1 else []
+    return [4 * query.numel() // query.shape[-1], 4 * query.numel(), *every_head]
 
 
 def _in_embedding_backward(args: Sequence[Any]) -> list[int]:

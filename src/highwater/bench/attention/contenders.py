@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from highwater.attention.block_flex import attend_table_of
-from highwater.attention.block_gather import block_sparse_attention
+from highwater.attention.block_flex import attend_table_of, takes
+from highwater.attention.block_gather import attend_by_gather, block_sparse_attention
 from highwater.attention.block_table import block_tables
 from highwater.attention.dense import attend
 from highwater.attention.dilated import dilated_attention
 from highwater.attention.reference import reference_attention
 from highwater.attention.ring import Ring, attend_in_ring
 from highwater.attention.ulysses import attend_sharded
+from highwater.errors import MachineError
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.attention_bench import FusedKernel, Mode
 from highwater.spec.hardware import Kernel, kernels
@@ -212,13 +213,20 @@ def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: i
     assert length
 
     def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
+        if attend is attend_by_gather and takes(query_BHSD.device, query_BHSD.dtype, config):
+            raise MachineError(
+                "FlexAttention, which computes block-sparse attention here, does not run or is "
+                "wrong, and gathered keys are no figure of it",
+                hint="name others by `--implementations`",
+            )
         found = block_sparse_attention(
             query_BHSD,
             key_BKSD,
             value_BKSD,
             pattern=config,
             scaling=conditions.scaling,
-            attend_table=attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1]),
+            attend_table=attend,
         )
         return found.output_BHSD, found.kept_share
 
