@@ -48,15 +48,15 @@ def test_every_attention_of_one_gpu_is_right_and_fits(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_is_real_and_linear_before(tmp_path: Path) -> None:
-    """Under 2 GiB of a big card, dense attention of the published setting."""
+    """Under 1 GiB of a big card, dense attention of the published setting."""
     words = ("--dtype", "fp16", "--same-qkv", "--only", "forward", "--implementations", "dense")
-    document = bench(tmp_path, *words, "--memory", "2GiB", "--timeout", "2m")
+    document = bench(tmp_path, *words, "--memory", "1GiB", "--timeout", "30s")
     found = longest(document, "dense")
-    assert found["why"] in ("ran out of memory", "took too long")
+    assert found["why"] == "ran out of memory"
     outside = document["machine"]["outside_bytes"]
     for row in document["rows"]:
         if row["result"] == "fits":
-            assert row["peak_reserved_bytes"][0] + outside <= 2 * GIB
+            assert row["peak_reserved_bytes"][0] + outside <= GIB
     (estimate,) = document["summary"]["estimates"]
     assert estimate["fit"]["bytes_per_pair"] == 0, "memory of a fused kernel is linear"
 

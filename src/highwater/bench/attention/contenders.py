@@ -9,7 +9,7 @@ Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -169,29 +169,6 @@ def _without_block_kernel(conditions: Conditions) -> str | None:
         f"neither cuDNN's nor the flash kernel runs here in {conditions.dtype}: it takes fp16 or "
         f"bf16 and a GPU of compute capability 8.0 or newer"
     )
-
-
-def _dense_flex(conditions: Conditions, length: int) -> Compute:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def causal(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    mask = create_block_mask(causal, None, None, length, length, device=conditions.device.type)
-    # what is not compiled has all scores at once: that is refused, and never measured
-    compiled: Any = torch.compile(flex_attention, fullgraph=True)
-    is_grouped = conditions.heads != conditions.kv_heads
-
-    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
-        output = compiled(
-            *(query_BHSD, key_BKSD, value_BKSD),
-            block_mask=mask,
-            scale=conditions.scaling,
-            enable_gqa=is_grouped,
-        )
-        return output, 1.0
-
-    return compute
 
 
 def _not_on_the_cpu(conditions: Conditions) -> str | None:
@@ -358,7 +335,12 @@ def _heads_not_shared(conditions: Conditions) -> str | None:
 CONTENDERS: Mapping[str, AttentionContender] = {
     "reference": AttentionContender(build=_reference, most_tokens={"cpu": 1024, "cuda": 8192}),
     "dense": AttentionContender(build=_dense, obstacle=_without_fused_kernel),
-    "dense_flex": AttentionContender(build=_dense_flex, obstacle=_not_on_the_cpu),
+    "dense_flex": AttentionContender(
+        # FlexAttention with every block kept: the mask PyTorch makes by itself has all pairs of
+        # tokens once
+        build=partial(_block_sparse, SparsePatternConfig(sparsity_ratio=1.0)),
+        obstacle=_not_on_the_cpu,
+    ),
     "window": AttentionContender(
         build=_window,
         counts=_window_counts,
