@@ -10,11 +10,13 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from highwater.attention import block_flex
 from highwater.attention.block_flex import attend_mask, attend_table_of, block_mask, mask_bytes
 from highwater.attention.block_gather import attend_by_gather
 from highwater.attention.block_table import BlockTable, block_tables
+from highwater.attention.registry import register
 from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig
 
 CPU = torch.device("cpu")
@@ -142,26 +144,47 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     pattern = SparsePatternConfig(pattern_type="strided", block_size=16)
     where = (2, 8, torch.float32, CPU)
     monkeypatch.setattr(block_flex, "attend_by_flex", attend_by_gather)
-    block_flex.is_proven.cache_clear()
+    block_flex.obstacle.cache_clear()
     with torch.no_grad():
-        assert block_flex.is_proven(pattern, *where)
-    block_flex.is_proven.cache_clear()
+        assert block_flex.obstacle(pattern, *where) is None
+    block_flex.obstacle.cache_clear()
     with torch.inference_mode():
-        assert block_flex.is_proven(pattern, *where)
+        assert block_flex.obstacle(pattern, *where) is None
     monkeypatch.setattr(
         block_flex,
         "attend_by_flex",
         lambda query, key, value, *others: attend_by_gather(query, key, value * 1.001, *others),
     )
-    block_flex.is_proven.cache_clear()
-    with pytest.warns(UserWarning, match="is off by"):
-        assert not block_flex.is_proven(pattern, *where)
+    block_flex.obstacle.cache_clear()
+    assert "is off by" in (block_flex.obstacle(pattern, *where) or "")
 
     def fails(*tensors: object) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(block_flex, "attend_by_flex", fails)
-    block_flex.is_proven.cache_clear()
-    with pytest.warns(UserWarning, match="no such kernel"):
-        assert not block_flex.is_proven(pattern, *where)
-    block_flex.is_proven.cache_clear()
+    block_flex.obstacle.cache_clear()
+    assert "no such kernel" in (block_flex.obstacle(pattern, *where) or "")
+    block_flex.obstacle.cache_clear()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_proof_within_a_recomputed_layer_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    pattern = SparsePatternConfig(pattern_type="strided", block_size=16)
+    monkeypatch.setattr(block_flex, "attend_by_flex", attend_by_gather)
+    block_flex.obstacle.cache_clear()
+    found: list[str | None] = []
+
+    def layer(x: Tensor) -> Tensor:
+        found.append(block_flex.obstacle(pattern, 2, 8, torch.float32, CPU))
+        return torch.nn.functional.silu(x * x)
+
+    x = torch.randn(4, requires_grad=True)
+    contexts = {"context_fn": register("flash").kept_in_recompute} if keeps else {}
+    checkpoint(layer, x, use_reentrant=False, **contexts).sum().backward()
+    assert found == [None, None]
+    recomputed, x.grad = x.grad, None
+    layer(x).sum().backward()
+    assert torch.equal(recomputed, x.grad)
+    block_flex.obstacle.cache_clear()

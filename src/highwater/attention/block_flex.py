@@ -26,7 +26,6 @@ from highwater.attention.block_gather import (
     AttendTable,
     attend_by_gather,
     block_sparse_attention,
-    exact,
 )
 from highwater.attention.block_table import BlockTable
 from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
@@ -44,6 +43,7 @@ _DIGITS = 16
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)
 def block_mask(table: BlockTable) -> BlockMask:
     """The mask of a table, kept for the layers of a model, which ask again."""
     assert table.tables == 1, "one table for all heads"
@@ -180,11 +180,12 @@ def attend_table_of(
         return attend_by_gather
     if implementation == "flex":
         return attend_by_flex
-    head = (query_BHSD.shape[1] // kv_heads, query_BHSD.shape[-1])
-    device = query_BHSD.device
-    return (
-        attend_by_flex if is_proven(pattern, *head, query_BHSD.dtype, device) else attend_by_gather
-    )
+    heads = (query_BHSD.shape[1] // kv_heads, query_BHSD.shape[-1])
+    reason = obstacle(pattern, *heads, query_BHSD.dtype, query_BHSD.device)
+    if reason is None:
+        return attend_by_flex
+    warnings.warn(f"{reason}; keys are gathered instead", stacklevel=2)
+    return attend_by_gather
 
 
 def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig) -> bool:
@@ -200,28 +201,39 @@ def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig
 
 
 @lru_cache(maxsize=64)
-def is_proven(
+def obstacle(
     pattern: SparsePatternConfig,
     groups: int,
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> bool:
-    """Whether FlexAttention gives what block-gather gives, on small input: output, log-sum-exp and
-    all gradients. Warns where it does not, or does not run.
+) -> str | None:
+    """Why FlexAttention does not give what block-gather gives, on small input: output, log-sum-exp
+    and all gradients. None where it does.
+
+    Who asks may be within a layer that is recomputed, whose hooks would take the proof's tensors
+    for the layer's, or under autocast: a thread of its own has none of that.
     """
-    try:
-        # whoever asks may be within `no_grad`, `inference_mode` or autocast
-        with torch.inference_mode(mode=False), torch.enable_grad(), exact(device):
+    found: list[str | None] = []
+
+    current = torch.cuda.current_device() if device.type == "cuda" else None
+
+    def prove() -> None:
+        if current is not None:
+            torch.cuda.set_device(current)
+        try:
             off = max(deviations(pattern, groups, head_dim, dtype, device))
-    except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, there is another way
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        warnings.warn(f"FlexAttention does not run here: {reason}", stacklevel=2)
-        return False
-    if not off < _DIGITS * torch.finfo(dtype).eps:
-        warnings.warn(f"FlexAttention is off by {off:.1e} in {dtype}", stacklevel=2)
-        return False
-    return True
+        except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, there is another way
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            found.append(f"FlexAttention does not run here: {reason}")
+            return
+        is_exact = off < _DIGITS * torch.finfo(dtype).eps
+        found.append(None if is_exact else f"FlexAttention is off by {off:.1e} in {dtype}")
+
+    thread = threading.Thread(target=prove, name="proof of FlexAttention")
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def deviations(

@@ -7,7 +7,7 @@ Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head 
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.attention.block_flex import attend_by_flex, is_proven
+from highwater.attention.block_flex import attend_by_flex, obstacle
 from highwater.attention.block_gather import AttendTable, attend_by_gather, block_sparse_attention
 from highwater.attention.branch_attention import Sharing, branch_attention
 from highwater.attention.branches import Branch
@@ -58,8 +58,7 @@ def attend_sparsely(
 
 
 def _kernel(query_BHSD: Tensor, key_BKSD: Tensor, pattern: SparsePatternConfig) -> AttendTable:
-    """FlexAttention on a GPU, once a small proof has passed, in whatever thread: a layer is
-    recomputed in another one; on the CPU keys are gathered.
+    """FlexAttention on a GPU, once a small proof has passed; on the CPU keys are gathered.
 
     Raises MachineError where FlexAttention gives nothing, or something else: memory and time of
     gathered keys are not those that are predicted.
@@ -68,10 +67,10 @@ def _kernel(query_BHSD: Tensor, key_BKSD: Tensor, pattern: SparsePatternConfig) 
     if device.type == "cpu":
         return attend_by_gather
     heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
-    if not is_proven(pattern, *heads, query_BHSD.dtype, device):
+    reason = obstacle(pattern, *heads, query_BHSD.dtype, device)
+    if reason is not None:
         raise MachineError(
-            "FlexAttention, which computes block-sparse attention on GPUs, does not run here or "
-            "is wrong: the warning before this says how",
+            f"{reason}; block-sparse attention on GPUs is FlexAttention's",
             hint="leave `--attention` out",
         )
     return attend_by_flex

@@ -193,8 +193,8 @@ def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: i
         attend = attend_table_of("auto", config, query_BHSD, key_BKSD.shape[1])
         if attend is attend_by_gather and takes(query_BHSD.device, query_BHSD.dtype, config):
             raise MachineError(
-                "FlexAttention, which computes block-sparse attention here, does not run or is "
-                "wrong, and gathered keys are no figure of it",
+                "FlexAttention, which computes block-sparse attention here, was not proven, and "
+                "gathered keys are no figure of it",
                 hint="name others by `--implementations`",
             )
         found = block_sparse_attention(
