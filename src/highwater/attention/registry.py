@@ -57,8 +57,6 @@ class Attention:
     """
     shared: SequenceGroups | None = None
     """The ranks that share each sequence; None where every rank has sequences of its own."""
-    is_sparse: bool = False
-    """Whether layers attend by a sparse pattern, and by no operator that PyTorch can keep."""
 
     @property
     def sequence(self) -> dist.ProcessGroup | None:
@@ -80,8 +78,6 @@ class Attention:
         """Two contexts for a layer's forward pass and its recomputation, in which the attention is
         not computed once more.
         """
-        if self.is_sparse:
-            return kept_in_recompute()
         dense = create_selective_checkpoint_contexts(_keeps_operator)
         forward, again = (
             _both(*contexts) for contexts in zip(dense, kept_in_recompute(), strict=True)
@@ -152,7 +148,7 @@ def register(
 
     name = f"highwater_{next(_numbers)}"
     AttentionInterface.register(name, interface)
-    return Attention(name, callers, shared, is_sparse=sparse is not None)
+    return Attention(name, callers, shared)
 
 
 def _attend(

@@ -306,17 +306,21 @@ def _attention_bytes(layer: Layer) -> int:
     The input, where it is normed, and the residual's gradient; q and k before their norm, where
     they have one; q, k, v as the attention takes them; its output and its gradient; the gradients
     of q, k, v; inside cuDNN's kernel q's gradient in float32, and, where query heads share them,
-    k's and v's for every query head; and three float32 numbers a head. Source: docs/results/layer:
-    the tensors of three models within 2 %, the kernel's part from Qwen3-0.6B on an H200.
+    k's and v's for every query head; and three float32 numbers a head. FlexAttention, which sparse
+    attention is on a GPU, takes nothing for itself. Source: docs/results/layer: the tensors of
+    three models within 2 %, the kernel's part from Qwen3-0.6B on an H200; docs/results/attention.
     """
     step = layer.step
     query, attended, element = layer.query, layer.attended_key, step.element
     stream = layer.kind.hidden_size * (1 if layer.has_output_norms else 2)
     tensors = element * (stream + layer.before_norm + 2 * (query + 2 * attended) + 2 * query)
-    for_every_head = 2 * element * query if attended != query else 0
     of_heads = 3 * _NUMBER_BYTES * layer.kind.attention.query_heads
+    is_alone = step.layout.ring_degree == 1
+    if step.settings.attention == "block_sparse" and step.device == "cuda" and is_alone:
+        return tensors + of_heads
+    for_every_head = 2 * element * query if attended != query else 0
     of_call = tensors + _NUMBER_BYTES * query + for_every_head + of_heads
-    return of_call + _ring_bytes(layer) if step.layout.ring_degree > 1 else of_call
+    return of_call if is_alone else of_call + _ring_bytes(layer)
 
 
 def _ring_bytes(layer: Layer) -> int:
