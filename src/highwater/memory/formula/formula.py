@@ -31,6 +31,7 @@ from highwater.memory.formula.layers import (
     kept_bytes_of_layers,
     working_set_bytes,
 )
+from highwater.memory.formula.moments import families
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.spec.families import ROPE_BY_LAYER
 from highwater.spec.footprint import (
@@ -63,7 +64,10 @@ FAMILIES = (
     "smollm3",
 )
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
-experts that are one."""
+experts that are one. Layers of others are learned (memory/formula/moments)."""
+_FINAL_NORM_BYTES = {"cohere": 10, "cohere2": 10, "gemma2": 6, "gemma3_text": 6, "nanochat": 6}
+"""Per number of the hidden states that the last norm keeps in the loss, where it is no kernel of
+its own: a copy in float32, and what it is multiplied by. Source: traces."""
 _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
@@ -74,10 +78,11 @@ and the objective's own."""
 
 def refuse_unknown_family(model: Model) -> None:
     """Raise ModelError for a model whose layers the formula does not know."""
-    if model.shape.model_type not in FAMILIES:
+    known = sorted({*FAMILIES, *families()})
+    if model.shape.model_type not in known:
         raise ModelError(
             f"{model.name} is of the family {model.shape.model_type}; predictions know "
-            f"{', '.join(FAMILIES)}",
+            f"{', '.join(known)}",
             hint="a model of these can be predicted, for example `highwater predict Llama-3.1-8B "
             "--gpus 4xH100-80GB`",
         )
@@ -295,13 +300,15 @@ def _kept_term(step: Step, bytes_per_token: int) -> Term:
 
 def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     """Terms of the loss: the last layer's output, hidden states of trained tokens and their
-    gradient, logits, the head's gradient; the last layer, gathered ahead.
+    gradient, what the last norm keeps, logits, the head's gradient; the last layer, gathered ahead.
     """
     hidden = step.element * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
     ahead = Term(name="layers, gathered", bytes=step.element * last.parameters if is_ahead else 0)
+    of_norm = _FINAL_NORM_BYTES.get(step.shape.model_type, 0) * step.shape.hidden_size * step.tokens
+    norm = Term(name="the last norm", bytes=of_norm)
     if step.settings.traits.gives_scalars:
-        return (Term(name="hidden states", bytes=hidden * step.tokens), ahead)
+        return (Term(name="hidden states", bytes=hidden * step.tokens), norm, ahead)
     logits = step.element * step.shape.vocab_size * step.trained
     head_gradient = step.element * step.table
     if not step.settings.holds_logits:
@@ -311,6 +318,7 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
         logits, head_gradient = one, 4 * step.table + max(head_gradient, two - one)
     return (
         Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
+        norm,
         Term(name="logits", bytes=logits),
         Term(name="statistics of tokens", bytes=4 * _ROW_NUMBERS * step.trained),
         Term(name="gradient of the head", bytes=head_gradient),

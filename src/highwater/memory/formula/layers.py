@@ -11,6 +11,15 @@ vocabulary  F intermediate size K experts a token goes to  X experts  U ``ulysse
 from collections import Counter
 from dataclasses import dataclass
 
+from highwater.memory.formula.moments import (
+    FamilyMoments,
+    LayerMoments,
+    MomentBytes,
+    bytes_of,
+    families,
+    kind_name,
+    products,
+)
 from highwater.spec.layer_kind import LayerKind, LayerRun
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
@@ -117,10 +126,46 @@ class Layer:
     @property
     def has_tiles(self) -> bool:
         """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
-        settings = self.step.settings
-        return self.kind.mlp.experts == 1 and (
-            settings.recompute != "none" or settings.mlp_tiles is not None
+        settings, learned = self.step.settings, self._learned
+        return (
+            self.kind.mlp.experts == 1
+            and (settings.recompute != "none" or settings.mlp_tiles is not None)
+            and (learned is None or learned.has_tiles)
         )
+
+    @property
+    def tile(self) -> int:
+        """Numbers of one product of a tile."""
+        step = self.step
+        whole, tiles = step.tokens * self.kind.mlp.width, step.settings.mlp_tiles
+        if tiles is not None:
+            return -(-whole // tiles)
+        return min(whole, TILE_BYTES[step.device] // step.element)
+
+    @property
+    def learned(self) -> LayerMoments | None:
+        """What was learned of such a layer; None of a family whose layers are as they are here."""
+        if self._learned is None:
+            return None
+        name = kind_name(
+            is_windowed=self.kind.attention.window_tokens is not None,
+            is_recomputed=self.step.settings.recompute != "none",
+        )
+        return self._learned.layers[name]
+
+    @property
+    def _learned(self) -> FamilyMoments | None:
+        return families().get(self.step.shape.model_type)
+
+    def learned_bytes(self, moment: MomentBytes) -> int:
+        """Bytes of a moment. It was learned of GPUs: elsewhere numbers are as much wider, in doubt
+        those too that are wide there.
+        """
+        tile = self.tile if self.has_tiles else None
+        sizes = products(
+            self.kind, tokens=self.step.tokens, attended_key=self.attended_key, tile=tile
+        )
+        return bytes_of(moment, sizes) * self.step.element // ELEMENT_BYTES["cuda"]
 
     @property
     def mlp_parameters(self) -> int:
@@ -217,8 +262,10 @@ def kept_bytes(layer: Layer) -> int:
             else element * layer.query + _NUMBER_BYTES * layer.kind.attention.query_heads
         )
         return element * hidden + attention
-    products = 0 if layer.has_tiles else 4 * mlp.width
-    experts = mlp.experts_per_token * (products + 2 * hidden) if mlp.experts > 1 else products
+    if layer.learned is not None:
+        return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
+    of_mlp = 0 if layer.has_tiles else 4 * mlp.width
+    experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
     return _attention_kept(layer) + _routing(layer) + element * (hidden + experts)
 
 
@@ -229,7 +276,24 @@ def working_set_bytes(layer: Layer) -> int:
     """
     # What a layer keeps besides its input is part of what its backward pass reads.
     kept = kept_bytes(layer) - layer.step.element * layer.kind.hidden_size
+    if layer.learned is not None:
+        return _learned_working_set(layer, layer.learned, kept)
     return max(_attention_working_set(layer, kept), _mlp_working_set(layer, kept))
+
+
+def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
+    """Bytes of a layer of a family that was learned, at the moment that takes the most, with what
+    sharing a sequence adds: a copy of what is attended, and what a ring passes on.
+    """
+    step = layer.step
+    # learned beside what such a layer keeps, but for the output of its attention
+    there = 0 if step.settings.recompute == "none" else step.tokens * kept
+    most = max(layer.learned_bytes(moment) for moment in learned.moments) - there
+    if step.layout.ulysses_degree > 1:
+        most += step.tokens * step.element * layer.query
+    if step.layout.ring_degree > 1:
+        most += step.tokens * _ring_bytes(layer)
+    return max(most, _fetching_bytes(layer))
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
@@ -253,8 +317,7 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
     if not layer.has_tiles:
         return max(_mlp_moments(layer, beside))
-    whole, tiles = step.element * step.tokens * layer.kind.mlp.width, step.settings.mlp_tiles
-    tile = min(whole, TILE_BYTES[step.device]) if tiles is None else -(-whole // tiles)
+    tile = step.element * layer.tile
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
     # three products; the gradients of the weights, which are summed in float32.
     beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)

@@ -119,14 +119,8 @@ class _Compute(torch.autograd.Function):
         weights = _Weights(*tensors)  # pyright: ignore[reportArgumentType]
         out_TE = torch.empty_like(x_TE)
         for x, out in zip(x_TE.split(rows), out_TE.split(rows), strict=True):
-            product_tF, up_tF = (
-                F.linear(x, weights.gate_FE, weights.gate_bias_F),
-                F.linear(x, weights.up_FE, weights.up_bias_F),
-            )
-            gate_kernels.product_(product_tF, up_tF)
-            torch.mm(product_tF, weights.down_EF.T, out=out)
-            if weights.down_bias_E is not None:
-                out += weights.down_bias_E
+            # a function of its own: a tile's products are gone before the next one's come
+            _tile_forward(x, out, weights)
         return out_TE
 
     @staticmethod
@@ -161,6 +155,18 @@ class _WeightGradients:
         return [m.total() for m in self.matrices] + [
             None if b is None else b.to(self.dtype) for b in self.biases
         ]
+
+
+def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights) -> None:
+    """Write the output of one tile."""
+    product_tF, up_tF = (
+        F.linear(x_tE, weights.gate_FE, weights.gate_bias_F),
+        F.linear(x_tE, weights.up_FE, weights.up_bias_F),
+    )
+    gate_kernels.product_(product_tF, up_tF)
+    torch.mm(product_tF, weights.down_EF.T, out=out_tE)
+    if weights.down_bias_E is not None:
+        out_tE += weights.down_bias_E
 
 
 def _tile_backward(

@@ -1,0 +1,106 @@
+"""Layers that were learned: the formula peaks where traces of other sizes do, layers of two kinds
+in turn, shared or kept, and nothing learned is of no family.
+"""
+
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from traces import trace, trial
+
+from highwater.memory.formula.breakdown import WORKSPACES
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.moments import families
+from highwater.memory.trace.replay import replay
+from highwater.run.tracing import fullest_rank
+from highwater.spec.events import TraceOrder
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+
+LENGTH = 16_384
+TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+CONFIG = {
+    **{name: value for name, value in TINY.items() if name != "architectures"},
+    "hidden_size": 384,
+    "intermediate_size": 960,
+    "num_hidden_layers": 6,
+    "vocab_size": 512,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 700,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+OF_FAMILY = {"gpt_oss": EXPERTS}
+CASES: dict[str, dict[str, Any]] = {
+    "recomputed": {},
+    "wide heads": {"config": {"head_dim": 128}},
+    "wide mlp": {"config": {"intermediate_size": 2560}},
+    "attention kept": {"settings": Settings(loss="chunked", recompute="all-but-attention")},
+    "all kept": {"settings": Settings(loss="chunked", recompute="none")},
+    "logits": {
+        "settings": Settings(),
+        "config": {
+            "vocab_size": 40_000,
+            "num_hidden_layers": 2,
+            "layer_types": CONFIG["layer_types"][:2],
+        },
+    },
+    "shared": {"layout": Layout(gpus=2, ulysses_degree=2)},
+    "two shards": {"layout": Layout(gpus=2)},
+}
+TOLERANCE = 0.01
+"""Relative."""
+WIDER = {"shared": 0.06, "gpt_oss, two shards": 0.06, "gpt_oss, all kept": 0.02}
+"""Where ranks share a sequence the formula has a copy of what is attended throughout; where experts
+that are wide beside their tokens are reduced, it has one copy less of their gradients."""
+
+
+def today() -> list[tuple[str, str]]:
+    """A case of each family, another one tomorrow."""
+    names = list(CASES)
+    return [
+        (family, names[(date.today().toordinal() + number) % len(names)])
+        for number, family in enumerate(sorted(families()))
+    ]
+
+
+@pytest.mark.parametrize(("family", "case"), today())
+def test_a_step_peaks_where_the_formula_says(family: str, case: str, tmp_path: Path) -> None:
+    check(family, case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", sorted(families()))
+def test_every_step_peaks_where_the_formula_says(family: str, case: str, tmp_path: Path) -> None:
+    check(family, case, tmp_path)
+
+
+def check(family: str, case: str, folder: Path) -> None:
+    asked = {"settings": Settings(loss="chunked"), "layout": Layout(), **CASES[case]}
+    config = {
+        **CONFIG,
+        "model_type": family,
+        **OF_FAMILY.get(family, {}),
+        **asked.pop("config", {}),
+    }
+    spec = trial(folder / "model", config, length_tokens=LENGTH, **asked)
+    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / "trace")
+    peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
+    shape = load_model(spec.model_directory).shape
+    found = footprint(shape, spec.settings, spec.layout, length_tokens=LENGTH)
+    expected = max(
+        sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
+    )
+    tolerance = WIDER.get(case, WIDER.get(f"{family}, {case}", TOLERANCE))
+    assert peak == pytest.approx(expected, rel=tolerance), found.peak.name
