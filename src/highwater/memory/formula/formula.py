@@ -65,9 +65,11 @@ FAMILIES = (
 )
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
-_FINAL_NORM_BYTES = {"cohere": 10, "cohere2": 10, "gemma2": 6, "gemma3_text": 6, "nanochat": 6}
-"""Per number of the hidden states that the last norm keeps in the loss, where it is no kernel of
-its own: a copy in float32, and what it is multiplied by. Source: traces."""
+_NORM_BYTES = {"cohere": 10, "cohere2": 10, "gemma3_text": 6, "nanochat": 6}
+_NORM_BACKWARD_BYTES = 14
+"""Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
+kernel of its own: a copy in float32, and what it is multiplied by; and besides while it goes
+backward, which is where a step peaks if no layer is recomputed. Source: traces."""
 _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
@@ -305,8 +307,7 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     hidden = step.element * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
     ahead = Term(name="layers, gathered", bytes=step.element * last.parameters if is_ahead else 0)
-    of_norm = _FINAL_NORM_BYTES.get(step.shape.model_type, 0) * step.shape.hidden_size * step.tokens
-    norm = Term(name="the last norm", bytes=of_norm)
+    norm = Term(name="the last norm", bytes=_last_norm_bytes(step))
     if step.settings.traits.gives_scalars:
         return (Term(name="hidden states", bytes=hidden * step.tokens), norm, ahead)
     logits = step.element * step.shape.vocab_size * step.trained
@@ -324,6 +325,14 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
         Term(name="gradient of the head", bytes=head_gradient),
         ahead,
     )
+
+
+def _last_norm_bytes(step: Step) -> int:
+    """Bytes that the norm behind the layers takes in the loss, beside the hidden states."""
+    kept = _NORM_BYTES.get(step.shape.model_type, 0)
+    if kept and step.settings.recompute == "none":
+        kept += _NORM_BACKWARD_BYTES
+    return kept * step.tokens * step.shape.hidden_size
 
 
 def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
