@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
@@ -198,6 +199,28 @@ def test_a_case_that_fails_is_told_by_how_and_ends_no_other(
     assert rows(lines)[2:] == [("dilated", 256, "fits"), ("dilated", 700, "fits")]
     (failed,) = [line.row for line in lines if line.row is not None and not line.row.fits]
     assert reason in failed.reason
+
+
+def test_what_a_case_has_started_ends_with_it(tmp_path: Path) -> None:
+    """As the workers of a compiler do, which stay for the next program."""
+    pids = tmp_path / "pids"
+    how = (
+        "import subprocess\n        "
+        "started = subprocess.Popen(['sleep', '600'])\n        "
+        f"open({str(pids)!r}, 'a').write(f'{{started.pid}}\\n')"
+    )
+    assert rows(run(tmp_path, how=how, directions=("forward",))) == [("dense", 256, "fits")]
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert started
+    assert not [pid for pid in started if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether such a process is there, and no zombie that nobody waits for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ compilation's sake.
 import multiprocessing
 import os
 import resource
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -91,9 +92,11 @@ class CaseProcesses:
         return ends
 
     def end(self) -> None:
-        """End all of them."""
+        """End all of them, and what they have started: a compiler's workers."""
         for process in self._processes:
-            process.kill()
+            assert process.pid is not None, "it has started"
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -108,6 +111,9 @@ class CaseProcesses:
                 target=self._serve, args=(theirs, rank, folder), kwargs={"bounded": bounded}
             )
             process.start()
+            assert process.pid is not None, "it has started"
+            with suppress(OSError):  # it does so itself, and may have, or be gone
+                os.setpgid(process.pid, process.pid)
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -146,6 +152,8 @@ class CaseProcesses:
 
     def _serve(self, pipe: Connection, rank: int, folder: Path, *, bounded: bool) -> None:
         """Be one process: do what comes through the pipe until it is closed."""
+        with suppress(OSError):
+            os.setpgid(0, 0)
         os.dup2(os.open(self._said[rank], os.O_WRONLY | os.O_CREAT), 2)
         try:
             conditions, before = self._set_up(rank, folder, bounded=bounded)
