@@ -7,6 +7,7 @@ Each benchmark runs in a process of its own, as it does for a user: it forks.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from highwater.attention.reference import reference_attention
 from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
 from highwater.bench.attention.correctness import OFF_AT_THE_MOST, differences, naive_attention
+from highwater.pages.attention.attention_report import CODE_PREAMBLES
 from highwater.run.local import ON_THE_CPU
 from highwater.spec.attention_bench import (
     IMPLEMENTATIONS,
@@ -128,6 +130,19 @@ def test_each_equals_the_formula_with_grouped_heads(name: str) -> None:
         return
     found = differences(contender, CPU, "single", 0)
     assert max(found.values()) <= OFF_AT_THE_MOST[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", "window", "block_sparse_5", "block_sparse_adaptive", "dilated"]
+)
+def test_the_code_that_a_report_shows_is_what_was_measured(name: str) -> None:
+    shown = IMPLEMENTATIONS[name]
+    names = {each: torch.randn(1, 4, 300, 16) for each in ("q", "k", "v")}
+    given = tuple(names.values())
+    exec(f"{CODE_PREAMBLES.get(shown.family, '')}output = {shown.code}", names)  # noqa: S102 -- ours
+    measured = replace(CPU, kv_heads=4, head_dim=16)
+    expected, _ = CONTENDERS[name].build(measured, 300)(*given)  # no window cuts anything off here
+    assert torch.allclose(names["output"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_fused_kernel_runs_on_the_cpu() -> None:

@@ -44,9 +44,7 @@ class Implementation(Record, frozen=True, kw_only=True):
     """How one calls it, in Python."""
 
 
-_SPARSE = (
-    "block_sparse_attention(q, k, v, pattern=SparsePatternConfig({}), scaling=q.shape[-1] ** -0.5)"
-)
+_SPARSE = "BlockSparseAttention(SparsePatternConfig({}))(*by_token).transpose(1, 2)"
 
 
 def _block_sparse(ratio: float | Literal["adaptive"], what: str) -> Implementation:
@@ -87,7 +85,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         family="dilated",
         what="dilated: segments of half the length and of all of it, with rates 1 and 2",
         changes_model=True,
-        code="dilated_attention(q, k, v, scaling=q.shape[-1] ** -0.5)",
+        code="attention(*by_token, is_causal=True).transpose(1, 2)",
     ),
     "ring": Implementation(
         family="ring",

@@ -38,20 +38,29 @@ _FORMULA = (
     "Longest length = (memory − what is outside the allocator − overhead) / bytes a token, of "
     "memory that the allocator reserves as it does here."
 )
-_PREAMBLES = {
+_HEADS_LAST = (
+    "\nby_token = [t.transpose(1, 2) for t in (q, k, v)]  # (batch, length, heads, head size)\n"
+)
+CODE_PREAMBLES = {
     "block_sparse": (
-        "from highwater.attention.block_gather import block_sparse_attention\n"
-        "from highwater.spec.sparse_pattern import SparsePatternConfig\n"
+        f"from highwater import BlockSparseAttention, SparsePatternConfig\n{_HEADS_LAST}"
     ),
     "dense": "from torch.nn.functional import scaled_dot_product_attention\n",
     "dense_flex": (
+        "import torch\n"
         "from torch.nn.attention.flex_attention import create_block_mask, flex_attention\n"
         "\n"
+        "flex_attention = torch.compile(flex_attention)  # else all scores are there at once\n"
+        "create_block_mask = torch.compile(create_block_mask)\n"
         "causal_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)\n"
     ),
-    "dilated": "from highwater.attention.dilated import dilated_attention\n",
+    "dilated": (
+        f"from highwater import DilatedAttention\n{_HEADS_LAST}"
+        "attention = DilatedAttention([q.shape[2] // 2, q.shape[2]], [1, 2])\n"
+    ),
 }
-_PREAMBLES["window"] = _PREAMBLES["block_sparse"]
+CODE_PREAMBLES["window"] = CODE_PREAMBLES["block_sparse"]
+"""What stands before an implementation's code, by its family."""
 
 
 class ReportPart(NamedTuple):
@@ -200,7 +209,7 @@ def _use_case(case: UseCase) -> ReportPart:
         "another model, to be trained so": case.sparse,
     }
     code = "\n\n".join(
-        f"# {kind}\n{_PREAMBLES.get(IMPLEMENTATIONS[each.implementation].family, '')}"
+        f"# {kind}\n{CODE_PREAMBLES.get(IMPLEMENTATIONS[each.implementation].family, '')}"
         f"output = {IMPLEMENTATIONS[each.implementation].code}"
         for kind, each in chosen.items()
         if each is not None
