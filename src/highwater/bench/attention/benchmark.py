@@ -87,11 +87,9 @@ def benchmark(
     ``folder``: whose the processes' files are, and who removes it, is the caller's.
     """
     work = partial(_work, contenders, order)
-    found = worst(
-        CaseProcesses(order, "single", work, folder=folder)(
-            "machine", limit_s=_SET_UP_S[order.device], bounded=False
-        )
-    )
+    first = CaseProcesses(order, "single", work, folder=folder)
+    found = worst(first("machine", limit_s=_SET_UP_S[order.device], bounded=False))
+    first.end()
     if found.ending != "done":
         problem, hint = (
             found.result
