@@ -21,6 +21,7 @@ from highwater.attention.block_flex import (
 )
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.block_table import block_tables
+from highwater.attention.flex_proof import ProofSizes
 from highwater.spec.sparse_pattern import PatternType
 
 EVERY: tuple[PatternType, ...] = (
@@ -62,9 +63,8 @@ def exact_products() -> Iterator[None]:
 def test_flex_is_block_gather(
     pattern_type: PatternType, dtype: torch.dtype, groups: int, length: int
 ) -> None:
-    found = list(
-        deviations(config(pattern_type), groups, 64, dtype, torch.device("cuda"), length=length)
-    )
+    sizes = ProofSizes(groups, length, 64, dtype, torch.device("cuda"))
+    found = list(deviations(config(pattern_type), sizes))
     names = ("output", "log-sum-exp", "query", "key", "value")
     off = dict(zip(names, found, strict=True))
     assert max(found) < DIGITS * torch.finfo(dtype).eps, off

@@ -312,19 +312,27 @@ def test_two_processes_share_a_sequence_or_have_one_each(tmp_path: Path) -> None
         tmp_path,
         gpus=2,
         lengths=(255, 1024),
-        implementations=("dense", "ring", "ulysses"),
+        implementations=("dense", "ring", "block_sparse_ring", "ulysses"),
         memory_bytes=GIB,
     )
-    assert [line.check.reason for line in lines if line.check is not None] == ["", "", ""]
+    assert [line.check.reason for line in lines if line.check is not None] == [""] * 4
     found = {
-        (row.mode, row.direction, row.length_tokens): row
+        (
+            row.implementation if row.mode == "ring" else row.mode,
+            row.direction,
+            row.length_tokens,
+        ): row
         for line in lines
         if (row := line.row) is not None
     }
-    assert len(found) == 4 * 2 * 2
+    assert len(found) == 5 * 2 * 2
     assert all(row.result == "fits" for row in found.values()), found
     whole = found["single", "forward", 1024].after_qkv_bytes[0]
-    assert found["ring", "forward", 1024].after_qkv_bytes == (whole // 2,) * 2
+    for ring in ("ring", "block_sparse_ring"):
+        assert found[ring, "forward", 1024].after_qkv_bytes == (whole // 2,) * 2
+    # of eight rows of blocks each keeps one: the diagonal, whose blocks are half seen
+    kept = 8 * (128 * 129 / 2) / (1024 * 1025 / 2)
+    assert found["block_sparse_ring", "forward", 1024].kept_share == pytest.approx(kept)
     assert found["ulysses", "forward", 1024].after_qkv_bytes == (whole // 2,) * 2
     parallel = found["data parallel", "forward", 1024]
     assert (parallel.batch, parallel.after_qkv_bytes) == (2, (whole,) * 2)

@@ -14,7 +14,7 @@ Shapes:  N groups of heads, of all sequences  G query heads of a group  S tokens
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -28,18 +28,17 @@ from highwater.attention.block_gather import (
     block_sparse_attention,
 )
 from highwater.attention.block_table import BlockTable
+from highwater.attention.flex_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
 from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
+IsSeen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Whether a query sees a key of a kept block: of the numbers of a sequence, a head, the two."""
 SparseKernel = Literal["auto", "gather", "flex"]
 """How block-sparse attention is computed; ``auto``: by FlexAttention where that was proven."""
 _PROGRAMS = 64
 """Kinds of shapes and masks that are compiled in one process: past them PyTorch raises, rather than
 taking the quadratic path.
 """
-_PROVEN_BLOCKS = 32
-"""Blocks of a sequence that a kernel is proven on, which are one too many for it."""
-_DIGITS = 16
-"""Roundings of a number that a proven kernel may be off by, norm-relative."""
 
 
 @lru_cache(maxsize=16)
@@ -47,30 +46,50 @@ _DIGITS = 16
 def block_mask(table: BlockTable) -> BlockMask:
     """The mask of a table, kept for the layers of a model, which ask again."""
     assert table.tables == 1, "one table for all heads"
-    size, length = table.block_size, table.length_tokens
-    keys = length if table.keys_below is None else min(length, table.keys_below)
+    length, keys = table.length_tokens, table.length_tokens
+    if table.keys_below is not None:
+        keys = min(length, table.keys_below)
     row_E, column_E = table.row_of_entry, table.columns[0].long().cpu()
     is_full_E = _is_full(table, row_E, column_E)
+    return filled_mask(
+        (row_E, column_E, is_full_E),
+        (length, keys),
+        size=table.block_size,
+        is_seen=_is_seen(table),
+        device=table.columns.device,
+    )
+
+
+def filled_mask(
+    entries_3E: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int, int],
+    *,
+    size: int,
+    is_seen: IsSeen,
+    device: torch.device,
+) -> BlockMask:
+    """The mask of pairs of blocks, by row: the rows, columns and which are seen whole, on the host;
+    of so many queries and keys.
+    """
+    row_E, column_E, is_full_E = entries_3E
     tensors: dict[str, Tensor] = {}
-    for side, line_E, entry_E, lines in (
-        ("kv", row_E, column_E, table.rows),
-        ("q", column_E, row_E, -(-keys // size)),
+    for side, line_E, entry_E, length in (
+        ("kv", row_E, column_E, lengths[0]),
+        ("q", column_E, row_E, lengths[1]),
     ):
         parts = [
-            _padded(line_E[is_own_E], entry_E[is_own_E], lines)
+            _padded(line_E[is_own_E], entry_E[is_own_E], -(-length // size))
             for is_own_E in (~is_full_E, is_full_E)
         ]
         # kernels of PyTorch before 2.12 read both at the one's distance between lines
-        both = torch.cat([indices for _, indices in parts], dim=-1).to(table.columns.device)
+        both = torch.cat([indices for _, indices in parts], dim=-1).to(device)
         widths = [indices.shape[-1] for _, indices in parts]
         for full, (numbers, _), indices in zip(
             ("", "full_"), parts, both.split(widths, dim=-1), strict=True
         ):
-            tensors[f"{full}{side}_num_blocks"] = numbers.to(both.device)
+            tensors[f"{full}{side}_num_blocks"] = numbers.to(device)
             tensors[f"{full}{side}_indices"] = indices
-    return BlockMask(
-        (length, keys), BLOCK_SIZE=(size, size), mask_mod=_is_seen(table), **cast(Any, tensors)
-    )
+    return BlockMask(lengths, BLOCK_SIZE=(size, size), mask_mod=is_seen, **cast(Any, tensors))
 
 
 def mask_bytes(mask: BlockMask) -> int:
@@ -109,7 +128,7 @@ def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor
     return numbers.int()[None, None], indices[None, None]
 
 
-def _is_seen(table: BlockTable) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _is_seen(table: BlockTable) -> IsSeen:
     """Which key of a kept block a query sees. All bounds are tensors' numbers: another pattern is
     no other program.
     """
@@ -210,63 +229,21 @@ def obstacle(
 ) -> str | None:
     """Why FlexAttention does not give what block-gather gives, on small input: output, log-sum-exp
     and all gradients. None where it does.
-
-    Who asks may be within a layer that is recomputed, whose hooks would take the proof's tensors
-    for the layer's, or under autocast: a thread of its own has none of that.
     """
-    found: list[str | None] = []
-
-    current = torch.cuda.current_device() if device.type == "cuda" else None
-
-    def prove() -> None:
-        if current is not None:
-            torch.cuda.set_device(current)
-        try:
-            off = max(deviations(pattern, groups, head_dim, dtype, device))
-        except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, there is another way
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            found.append(f"FlexAttention does not run here: {reason}")
-            return
-        is_exact = off < _DIGITS * torch.finfo(dtype).eps
-        found.append(None if is_exact else f"FlexAttention is off by {off:.1e} in {dtype}")
-
-    thread = threading.Thread(target=prove, name="proof of FlexAttention")
-    thread.start()
-    thread.join()
-    return found[0]
+    sizes = ProofSizes(groups, PROVEN_BLOCKS * pattern.block_size + 1, head_dim, dtype, device)
+    return flaw(partial(deviations, pattern, sizes), sizes)
 
 
 def deviations(
-    pattern: SparsePatternConfig,
-    groups: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    length: int | None = None,
-    with_gradients: bool = True,
+    pattern: SparsePatternConfig, sizes: ProofSizes, *, with_gradients: bool = True
 ) -> Iterator[float]:
     """How far FlexAttention is from block-gather, norm-relative: output, log-sum-exp, gradients."""
-    tokens = length or _PROVEN_BLOCKS * pattern.block_size + 1
-    random = torch.Generator().manual_seed(0)
-    shapes = ((1, 2 * groups, tokens, head_dim), *2 * [(1, 2, tokens, head_dim)])
-    inputs = [
-        torch.randn(shape, generator=random).to(device, dtype).requires_grad_(with_gradients)
-        for shape in shapes
-    ]
-    found: list[list[Tensor]] = []
-    for attend in (attend_by_flex, attend_by_gather):
+
+    def attended(attend: AttendTable, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         output, log_sums, _ = block_sparse_attention(
-            *inputs, pattern=pattern, scaling=head_dim**-0.5, attend_table=attend
+            *inputs, pattern=pattern, scaling=sizes.head_dim**-0.5, attend_table=attend
         )
-        found.append([output, log_sums])
-        if with_gradients:
-            random.manual_seed(1)
-            upstream = [
-                torch.randn(t.shape, generator=random).to(device, t.dtype)
-                for t in (output, log_sums)
-            ]
-            found[-1] += torch.autograd.grad((output, log_sums), inputs, upstream)
-    for mine, theirs in zip(*found, strict=True):
-        mine, theirs = mine.detach().double(), theirs.detach().double()
-        yield float((mine - theirs).norm() / theirs.norm())
+        return output, log_sums
+
+    by_flex, by_gather = (partial(attended, way) for way in (attend_by_flex, attend_by_gather))
+    yield from deviations_of(by_flex, by_gather, sizes, with_gradients=with_gradients)

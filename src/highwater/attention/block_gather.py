@@ -163,22 +163,20 @@ class _BlockGather(torch.autograd.Function):
         query_NGSD, key_NSD, value_NSD, output_NGSD, log_sums_NGS = ctx.saved_tensors
         pairs: TilePairs = ctx.pairs
         cut = CutTensors.of(pairs, query_NGSD, key_NSD, value_NSD)
-        upstream_NGSD, of_log_sums_NGS = (gradient.to(cut.wide) for gradient in gradients)
+        upstream_NGSD, of_log_sums_NGS = gradients
         with exact(query_NGSD.device):
             # a score's gradient is its weight times what its value is above the mean, and the sum's
-            above_NGS = of_log_sums_NGS - (upstream_NGSD * output_NGSD).sum(-1)
-            sums = cut.sums()
-            cut.add_gradients_(
+            above_NGS = of_log_sums_NGS - (upstream_NGSD.to(cut.wide) * output_NGSD).sum(-1)
+            found = cut.gradients(
                 pairs,
                 scaling=ctx.scaling,
                 upstream_NGRbD=pairs.queries.cut(upstream_NGSD),
                 above_NGRb=pairs.queries.cut_sums(above_NGS),
                 log_sums_NGRb=pairs.queries.cut_sums(log_sums_NGS),
-                sums=sums,
             )
         tiles = (pairs.queries, pairs.keys, pairs.keys)
         query, key, value = (
-            held.joined(sum_).to(query_NGSD.dtype) for held, sum_ in zip(tiles, sums, strict=True)
+            held.joined(each).to(query_NGSD.dtype) for held, each in zip(tiles, found, strict=True)
         )
         return query, key, value, None, None
 
@@ -269,11 +267,6 @@ class CutTensors(NamedTuple):
         """In which all sums are: float32 at least."""
         return torch.promote_types(self.query_NGRbD.dtype, torch.float32)
 
-    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Zeros to add gradients to."""
-        query, key, value = (torch.zeros_like(each, dtype=self.wide) for each in self)
-        return query, key, value
-
     def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some rows at a time: which, what they attend to, NGrbD, and the logarithm of each query's
         sum of exponentials, NGrb, minus infinity where it sees no key; both wide.
@@ -286,7 +279,7 @@ class CutTensors(NamedTuple):
                 found = torch.einsum("ngrbl,nrld->ngrbd", weights_NGrbl, value_NrlD)
             yield rows.slice, found, log_sums_NGrb
 
-    def add_gradients_(
+    def gradients(
         self,
         pairs: TilePairs,
         *,
@@ -294,18 +287,17 @@ class CutTensors(NamedTuple):
         upstream_NGRbD: Tensor,
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
-        sums: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """Add gradients of queries, keys and values to sums, in place, through these keys' part of
-        an output that may be of more: ``log_sums`` and ``above`` are those of all keys, the latter
-        the gradient of the log-sum-exp less that of the output times the output.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values through these keys' part of an output that may be
+        of more: ``log_sums`` and ``above`` are those of all keys, the latter the gradient of the
+        log-sum-exp less that of the output times the output. Wide, or as the inputs.
         """
-        query_sum, key_sum, value_sum = sums
+        query_sum, key_sum, value_sum = (torch.zeros_like(each, dtype=self.wide) for each in self)
         for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
             own = rows.slice
             scores_NGrbl, key_NrlD, value_NrlD = self._scores(rows, scaling)
             weights_NGrbl = _weights(scores_NGrbl, log_sums_NGRb[:, :, own])
-            upstream_NGrbD = upstream_NGRbD[:, :, own]
+            upstream_NGrbD = upstream_NGRbD[:, :, own].to(self.wide)
             for_values = torch.einsum("ngrbl,ngrbd->nrld", weights_NGrbl, upstream_NGrbD)
             _add_(value_sum, rows, for_values)
             for_scores = torch.einsum("ngrbd,nrld->ngrbl", upstream_NGrbD, value_NrlD)
@@ -313,6 +305,7 @@ class CutTensors(NamedTuple):
             query_sum[:, :, own] += torch.einsum("ngrbl,nrld->ngrbd", for_scores, key_NrlD)
             query_NGrbD = self.query_NGRbD[:, :, own].to(self.wide)
             _add_(key_sum, rows, torch.einsum("ngrbl,ngrbd->nrld", for_scores, query_NGrbD))
+        return query_sum, key_sum, value_sum
 
     def _scores(self, rows: _Rows, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """Scores of the rows, NGrbl, minus infinity where a token does not see a key; and the keys

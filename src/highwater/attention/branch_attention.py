@@ -22,6 +22,7 @@ from torch import Tensor
 
 from highwater.attention.block_gather import CutTensors, exact
 from highwater.attention.branches import Branch, Exchange, exchange, refuse_content
+from highwater.attention.flex_tiles import FlexTensors
 from highwater.attention.tiles import Tiles
 from highwater.parallel.collectives import swap
 from highwater.parallel.sequence_layout import SequenceLayout
@@ -41,6 +42,13 @@ class Sharing:
     is_causal: bool = True
     group: dist.ProcessGroup | None = None
     """The ranks that share each sequence; None: it is held whole."""
+    by_flex: bool = False
+    """Whether FlexAttention computes it (``branch_kernel``); else keys are gathered."""
+
+    @property
+    def tensors(self) -> type[CutTensors]:
+        """What computes with a step's tiles."""
+        return FlexTensors if self.by_flex else CutTensors
 
     @property
     def rank(self) -> int:
@@ -70,7 +78,7 @@ def branch_attention(
 class _Heads(NamedTuple):
     """The heads of a branch: those of queries, and of keys and values the ones that they read."""
 
-    queries_h: Tensor
+    of_queries: slice
     sent_k: Tensor
     """Key/value heads that are read, each once."""
     read_n: Tensor
@@ -84,12 +92,12 @@ class _Heads(NamedTuple):
         groups = len(queries_h) // len(sent_k)
         in_groups = read_h.view(-1, groups) if groups * len(sent_k) == len(queries_h) else None
         if in_groups is not None and bool((in_groups == in_groups[:, :1]).all()):
-            return cls(queries_h, sent_k, in_groups[:, 0])
-        return cls(queries_h, sent_k, read_h)
+            return cls(branch.heads, sent_k, in_groups[:, 0])
+        return cls(branch.heads, sent_k, read_h)
 
     def grouped(self, tensor_BHTX: Tensor) -> Tensor:
         """Queries, or what they have; NGTX."""
-        own_BhTX = tensor_BHTX[:, self.queries_h]
+        own_BhTX = tensor_BHTX[:, self.of_queries]
         return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
 
     def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
@@ -102,7 +110,8 @@ class _Heads(NamedTuple):
 
     def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
         """Add their gradients to the heads that were read."""
-        sum_BkTD.index_add_(1, self.read_n, gradients_NTD.unflatten(0, (len(sum_BkTD), -1)))
+        gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1))
+        sum_BkTD.index_add_(1, self.read_n, gradients_BnTD.to(sum_BkTD.dtype))
 
 
 class _Step(NamedTuple):
@@ -222,10 +231,10 @@ class _BranchAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *own, output_BHTD, log_sums_BHT = ctx.saved_tensors
         wide = log_sums_BHT.dtype
-        upstream_BHTD, of_log_sums_BHT = (gradient.to(wide) for gradient in gradients)
+        upstream_BHTD, of_log_sums_BHT = gradients
         query_sum, key_sum, value_sum = sums = [torch.zeros_like(t, dtype=wide) for t in own]
         with exact(output_BHTD.device):
-            above_BHT = of_log_sums_BHT - (upstream_BHTD * output_BHTD).sum(-1)
+            above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)
             for_queries = (upstream_BHTD, above_BHT[..., None], log_sums_BHT[..., None])
             for branch in _present(ctx.sharing, own[0]):
                 ring = _Ring(branch, ctx.sharing, own)
@@ -249,7 +258,7 @@ def _forward(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
     for step in ring.steps():
         keys_and_values = [ring.heads.read(each) for each in step.keys_and_values_2BktD]
         for pairs in step.exchange.pairs:
-            cut = CutTensors.of(pairs, grouped_NGTD, *keys_and_values)
+            cut = ring.sharing.tensors.of(pairs, grouped_NGTD, *keys_and_values)
             if output_NGRbD is None:
                 output_NGRbD = torch.zeros_like(cut.query_NGRbD, dtype=cut.wide)
                 log_sums_NGRb = torch.full_like(output_NGRbD[..., 0], -torch.inf)
@@ -273,7 +282,8 @@ def _merge_branch_(
     for whole, merged in ((output_BHTD, output_NGRbD), (log_sums_BHT1, log_sums_NGRb[..., None])):
         of_heads = heads.grouped(whole)
         tiles.put_(of_heads, merged)
-        whole[:, heads.queries_h] = heads.ungrouped(of_heads, batch)
+        if of_heads.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            whole[:, heads.of_queries] = heads.ungrouped(of_heads, batch)
 
 
 def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
@@ -295,26 +305,23 @@ def _backward(
     sums_2BkTD: Tensor,
 ) -> None:
     """Add a branch's gradients to those of this rank's queries, keys and values, in place."""
-    heads, sharing = ring.heads, ring.sharing
+    heads, sharing, batch = ring.heads, ring.sharing, len(query_BHTD)
     grouped_NGTD = heads.grouped(query_BHTD)
     upstream_NGTD, above_NGT1, log_sums_NGT1 = (heads.grouped(each) for each in for_queries)
-    query_gradient_NGTD = torch.zeros_like(upstream_NGTD)
     for step in ring.steps():
         gradients_2BktD = torch.zeros_like(step.keys_and_values_2BktD, dtype=sums_2BkTD.dtype)
         keys_and_values = [heads.read(each) for each in step.keys_and_values_2BktD]
         for pairs in step.exchange.pairs:
-            cut = CutTensors.of(pairs, grouped_NGTD, *keys_and_values)
-            found = cut.sums()
-            cut.add_gradients_(
+            cut = sharing.tensors.of(pairs, grouped_NGTD, *keys_and_values)
+            found = cut.gradients(
                 pairs,
                 scaling=sharing.scaling,
                 upstream_NGRbD=pairs.queries.cut(upstream_NGTD),
                 above_NGRb=pairs.queries.cut(above_NGT1)[..., 0],
                 log_sums_NGRb=pairs.queries.cut(log_sums_NGT1)[..., 0],
-                sums=found,
             )
-            query_gradient_NGTD += pairs.queries.joined(found[0])
+            of_queries_NGTD = pairs.queries.joined(found[0])
+            query_sum_BHTD[:, heads.of_queries] += heads.ungrouped(of_queries_NGTD, batch)
             for sum_BktD, part in zip(gradients_2BktD, found[1:], strict=True):
                 heads.add_read_(sum_BktD, pairs.keys.joined(part))
         ring.send_home_(step, gradients_2BktD, sums_2BkTD)
-    query_sum_BHTD[:, heads.queries_h] += heads.ungrouped(query_gradient_NGTD, len(query_BHTD))

@@ -133,13 +133,9 @@ def exchange(
     needed = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *columns]))
     counts = keys.tiles.counts_R.numpy()[needed]
     sent = _runs(keys.tiles.places_R.numpy()[needed], counts, keys.tiles.step)
-    arrived = Tiles(
-        keys.tiles.size,
-        len(sent),
-        torch.from_numpy(keys.tiles.offsets_R.numpy()[needed]),
-        torch.from_numpy(counts),
-        torch.from_numpy(counts.cumsum() - counts),
-    )
+    offsets = keys.tiles.offsets_R.numpy()[needed]
+    places = counts.cumsum() - counts
+    arrived = _tiles(keys.tiles.size, len(sent), offsets, counts, places)
     renumbered = [
         replace(
             pairs,
@@ -189,13 +185,20 @@ def _held(
     is_next = (np.diff(blocks) == 0) & (np.diff(within) == 1) & (np.diff(held) == branch.rate)
     first = np.flatnonzero(np.concatenate([np.ones(min(1, len(held)), dtype=bool), ~is_next]))
     counts = np.diff(first, append=len(held))
-    tiles = Tiles(
-        size,
-        len(share.offsets_T),
-        *(torch.from_numpy(each) for each in (within[first], counts, held[first])),
-        step=branch.rate,
-    )
+    tiles = _tiles(size, len(share.offsets_T), within[first], counts, held[first], branch.rate)
     return _Held(tiles, blocks[first])
+
+
+def _tiles(
+    size: int, held: int, offsets_R: Integers, counts_R: Integers, places_R: Integers, step: int = 1
+) -> Tiles:
+    # a stretch of full tiles has them one after the other, and nothing is copied to cut it
+    is_whole = (counts_R[:-1] == size).all() and np.array_equal(
+        places_R, np.arange(len(places_R)) * size
+    )
+    numbers = (torch.from_numpy(each) for each in (offsets_R, counts_R, places_R))
+    in_order = bool(is_whole and step == 1 and counts_R.sum() == held)
+    return Tiles(size, held, *numbers, step=step, in_order=in_order)
 
 
 class _AllRows(NamedTuple):

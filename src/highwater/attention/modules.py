@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from highwater.attention.block_flex import SparseKernel, attend_table_of
 from highwater.attention.block_gather import block_sparse_attention
-from highwater.attention.branch_attention import Sharing, branch_attention
+from highwater.attention.branch_attention import Sharing
+from highwater.attention.branch_kernel import attend_branches
 from highwater.attention.branches import Branch, dilated_branches, refuse_content
 from highwater.attention.dilated import Normalisation, dilated_attention, refuse_branches
 from highwater.errors import MachineError, UsageError
@@ -122,7 +123,7 @@ class DilatedAttention(_AttentionModule):
                 is_causal=is_causal,
                 group=self.group,
             )
-            output_BHTD, _ = branch_attention(*inputs, sharing=sharing)
+            output_BHTD, _ = attend_branches(*inputs, sharing=sharing)
         return output_BHTD.transpose(1, 2)
 
 
@@ -130,7 +131,7 @@ class BlockSparseAttention(_AttentionModule):
     """Causal block-sparse attention: one softmax over the keys that a pattern keeps.
 
     ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU and in
-    the first thread, and gathered keys elsewhere, and with a group.
+    the first thread, and gathered keys elsewhere.
     """
 
     def __init__(
@@ -183,7 +184,9 @@ class BlockSparseAttention(_AttentionModule):
                 scaling=scaling,
                 group=self.group,
             )
-            output_BHTD, _ = branch_attention(*inputs, sharing=sharing)
+            output_BHTD, _ = attend_branches(
+                *inputs, sharing=sharing, implementation=self.implementation
+            )
         return output_BHTD.transpose(1, 2)
 
 
@@ -225,7 +228,7 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
             scaling=self._scaling(q),
             group=self.group,
         )
-        output_BHTD, _ = branch_attention(*inputs, sharing=sharing)
+        output_BHTD, _ = attend_branches(*inputs, sharing=sharing)
         return output_BHTD.transpose(1, 2)
 
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.attention.block_flex import attend_by_flex, obstacle
-from highwater.attention.block_gather import AttendTable, attend_by_gather, block_sparse_attention
+from highwater.attention.block_gather import attend_by_gather, block_sparse_attention
 from highwater.attention.branch_attention import Sharing, branch_attention
+from highwater.attention.branch_kernel import branches_obstacle
 from highwater.attention.branches import Branch
 from highwater.errors import MachineError
 from highwater.parallel.sequence_layout import SequenceLayout
@@ -30,9 +31,16 @@ def attend_sparsely(
 
     The pattern counts from each document's start, and is that of the document's own length, so that
     it keeps the same however ranks share the row. Of padding it says nothing. Around Ulysses the
-    ranks of a ring hold what those that trade heads have together.
+    ranks of a ring hold what those that trade heads have together. On the CPU keys are gathered,
+    on a GPU it is FlexAttention, once a small proof has passed.
+
+    Raises MachineError where that proof does not pass.
     """
+    is_on_cpu = query_BHSD.device.type == "cpu"
     if ring is None:
+        if not is_on_cpu:
+            heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
+            _refuse(obstacle(pattern, *heads, query_BHSD.dtype, query_BHSD.device))
         output_BHSD, *_ = block_sparse_attention(
             query_BHSD,
             key_BKSD,
@@ -40,7 +48,7 @@ def attend_sparsely(
             pattern=pattern,
             scaling=scaling,
             document_lengths=layout.padded_lengths,
-            attend_table=_kernel(query_BHSD, key_BKSD, pattern),
+            attend_table=attend_by_gather if is_on_cpu else attend_by_flex,
         )
     else:
         # the padding at the end is a document to those that have no Ulysses around them
@@ -52,25 +60,20 @@ def attend_sparsely(
             pattern=pattern,
             scaling=scaling,
             group=ring,
+            by_flex=not is_on_cpu,
         )
+        if not is_on_cpu:
+            _refuse(branches_obstacle(sharing, query_BHSD, key_BKSD.shape[1]))
         output_BHSD, _ = branch_attention(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)
     return output_BHSD.transpose(1, 2)
 
 
-def _kernel(query_BHSD: Tensor, key_BKSD: Tensor, pattern: SparsePatternConfig) -> AttendTable:
-    """FlexAttention on a GPU, once a small proof has passed; on the CPU keys are gathered.
-
-    Raises MachineError where FlexAttention gives nothing, or something else: memory and time of
-    gathered keys are not those that are predicted.
+def _refuse(reason: str | None) -> None:
+    """Raise MachineError where FlexAttention gives nothing on a GPU, or something else: memory and
+    time of gathered keys are not those that are predicted.
     """
-    device = query_BHSD.device
-    if device.type == "cpu":
-        return attend_by_gather
-    heads = (query_BHSD.shape[1] // key_BKSD.shape[1], query_BHSD.shape[-1])
-    reason = obstacle(pattern, *heads, query_BHSD.dtype, device)
     if reason is not None:
         raise MachineError(
             f"{reason}; block-sparse attention on GPUs is FlexAttention's",
             hint="leave `--attention` out",
         )
-    return attend_by_flex

@@ -80,7 +80,7 @@ class Tiles:
         return whole_XTD
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TilePairs:
     """The pairs of tiles that are kept, sorted by the tile of queries, and what is seen in them."""
 

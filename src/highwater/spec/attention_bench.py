@@ -40,6 +40,8 @@ class Implementation(Record, frozen=True, kw_only=True):
     changes_model: bool = False
     """Whether a model that attends so is another one than with dense attention."""
     mode: Mode = "single"
+    alone: str = ""
+    """Of one whose sequences GPUs share: the name of what one GPU alone attends by."""
     code: str = ""
     """How one calls it, in Python."""
 
@@ -91,12 +93,23 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         family="ring",
         what="dense, keys and values passing from GPU to GPU",
         mode="ring",
+        alone="dense",
         code="attend_in_ring(q, k, v, ring=ring)",
+    ),
+    "block_sparse_ring": Implementation(
+        family="block_sparse_ring",
+        what="block_sparse_adaptive, each GPU sent the keys and values that its queries keep",
+        changes_model=True,
+        mode="ring",
+        alone="block_sparse_adaptive",
+        code='BlockSparseAttention(SparsePatternConfig(sparsity_ratio="adaptive"), group=group, '
+        'shares="zigzag")(*by_token).transpose(1, 2)',
     ),
     "ulysses": Implementation(
         family="ulysses",
         what="dense, each GPU with a share of the heads",
         mode="ulysses",
+        alone="dense",
         code="attend_sharded(q, k, v, group=group, attend=attend)",
     ),
 }

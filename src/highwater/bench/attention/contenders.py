@@ -19,7 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from highwater.attention.block_flex import attend_table_of, takes
 from highwater.attention.block_gather import attend_by_gather, block_sparse_attention
-from highwater.attention.block_table import block_tables
+from highwater.attention.block_table import block_tables, kept_share
+from highwater.attention.branch_attention import Sharing
+from highwater.attention.branch_kernel import attend_branches, branches_obstacle
+from highwater.attention.branches import Branch
 from highwater.attention.dense import attend
 from highwater.attention.dilated import dilated_attention
 from highwater.attention.reference import reference_attention
@@ -42,6 +45,7 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
 }
 _WINDOWS = {"cuda": 4096, "cpu": 512}
 """Tokens of ``window``, by device."""
+_OTHERS = "name others by `--implementations`"
 _CHECKED_WINDOW = 100
 _CHECKED_RATIO = 0.6
 """Of the short sequence that is checked, where smaller ones keep a block alone."""
@@ -195,7 +199,7 @@ def _block_sparse(config: SparsePatternConfig, conditions: Conditions, length: i
             raise MachineError(
                 "FlexAttention, which computes block-sparse attention here, was not proven, and "
                 "gathered keys are no figure of it",
-                hint="name others by `--implementations`",
+                hint=_OTHERS,
             )
         found = block_sparse_attention(
             query_BHSD,
@@ -301,6 +305,37 @@ def _ring(conditions: Conditions, length: int) -> Compute:
     return compute
 
 
+def _sparse_ring(config: SparsePatternConfig, conditions: Conditions, length: int) -> Compute:
+    sharing = Sharing(
+        layout=conditions.layout("ring", length),
+        branches=(Branch(),),
+        pattern=config,
+        scaling=conditions.scaling,
+        group=_everybody(),
+    )
+    share = kept_share(block_tables(config, length, torch.device("cpu")))
+
+    def compute(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, float]:
+        if takes(query_BHSD.device, query_BHSD.dtype, config):
+            reason = branches_obstacle(sharing, query_BHSD, key_BKSD.shape[1])
+            if reason is not None:
+                raise MachineError(f"{reason}, and gathered keys are no figure of it", hint=_OTHERS)
+        return attend_branches(query_BHSD, key_BKSD, value_BKSD, sharing=sharing)[0], share
+
+    return compute
+
+
+def _by_ratio_in_ring(
+    ratio: float | Literal["adaptive"], *variants: AttentionContender
+) -> AttentionContender:
+    config = SparsePatternConfig(sparsity_ratio=ratio)
+    return AttentionContender(
+        build=partial(_sparse_ring, config),
+        counts=partial(_pattern_counts, config),
+        variants=variants,
+    )
+
+
 def _ulysses(conditions: Conditions, length: int) -> Compute:
     inner = partial(
         attend,
@@ -354,6 +389,7 @@ CONTENDERS: Mapping[str, AttentionContender] = {
         build=_dilated, obstacle=_without_block_kernel, counts=_dilated_counts
     ),
     "ring": AttentionContender(build=_ring, obstacle=_without_block_kernel),
+    "block_sparse_ring": _by_ratio_in_ring("adaptive", _by_ratio_in_ring(_CHECKED_RATIO)),
     "ulysses": AttentionContender(build=_ulysses, obstacle=_heads_not_shared),
 }
 """Everything that can take part, by its name in ``IMPLEMENTATIONS``."""

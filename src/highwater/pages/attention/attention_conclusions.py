@@ -235,11 +235,13 @@ def _about_sharing(summary: AttentionSummary) -> Iterator[str]:
         longer = (
             "" if each.length_ratio is None else f", and held {each.length_ratio:.3g} times as long"
         )
+        alone = IMPLEMENTATIONS[each.implementation].alone
+        what = each.mode if each.implementation == each.mode else each.implementation
         verdict = "faster than one GPU" if each.speedup > 1 + _AS_FAST else "no faster than one GPU"
         yield (
-            f"{each.mode} over {each.gpus} GPUs, {WORDS[each.direction]}: {verdict} at "
+            f"{what} over {each.gpus} GPUs, {WORDS[each.direction]}: {verdict} at "
             f"{format_tokens(each.length_tokens)} tokens, {each.speedup:.3g} times as fast "
-            f"({each.efficiency:.0%} of {each.gpus}){longer} as dense on one."
+            f"({each.efficiency:.0%} of {each.gpus}){longer} as {alone} on one."
         )
 
 
