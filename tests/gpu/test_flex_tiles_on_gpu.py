@@ -30,8 +30,10 @@ def config(pattern_type: PatternType) -> SparsePatternConfig:
     )
 
 
-@pytest.mark.parametrize("is_dilated", [False, True])
-@pytest.mark.parametrize("pattern_type", EVERY)
+@pytest.mark.parametrize(
+    ("pattern_type", "is_dilated"),
+    [*((each, False) for each in EVERY), ("strided", True), ("global_local", True), (None, True)],
+)
 @pytest.mark.parametrize(
     ("dtype", "groups"), [(torch.float32, 3), (torch.bfloat16, 4), (torch.float16, 1)]
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from highwater.attention import branch_attention as branch_attention_module
 from highwater.attention import branch_kernel, flex_tiles
 from highwater.attention.branch_attention import Sharing, branch_attention
 from highwater.attention.branch_kernel import attend_branches, branches_obstacle
@@ -133,14 +134,17 @@ def in_plain_pytorch(
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("pattern_type", EVERY)
 @pytest.mark.parametrize("is_dilated", [False, True])
+@pytest.mark.parametrize("at_hand", [1, 2**28])
 def test_parts_have_their_part_of_the_gradients(
     pattern_type: PatternType | None,
     heads: tuple[int, int],
+    at_hand: int,
     monkeypatch: pytest.MonkeyPatch,
     *,
     is_dilated: bool,
 ) -> None:
     monkeypatch.setattr(flex_tiles, "attend_mask", in_plain_pytorch)
+    monkeypatch.setattr(branch_attention_module, "_QUERIES_AT_HAND", at_hand)
     sharing = Sharing(
         layout=SequenceLayout(LENGTHS),
         branches=dilated_branches((100, 300), (1, 3), 4) if is_dilated else (Branch(),),

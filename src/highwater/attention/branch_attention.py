@@ -28,6 +28,9 @@ from highwater.parallel.collectives import swap
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.sparse_pattern import SparsePatternConfig
 
+_QUERIES_AT_HAND = 2**28
+"""Numbers of queries that are attended at once: sums over steps are wide, and of these alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
@@ -83,17 +86,22 @@ class _Heads(NamedTuple):
     """Key/value heads that are read, each once."""
     read_n: Tensor
     """Of these, the one that each group reads."""
+    are_all: bool
+    """Whether all key/value heads are read, by a group of query heads each."""
 
     @classmethod
     def of(cls, branch: Branch, query_BHTD: Tensor, key_BKTD: Tensor) -> "_Heads":
         heads, kv_heads = query_BHTD.shape[1], key_BKTD.shape[1]
-        queries_h = torch.arange(heads, device=query_BHTD.device)[branch.heads]
-        sent_k, read_h = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
+        queries_h = torch.arange(heads)[branch.heads]
+        sent_k, read_n = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
         groups = len(queries_h) // len(sent_k)
-        in_groups = read_h.view(-1, groups) if groups * len(sent_k) == len(queries_h) else None
-        if in_groups is not None and bool((in_groups == in_groups[:, :1]).all()):
-            return cls(branch.heads, sent_k, in_groups[:, 0])
-        return cls(branch.heads, sent_k, read_h)
+        in_groups = read_n.view(-1, groups) if groups * len(sent_k) == len(queries_h) else None
+        is_grouped = in_groups is not None and bool((in_groups == in_groups[:, :1]).all())
+        if in_groups is not None and is_grouped:
+            read_n = in_groups[:, 0]
+        device = query_BHTD.device
+        are_all = is_grouped and len(sent_k) == kv_heads
+        return cls(branch.heads, sent_k.to(device), read_n.to(device), are_all)
 
     def grouped(self, tensor_BHTX: Tensor) -> Tensor:
         """Queries, or what they have; NGTX."""
@@ -104,14 +112,21 @@ class _Heads(NamedTuple):
         """The same as the heads have it; BhTX."""
         return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
 
+    def sent(self, tensor_BKTD: Tensor) -> Tensor:
+        """Keys or values that are read; BkTD."""
+        return tensor_BKTD if self.are_all else tensor_BKTD[:, self.sent_k]
+
     def read(self, tensor_BkTD: Tensor) -> Tensor:
         """Keys or values for each group; NTD."""
-        return tensor_BkTD[:, self.read_n].flatten(0, 1)
+        return (tensor_BkTD if self.are_all else tensor_BkTD[:, self.read_n]).flatten(0, 1)
 
     def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
         """Add their gradients to the heads that were read."""
-        gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1))
-        sum_BkTD.index_add_(1, self.read_n, gradients_BnTD.to(sum_BkTD.dtype))
+        gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1)).to(sum_BkTD.dtype)
+        if self.are_all:
+            sum_BkTD += gradients_BnTD
+        else:
+            sum_BkTD.index_add_(1, self.read_n, gradients_BnTD)
 
 
 class _Step(NamedTuple):
@@ -130,7 +145,7 @@ class _Ring:
         query_BHTD, *keys_and_values = own
         self.device = query_BHTD.device
         self.heads = _Heads.of(branch, query_BHTD, keys_and_values[0])
-        self.own_2BkTD = torch.stack([each[:, self.heads.sent_k] for each in keys_and_values])
+        self.own_2BkTD = torch.stack([self.heads.sent(each) for each in keys_and_values])
 
     def exchange(self, rank: int, source: int) -> Exchange:
         """What ``rank`` computes with the keys of ``source``."""
@@ -190,7 +205,7 @@ class _Ring:
         away = (2 * rank - step.source) % degree
         there = self.exchange(away, rank)
         shape = (*sums_2BkTD.shape[:3], there.tokens, sums_2BkTD.shape[-1])
-        received = sums_2BkTD.new_empty(shape)
+        received = gradients_2BktD.new_empty(shape)
         work = swap(
             gradients_2BktD if step.exchange.tokens else None,
             received if there.tokens else None,
@@ -202,7 +217,7 @@ class _Ring:
             each.wait()
         if there.tokens:
             assert there.sent_T is not None
-            sums_2BkTD.index_add_(3, there.sent_T, received)
+            sums_2BkTD.index_add_(3, there.sent_T, received.to(sums_2BkTD.dtype))
 
 
 class _BranchAttention(torch.autograd.Function):
@@ -214,36 +229,56 @@ class _BranchAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own = (query_BHTD, key_BKTD, value_BKTD)
         wide = torch.promote_types(query_BHTD.dtype, torch.float32)
-        output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
-        log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
+        output_BHTD = torch.empty_like(query_BHTD)
+        log_sums_BHT = torch.empty_like(query_BHTD[..., 0], dtype=wide)
         with exact(query_BHTD.device):
-            for branch in _present(sharing, query_BHTD):
-                ring = _Ring(branch, sharing, own)
-                found = _forward(ring, query_BHTD)
-                if found is not None:
-                    _merge_branch_(ring, output_BHTD, log_sums_BHT1, found)
-        narrow_BHTD, log_sums_BHT = output_BHTD.to(query_BHTD.dtype), log_sums_BHT1[..., 0]
-        ctx.save_for_backward(*own, narrow_BHTD, log_sums_BHT)
+            for heads in _heads_at_hand(sharing, query_BHTD, key_BKTD):
+                found, its_sums = _forward(sharing, heads.of(own), wide)
+                output_BHTD[:, heads.of_queries] = found
+                log_sums_BHT[:, heads.of_queries] = its_sums
+        ctx.save_for_backward(*own, output_BHTD, log_sums_BHT)
         ctx.sharing = sharing
-        return narrow_BHTD, log_sums_BHT
+        return output_BHTD, log_sums_BHT
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *own, output_BHTD, log_sums_BHT = ctx.saved_tensors
-        wide = log_sums_BHT.dtype
-        upstream_BHTD, of_log_sums_BHT = gradients
-        query_sum, key_sum, value_sum = sums = [torch.zeros_like(t, dtype=wide) for t in own]
+        query, key, value = found = [torch.empty_like(each) for each in own]
         with exact(output_BHTD.device):
-            above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)
-            for_queries = (upstream_BHTD, above_BHT[..., None], log_sums_BHT[..., None])
-            for branch in _present(ctx.sharing, own[0]):
-                ring = _Ring(branch, ctx.sharing, own)
-                of_keys_2BkTD = torch.zeros_like(ring.own_2BkTD, dtype=wide)
-                _backward(ring, own[0], for_queries, query_sum, of_keys_2BkTD)
-                for sum_, found in zip((key_sum, value_sum), of_keys_2BkTD, strict=True):
-                    sum_.index_add_(1, ring.heads.sent_k, found)
-        query, key, value = (sum_.to(each.dtype) for sum_, each in zip(sums, own, strict=True))
+            for heads in _heads_at_hand(ctx.sharing, own[0], own[1]):
+                for_queries = (*gradients, output_BHTD, log_sums_BHT)
+                sums = _backward(
+                    ctx.sharing, heads.of(own), [each[:, heads.of_queries] for each in for_queries]
+                )
+                for whole, part in zip(heads.of(found), sums, strict=True):
+                    whole.copy_(part)
         return query, key, value, None
+
+
+class _HeadsAtHand(NamedTuple):
+    """Some key/value heads, and the query heads that read them."""
+
+    of_queries: slice
+    of_keys: slice
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What they have of queries, keys and values."""
+        query, key, value = tensors
+        return [query[:, self.of_queries], key[:, self.of_keys], value[:, self.of_keys]]
+
+
+def _heads_at_hand(
+    sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
+) -> Iterator[_HeadsAtHand]:
+    """All heads, as many at a time as have room for what is wide; all at once where heads have
+    branches of their own.
+    """
+    kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
+    room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
+    at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
+    for first in range(0, kv_heads, at_once):
+        stop = min(kv_heads, first + at_once)
+        yield _HeadsAtHand(slice(first * groups, stop * groups), slice(first, stop))
 
 
 def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
@@ -251,7 +286,20 @@ def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
     return (each for each in sharing.branches if each.offset < query_BHTD.shape[1])
 
 
-def _forward(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
+def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What queries attend to by all branches, BHTD, and their sums, BHT; both wide."""
+    query_BHTD = own[0]
+    output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
+    log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
+    for branch in _present(sharing, query_BHTD):
+        ring = _Ring(branch, sharing, own)
+        found = _attended(ring, query_BHTD)
+        if found is not None:
+            _merge_branch_(ring, output_BHTD, log_sums_BHT1, found)
+    return output_BHTD, log_sums_BHT1[..., 0]
+
+
+def _attended(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
     """What the queries of a branch attend to, NGRbD, and their sums, NGRb; None: there are none."""
     tiles, grouped_NGTD = ring.queries, ring.heads.grouped(query_BHTD)
     output_NGRbD = log_sums_NGRb = None
@@ -298,6 +346,29 @@ def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X:
 
 
 def _backward(
+    sharing: Sharing, own: Sequence[Tensor], for_queries: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by all branches, wide; ``for_queries``: those of the
+    output and of the sums, and both.
+    """
+    upstream_BHTD, of_log_sums_BHT, output_BHTD, log_sums_BHT = for_queries
+    wide = log_sums_BHT.dtype
+    above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)
+    at_hand = (upstream_BHTD, above_BHT[..., None], log_sums_BHT[..., None])
+    query_sum_BHTD = torch.zeros_like(own[0], dtype=wide)
+    sums_2BKTD = own[1].new_zeros((2, *own[1].shape), dtype=wide)
+    for branch in _present(sharing, own[0]):
+        ring = _Ring(branch, sharing, own)
+        if ring.heads.are_all:
+            _add_gradients_(ring, own[0], at_hand, query_sum_BHTD, sums_2BKTD)
+            continue
+        of_branch_2BkTD = torch.zeros_like(ring.own_2BkTD, dtype=wide)
+        _add_gradients_(ring, own[0], at_hand, query_sum_BHTD, of_branch_2BkTD)
+        sums_2BKTD.index_add_(2, ring.heads.sent_k, of_branch_2BkTD)
+    return query_sum_BHTD, sums_2BKTD[0], sums_2BKTD[1]
+
+
+def _add_gradients_(
     ring: _Ring,
     query_BHTD: Tensor,
     for_queries: Sequence[Tensor],
@@ -309,8 +380,11 @@ def _backward(
     grouped_NGTD = heads.grouped(query_BHTD)
     upstream_NGTD, above_NGT1, log_sums_NGT1 = (heads.grouped(each) for each in for_queries)
     for step in ring.steps():
-        gradients_2BktD = torch.zeros_like(step.keys_and_values_2BktD, dtype=sums_2BkTD.dtype)
-        keys_and_values = [heads.read(each) for each in step.keys_and_values_2BktD]
+        keys_and_values_2BktD = step.keys_and_values_2BktD
+        # what FlexAttention gives has been rounded
+        dtype = keys_and_values_2BktD.dtype if sharing.by_flex else sums_2BkTD.dtype
+        gradients_2BktD = torch.zeros_like(keys_and_values_2BktD, dtype=dtype)
+        keys_and_values = [heads.read(each) for each in keys_and_values_2BktD]
         for pairs in step.exchange.pairs:
             cut = sharing.tensors.of(pairs, grouped_NGTD, *keys_and_values)
             found = cut.gradients(
