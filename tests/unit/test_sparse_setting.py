@@ -96,8 +96,8 @@ def test_a_prediction_says_that_the_model_is_another_one() -> None:
     assert not any("changes the model" in note for note in dense.notes)
 
 
-def test_a_ring_is_refused_where_it_has_no_kernel_with_a_layout_that_works() -> None:
-    with pytest.raises(UsageError, match="none for a ring") as refused:
+def test_a_ring_of_gpus_is_refused_with_a_layout_that_works() -> None:
+    with pytest.raises(UsageError, match="in a ring of GPUs is not predicted") as refused:
         predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **SPARSE)
     assert "`--ulysses 2 --ring 1`" in (refused.value.hint or "")
     predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[2], ring=[1], **SPARSE)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.attention.block_gather import CutTensors, exact
+from highwater.attention.branch_heads import BranchHeads
 from highwater.attention.branches import Branch, Exchange, exchange, refuse_content
 from highwater.attention.flex_tiles import FlexTensors
 from highwater.attention.tiles import Tiles
@@ -78,57 +79,6 @@ def branch_attention(
     return _BranchAttention.apply(query_BHTD, key_BKTD, value_BKTD, sharing)
 
 
-class _Heads(NamedTuple):
-    """The heads of a branch: those of queries, and of keys and values the ones that they read."""
-
-    of_queries: slice
-    sent_k: Tensor
-    """Key/value heads that are read, each once."""
-    read_n: Tensor
-    """Of these, the one that each group reads."""
-    are_all: bool
-    """Whether all key/value heads are read, by a group of query heads each."""
-
-    @classmethod
-    def of(cls, branch: Branch, query_BHTD: Tensor, key_BKTD: Tensor) -> "_Heads":
-        heads, kv_heads = query_BHTD.shape[1], key_BKTD.shape[1]
-        queries_h = torch.arange(heads)[branch.heads]
-        sent_k, read_n = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
-        groups = len(queries_h) // len(sent_k)
-        in_groups = read_n.view(-1, groups) if groups * len(sent_k) == len(queries_h) else None
-        is_grouped = in_groups is not None and bool((in_groups == in_groups[:, :1]).all())
-        if in_groups is not None and is_grouped:
-            read_n = in_groups[:, 0]
-        device = query_BHTD.device
-        are_all = is_grouped and len(sent_k) == kv_heads
-        return cls(branch.heads, sent_k.to(device), read_n.to(device), are_all)
-
-    def grouped(self, tensor_BHTX: Tensor) -> Tensor:
-        """Queries, or what they have; NGTX."""
-        own_BhTX = tensor_BHTX[:, self.of_queries]
-        return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
-
-    def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
-        """The same as the heads have it; BhTX."""
-        return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
-
-    def sent(self, tensor_BKTD: Tensor) -> Tensor:
-        """Keys or values that are read; BkTD."""
-        return tensor_BKTD if self.are_all else tensor_BKTD[:, self.sent_k]
-
-    def read(self, tensor_BkTD: Tensor) -> Tensor:
-        """Keys or values for each group; NTD."""
-        return (tensor_BkTD if self.are_all else tensor_BkTD[:, self.read_n]).flatten(0, 1)
-
-    def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
-        """Add their gradients to the heads that were read."""
-        gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1)).to(sum_BkTD.dtype)
-        if self.are_all:
-            sum_BkTD += gradients_BnTD
-        else:
-            sum_BkTD.index_add_(1, self.read_n, gradients_BnTD)
-
-
 class _Step(NamedTuple):
     """A step of one branch: a rank's keys and values, and what is computed with them."""
 
@@ -144,7 +94,7 @@ class _Ring:
         self.sharing, self.branch = sharing, branch
         query_BHTD, *keys_and_values = own
         self.device = query_BHTD.device
-        self.heads = _Heads.of(branch, query_BHTD, keys_and_values[0])
+        self.heads = BranchHeads.of(branch, query_BHTD, keys_and_values[0])
         self.own_2BkTD = torch.stack([self.heads.sent(each) for each in keys_and_values])
 
     def exchange(self, rank: int, source: int) -> Exchange:
@@ -291,11 +241,12 @@ def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tupl
     query_BHTD = own[0]
     output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
     log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
+    is_alone = len(sharing.branches) == 1
     for branch in _present(sharing, query_BHTD):
         ring = _Ring(branch, sharing, own)
         found = _attended(ring, query_BHTD)
         if found is not None:
-            _merge_branch_(ring, output_BHTD, log_sums_BHT1, found)
+            _put_branch_(ring, output_BHTD, log_sums_BHT1, found, is_alone=is_alone)
     return output_BHTD, log_sums_BHT1[..., 0]
 
 
@@ -307,26 +258,36 @@ def _attended(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
         keys_and_values = [ring.heads.read(each) for each in step.keys_and_values_2BktD]
         for pairs in step.exchange.pairs:
             cut = ring.sharing.tensors.of(pairs, grouped_NGTD, *keys_and_values)
-            if output_NGRbD is None:
-                output_NGRbD = torch.zeros_like(cut.query_NGRbD, dtype=cut.wide)
-                log_sums_NGRb = torch.full_like(output_NGRbD[..., 0], -torch.inf)
-            assert log_sums_NGRb is not None
             for rows, found, its_sums in cut.attended(pairs, ring.sharing.scaling):
+                if output_NGRbD is None and found.shape == cut.query_NGRbD.shape:
+                    output_NGRbD, log_sums_NGRb = found.to(cut.wide), its_sums
+                    continue
+                if output_NGRbD is None:
+                    output_NGRbD = torch.zeros_like(cut.query_NGRbD, dtype=cut.wide)
+                    log_sums_NGRb = torch.full_like(output_NGRbD[..., 0], -torch.inf)
+                assert log_sums_NGRb is not None
                 _merge_(output_NGRbD[:, :, rows], log_sums_NGRb[:, :, rows], found, its_sums)
     if tiles is None or output_NGRbD is None or log_sums_NGRb is None:
         return None
     return output_NGRbD, log_sums_NGRb
 
 
-def _merge_branch_(
-    ring: _Ring, output_BHTD: Tensor, log_sums_BHT1: Tensor, found: tuple[Tensor, Tensor]
+def _put_branch_(
+    ring: _Ring,
+    output_BHTD: Tensor,
+    log_sums_BHT1: Tensor,
+    found: tuple[Tensor, Tensor],
+    *,
+    is_alone: bool,
 ) -> None:
-    """Add a branch's output to that of all, in place."""
+    """Add a branch's output to that of all, in place, which is 0 where the branch is alone."""
     tiles, heads, batch = ring.queries, ring.heads, len(output_BHTD)
     assert tiles is not None
-    output_NGRbD = tiles.cut(heads.grouped(output_BHTD))
-    log_sums_NGRb = tiles.cut(heads.grouped(log_sums_BHT1))[..., 0]
-    _merge_(output_NGRbD, log_sums_NGRb, *found)
+    output_NGRbD, log_sums_NGRb = found
+    if not is_alone:
+        output_NGRbD = tiles.cut(heads.grouped(output_BHTD))
+        log_sums_NGRb = tiles.cut(heads.grouped(log_sums_BHT1))[..., 0]
+        _merge_(output_NGRbD, log_sums_NGRb, *found)
     for whole, merged in ((output_BHTD, output_NGRbD), (log_sums_BHT1, log_sums_NGRb[..., None])):
         of_heads = heads.grouped(whole)
         tiles.put_(of_heads, merged)

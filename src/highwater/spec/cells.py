@@ -115,7 +115,7 @@ def _sparse_obstacle(pattern: SparsePatternConfig, device: Device) -> str | None
     if pattern.follows_content:
         return "block_top_k chooses keys by what is in them, which no rank of a ring knows"
     if device == "cuda":
-        return "block-sparse attention has a kernel for the heads of a GPU, and none for a ring"
+        return "what block-sparse attention takes in a ring of GPUs is not predicted"
     return None
 
 
