@@ -81,8 +81,7 @@ def backward_(
     for block, labels, log_normalizer, entropy, for_logprob, for_entropy in zip(
         *(tensor.split(rows) for tensor in whole), strict=True
     ):
-        y = transformed(block.to(wide), transform)
-        log_p = y - log_normalizer[:, None]
+        log_p = transformed(block.to(wide), transform) - log_normalizer[:, None]
         p = log_p.exp()
         # -p (entropy_gradient (log p + entropy) + logprob_gradient), all in place.
         gradient = _finite(log_p, p).add_(entropy[:, None]).mul_(for_entropy[:, None])
@@ -91,7 +90,7 @@ def backward_(
         if transform.scale != 1:
             gradient.mul_(transform.scale)
         if transform.soft_cap is not None:
-            gradient.mul_(1 - (y / transform.soft_cap).square_())
+            gradient.mul_(_tanh_slope(block.to(wide), transform))
         block.copy_(gradient)
 
 
@@ -102,6 +101,15 @@ def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
     if transform.soft_cap is None:
         return logits
     return (logits / transform.soft_cap).tanh_().mul_(transform.soft_cap)
+
+
+def _tanh_slope(logits: Tensor, transform: LogitTransform) -> Tensor:
+    """``1 - tanh(x)^2`` of scaled logits over the cap, without the difference, which loses all
+    digits of a logit far beyond the cap.
+    """
+    assert transform.soft_cap is not None
+    powers = (logits * (transform.scale / transform.soft_cap)).abs_().mul_(-2).exp_()
+    return powers.mul(4).div_(powers.add_(1).square_())
 
 
 def _finite(log_p: Tensor, p: Tensor) -> Tensor:
