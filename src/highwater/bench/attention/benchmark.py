@@ -87,9 +87,8 @@ def benchmark(
     ``folder``: whose the processes' files are, and who removes it, is the caller's.
     """
     work = partial(_work, contenders, order)
-    first = CaseProcesses(order, "single", work, folder=folder)
-    found = worst(first("machine", limit_s=_SET_UP_S[order.device], bounded=False))
-    first.end()
+    with CaseProcesses(order, "single", work, folder=folder) as first:
+        found = worst(first("machine", limit_s=_SET_UP_S[order.device], bounded=False))
     if found.ending != "done":
         problem, hint = (
             found.result
@@ -105,8 +104,9 @@ def benchmark(
         return
     yield BenchLine(machine=machine)
     for name, mode in _entries(order):
-        processes = CaseProcesses(order, mode, work, folder=folder, kernel=machine.kernel)
-        yield from _BenchEntry(order, name, mode, contenders[name], machine, processes).lines()
+        with CaseProcesses(order, mode, work, folder=folder, kernel=machine.kernel) as processes:
+            entry = _BenchEntry(order, name, mode, contenders[name], machine, processes)
+            yield from entry.lines()
 
 
 def _entries(order: BenchOrder) -> Iterator[tuple[str, Mode]]:
@@ -157,7 +157,6 @@ class _BenchEntry:
                 return
         for direction in self._order.directions:
             yield from self._searched(direction)
-        self._processes.end()
 
     def _obstacle(self) -> str | None:
         if self._mode in ("ring", "ulysses") and self._order.gpus == 1:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,14 @@ class CaseProcesses:
         if self._order.device == "cpu" or any(each.ending != "done" for each in ends):
             self.end()
         return ends
+
+    def __enter__(self) -> Self:
+        """Itself: whatever happens within, no process is left."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all of them."""
+        self.end()
 
     def end(self) -> None:
         """End all of them, and what they have started: a compiler's workers."""
