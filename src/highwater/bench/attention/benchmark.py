@@ -104,7 +104,7 @@ def benchmark(
         return
     yield BenchLine(machine=machine)
     for name, mode in _entries(order):
-        with CaseProcesses(order, mode, work, folder=folder, kernel=machine.kernel) as processes:
+        with CaseProcesses(order, mode, work, folder=folder, machine=machine) as processes:
             entry = _BenchEntry(order, name, mode, contenders[name], machine, processes)
             yield from entry.lines()
 

@@ -26,7 +26,7 @@ from highwater.bench.attention.contenders import Conditions
 from highwater.bench.attention.measurement import PassTooLong
 from highwater.errors import HighwaterError
 from highwater.parallel import mesh as process_mesh
-from highwater.spec.attention_bench import BenchOrder, FusedKernel, Mode
+from highwater.spec.attention_bench import BenchMachine, BenchOrder, Mode
 from highwater.spec.oom import exhausted_memory, memory_aborted
 from highwater.spec.rank import STORE_VARIABLE
 from highwater.spec.secrets import kept
@@ -61,12 +61,14 @@ class CaseProcesses:
         work: Work,
         *,
         folder: Path,
-        kernel: FusedKernel | None = None,
+        machine: BenchMachine | None = None,
     ) -> None:
-        """Start none yet; ``folder``: where they meet, and what they say is kept."""
+        """Start none yet; ``folder``: where they meet, and what they say is kept; ``machine``: what
+        is known of it, None before it is.
+        """
         self._order, self._work = order, work
         self._mode: Mode = mode
-        self._kernel: FusedKernel | None = kernel
+        self._machine = machine
         is_alone = mode == "single" or (mode == "data parallel" and order.device == "cuda")
         self._count = 1 if is_alone else order.gpus
         self._processes: list[BaseProcess] = []
@@ -213,7 +215,7 @@ class CaseProcesses:
             kv_heads=order.kv_heads,
             head_dim=order.head_dim,
             ranks=1 if self._mode == "single" else order.gpus,
-            kernel=self._kernel,
+            kernel=None if self._machine is None else self._machine.kernel,
         )
         return conditions, before
 
@@ -223,6 +225,9 @@ class CaseProcesses:
         if device.type == "cpu":
             resource.setrlimit(resource.RLIMIT_DATA, (budget, before[1]))
             return
+        # kernels are loaded later, as the process that described the machine has them
+        known = 0 if self._machine is None else self._machine.outside_bytes
+        budget -= max(0, known - outside)
         every = range(self._order.gpus) if self._mode == "data parallel" else (device.index,)
         for index in every:
             each = torch.device("cuda", index)
