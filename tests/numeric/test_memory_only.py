@@ -20,9 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from highwater.attention import dense
 from highwater.attention.dense import attend
+from highwater.attention.pattern import Pattern
+from highwater.attention.patterned import Documents, attend_in_pattern
 from highwater.attention.registry import register
 from highwater.errors import ModelError
 from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.spec import working_sizes
 from highwater.spec.pieces import pieces
 
 PACKINGS = [(4096,), (4096, 4096), (6000, 6000, 64), (3000, 1, 1, 5000), (1000,), (2049,)]
@@ -146,6 +149,60 @@ def test_the_live_bytes_rise_and_fall_as_those_of_whole_documents(heads: tuple[i
         "output and the gradients of q, k and v are alive together"
     )
     assert whole[-1] == cut[-1]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("scores", [1, 2**14, 2**23])
+@pytest.mark.parametrize("lengths", [(301,), (300, 300), (200, 150)])
+def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_computes(
+    lengths: tuple[int, ...],
+    scores: int,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So does the tracer, whose steps compute no others."""
+    monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
+    whole, few = (
+        live_bytes(capped_step(lengths, window, in_pieces=flag)) for flag in (False, True)
+    )
+    assert max(whole) == max(few)
+    assert whole[-1] == few[-1]
+    is_in_one = scores == 2**23
+    assert (len(whole) == len(few)) == is_in_one
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("lengths", [(350, 250), (50, 550), (400, 50, 30, 40, 80)])
+def test_packed_documents_of_capped_scores_take_no_more_than_one_as_long(
+    lengths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 2 %: rows at hand are a whole number, and few of such small sizes."""
+    monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", 2**14)
+    packed, one = (
+        live_bytes(capped_step(each, window, in_pieces=False)) for each in (lengths, (600,))
+    )
+    assert max(packed) <= 1.02 * max(one)
+
+
+def capped_step(
+    lengths: tuple[int, ...], window: int | None, *, in_pieces: bool
+) -> Callable[[], None]:
+    q, k, v = (
+        torch.randn(1, sum(lengths), heads, 8, dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    pattern = Pattern(scaling=0.3, window_tokens=window, soft_cap=5.0)
+    documents = Documents(lengths=lengths, pattern=pattern, kernel="flash", in_pieces=in_pieces)
+
+    def run() -> None:
+        output, _ = attend_in_pattern(q, k, v, documents=documents)
+        output.float().square().sum().backward()
+        assert output.isfinite().all()
+        assert all(each.grad.isfinite().all() for each in (q, k, v))
+
+    return run
 
 
 def test_pieces_are_really_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from highwater.attention import plain_block
 from highwater.attention.pattern import Pattern
 from highwater.attention.patterned import Documents, attend_in_pattern
 from highwater.attention.plain_block import PlainBlock
 from highwater.attention.registry import Attention, register
 from highwater.parallel.sequence_layout import SequenceLayout
+from highwater.spec import working_sizes
 
 TOLERANCE = 1e-12
 """Norm-relative in float64: only the order of summation differs."""
@@ -103,7 +103,7 @@ def assert_as_by_hand(
 
 
 def rows_at_hand(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
-    monkeypatch.setattr(plain_block, "SCORES_AT_HAND", scores)
+    monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
 
 
 @pytest.mark.parametrize("scores", [1, 300, 2**23])

@@ -84,8 +84,8 @@ def test_no_ring_is_offered_that_would_be_refused(tmp_path: Path) -> None:
     assert [any("--ring" in note for note in each) for each in notes] == [False, True]
 
 
-def test_capped_scores_are_refused_in_a_ring_and_in_a_memory_only_trial(tmp_path: Path) -> None:
-    """With hints that work: heads are traded, or the trial is a full one."""
+def test_capped_scores_are_refused_in_a_ring_alone(tmp_path: Path) -> None:
+    """With a hint that works: heads are traded."""
     gemma = str(write_model(tmp_path / "g", model_type="gemma2"))
     asked = {"model": gemma, "gpus": [2], "ring": [2], "max_length": 4096}
     for request in (asked, {**asked, "data": "batches:short"}):
@@ -93,10 +93,9 @@ def test_capped_scores_are_refused_in_a_ring_and_in_a_memory_only_trial(tmp_path
             plan(request_from(request), machine_with(2))
         assert "`--ulysses 2 --ring 1`" in refusal.value.hint
     assert plan(request_from({**asked, "ulysses": [2], "ring": [1]}), machine_with(2)).question
-    with pytest.raises(UsageError, match="caps the scores"):
-        plan(request_from({"model": gemma, "proof": "memory"}), machine_with(1))
-    with pytest.raises(UsageError, match="caps the scores"):
-        plan_trial(request_from({"model": gemma, "attention_depth": 1}), machine_with(1), 4096)
+    assert plan(request_from({"model": gemma, "proof": "memory"}), machine_with(1)).question
+    memory_only = request_from({"model": gemma, "attention_depth": 1})
+    assert plan_trial(memory_only, machine_with(1), 4096).is_memory_only
     uncapped = str(write_model(tmp_path / "u", model_type="gemma2", attn_logit_softcapping=None))
     assert load_model(uncapped).shape.caps_scores, "what is left out is as the class has it"
     with pytest.raises(ModelError, match="attn_logit_softcapping is 0"):

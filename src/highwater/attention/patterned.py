@@ -37,7 +37,8 @@ class Documents:
     kernel: Kernel
     in_pieces: bool = False
     """For memory alone: documents of which the pattern cuts nothing off, whose time is the square
-    of their length, attend in short pieces (docs/decisions/006)."""
+    of their length, attend in short pieces (docs/decisions/006); of capped scores only those are
+    computed that take the most."""
 
 
 class PatternAttention(NamedTuple):
@@ -82,7 +83,7 @@ class _SameLength(NamedTuple):
             return Block(*tensors, True, pattern.scaling, documents.kernel)
         window, cap = pattern.window_tokens, pattern.soft_cap
         if window is None or cap is not None:  # no fused kernel caps scores
-            return PlainBlock(*tensors, pattern.scaling, window, cap)
+            return PlainBlock(*tensors, pattern.scaling, window, cap, documents.in_pieces)
         if window_proof.computes_windows(device, query_BHSD.dtype, query_BHSD.shape[-1]):
             return WindowedBlock(*tensors, pattern.scaling, window)
         return PlainBlock(*tensors, pattern.scaling, window)

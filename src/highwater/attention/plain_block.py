@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCORES_AT_HAND = 2**23
-"""Scores that are computed at once, of all documents and heads; one row at the least."""
+from highwater.spec.working_sizes import stretch
 
 
 class PlainBlock(NamedTuple):
@@ -30,21 +29,17 @@ class PlainBlock(NamedTuple):
     """Tokens that a token reads, itself and those before it; None: all of them."""
     soft_cap: float | None = None
     """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
+    is_for_memory: bool = False
+    """For memory alone: nothing but the rows that take the most is computed."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
         shape BHS, in float32 or wider.
         """
-        output_BHSD = torch.empty_like(self.query_BHSD)
-        log_sums_BHS = torch.empty_like(self.query_BHSD[..., 0], dtype=self._wide)
+        output_BHSD = torch.zeros_like(self.query_BHSD)
+        log_sums_BHS = torch.zeros_like(self.query_BHSD[..., 0], dtype=self._wide)
         for rows in self._rows():
-            scores_BKGrl = self._hide_(self._scores(rows), rows)
-            sums_BKGr = scores_BKGrl.logsumexp(-1)
-            weights_BKGrl = scores_BKGrl.sub_(sums_BKGr[..., None]).exp_()
-            value_BKlD = self.value_BKSD[:, :, rows.keys].to(self._wide)
-            found = torch.einsum("bkgrl,bkld->bkgrd", weights_BKGrl, value_BKlD)
-            output_BHSD[:, :, rows.queries] = found.flatten(1, 2).to(output_BHSD.dtype)
-            log_sums_BHS[:, :, rows.queries] = sums_BKGr.flatten(1, 2)
+            self._attend_(rows, output_BHSD, log_sums_BHS)
         return output_BHSD, log_sums_BHS
 
     def backward(
@@ -53,56 +48,96 @@ class PlainBlock(NamedTuple):
         """Gradients of queries, keys and values, through these keys' part of an output that may be
         of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
         """
-        wide, dtype = self._wide, self.query_BHSD.dtype
-        query_gradient = torch.empty_like(self.query_BHSD)
-        key_gradient = torch.zeros_like(self.key_BKSD, dtype=wide)
-        value_gradient = torch.zeros_like(self.value_BKSD, dtype=wide)
+        sums = (
+            torch.zeros_like(self.query_BHSD),
+            torch.zeros_like(self.key_BKSD, dtype=self._wide),
+            torch.zeros_like(self.value_BKSD, dtype=self._wide),
+        )
         for rows in self._rows():
-            upstream_BKGrD = self._of_rows(gradient_BHSD, rows)
-            # a score's gradient is its weight times how far its value is above the mean
-            mean_BKGr = (upstream_BKGrD * self._of_rows(output_BHSD, rows)).sum(-1)
-            scores_BKGrl = self._scores(rows)
-            growth = self._growth(scores_BKGrl)
-            self._hide_(scores_BKGrl, rows)
-            weights_BKGrl = scores_BKGrl.sub_(self._of_rows(log_sums_BHS, rows)[..., None]).exp_()
-            value_gradient[:, :, rows.keys] += torch.einsum(
-                "bkgrl,bkgrd->bkld", weights_BKGrl, upstream_BKGrD
-            )
-            value_BKlD = self.value_BKSD[:, :, rows.keys].to(wide)
-            for_scores = torch.einsum("bkgrd,bkld->bkgrl", upstream_BKGrD, value_BKlD)
-            for_scores.sub_(mean_BKGr[..., None]).mul_(weights_BKGrl).mul_(growth)
-            key_BKlD = self.key_BKSD[:, :, rows.keys].to(wide)
-            of_queries = torch.einsum("bkgrl,bkld->bkgrd", for_scores, key_BKlD)
-            query_gradient[:, :, rows.queries] = of_queries.flatten(1, 2).to(dtype)
-            key_gradient[:, :, rows.keys] += torch.einsum(
-                "bkgrl,bkgrd->bkld", for_scores, self._of_rows(self.query_BHSD, rows)
-            )
+            self._add_gradients_(rows, (gradient_BHSD, output_BHSD, log_sums_BHS), sums)
+        query_gradient, key_gradient, value_gradient = sums
+        dtype = query_gradient.dtype
         return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
+
+    def _attend_(self, rows: "_Stretch", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
+        """Write what these rows attend to. What it takes is gone when it returns, before the next
+        rows take theirs; so it is with their gradients.
+        """
+        scores_BKGrl = self._hide_(self._scores(rows), rows)
+        most_BKGr1 = scores_BKGrl.amax(-1, keepdim=True)
+        weights_BKGrl = scores_BKGrl.sub_(most_BKGr1).exp_()
+        sums_BKGr1 = weights_BKGrl.sum(-1, keepdim=True)
+        value_BKlD = self._of_keys(self.value_BKSD, rows)
+        found_BKGrD = torch.einsum("bkgrl,bkld->bkgrd", weights_BKGrl, value_BKlD).div_(sums_BKGr1)
+        output_BHSD[:, :, rows.queries] = found_BKGrD.flatten(1, 2)
+        log_sums_BHS[:, :, rows.queries] = sums_BKGr1.log_().add_(most_BKGr1)[..., 0].flatten(1, 2)
+
+    def _add_gradients_(
+        self,
+        rows: "_Stretch",
+        upstream: tuple[Tensor, Tensor, Tensor],
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the gradients of these rows' queries, and add those of the keys and values that
+        they read; ``upstream``: gradient, output and log sums of all rows.
+        """
+        query_gradient, key_gradient, value_gradient = sums
+        upstream_BKGrD, output_BKGrD = (self._of_rows(each, rows) for each in upstream[:2])
+        log_sums_BKGr = self._by_groups(upstream[2], rows)
+        # a score's gradient is its weight times how far its value is above the mean
+        mean_BKGr = (upstream_BKGrD * output_BKGrD).sum(-1)
+        scores_BKGrl = self._scores(rows)
+        growth = self._growth(scores_BKGrl)
+        weights_BKGrl = self._hide_(scores_BKGrl, rows).sub_(log_sums_BKGr[..., None]).exp_()
+        value_gradient[:, :, rows.keys] += torch.einsum(
+            "bkgrl,bkgrd->bkld", weights_BKGrl, upstream_BKGrD
+        )
+        for_scores_BKGrl = torch.einsum(
+            "bkgrd,bkld->bkgrl", upstream_BKGrD, self._of_keys(self.value_BKSD, rows)
+        )
+        for_scores_BKGrl.sub_(mean_BKGr[..., None]).mul_(weights_BKGrl).mul_(growth)
+        query_gradient[:, :, rows.queries] = torch.einsum(
+            "bkgrl,bkld->bkgrd", for_scores_BKGrl, self._of_keys(self.key_BKSD, rows)
+        ).flatten(1, 2)
+        key_gradient[:, :, rows.keys] += torch.einsum(
+            "bkgrl,bkgrd->bkld", for_scores_BKGrl, self._of_rows(self.query_BHSD, rows)
+        )
 
     @property
     def _wide(self) -> torch.dtype:
         return torch.promote_types(self.query_BHSD.dtype, torch.float32)
 
     def _rows(self) -> Iterator["_Stretch"]:
-        """All rows, as many at a time as their scores have room."""
+        """All rows, as many at a time as their scores have room, from the end: there they read the
+        most keys, and what later ones take has room in what the first ones took.
+        """
         documents, heads, length, _ = self.query_BHSD.shape
-        window = length if self.window_tokens is None else min(length, self.window_tokens)
-        room = SCORES_AT_HAND // (documents * heads)
-        # r rows of a window read window + r - 1 keys: r (window + r) is to be within the room
-        at_once = max(1, int((math.sqrt(window**2 + 4 * room) - window) / 2))
-        for first in range(0, length, at_once):
-            stop = min(length, first + at_once)
-            yield _Stretch(slice(first, stop), slice(max(0, first + 1 - window), stop))
+        at_once, keys = stretch(length, self.window_tokens, documents * heads)
+        for stop in range(length, 0, -at_once):
+            first = max(0, stop - at_once)
+            yield _Stretch(slice(first, stop), slice(max(0, stop - keys), stop))
+            if self.is_for_memory:
+                return
 
-    def _of_rows(self, tensor_BHSx: Tensor, rows: "_Stretch") -> Tensor:
-        """What rows have of a tensor, by groups of heads: BKGr and whatever follows, wide."""
-        heads = self.key_BKSD.shape[1]
-        return tensor_BHSx[:, :, rows.queries].unflatten(1, (heads, -1)).to(self._wide)
+    def _by_groups(self, tensor_BHSx: Tensor, rows: "_Stretch") -> Tensor:
+        """A view of what rows have of a tensor, by groups of heads: BKGr and whatever follows."""
+        return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
+
+    def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
+        """What rows have of a tensor, BKGrD, wide and in that order, of which products make no
+        copy.
+        """
+        rows_BKGrD = self._by_groups(tensor_BHSD, rows)
+        return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
+
+    def _of_keys(self, tensor_BKSD: Tensor, rows: "_Stretch") -> Tensor:
+        """What keys that rows read have of a tensor, BKlD, wide and in that order."""
+        return tensor_BKSD[:, :, rows.keys].to(self._wide, memory_format=torch.contiguous_format)
 
     def _scores(self, rows: "_Stretch") -> Tensor:
         """Scores of rows and all keys at hand, capped: BKGrl."""
         query_BKGrD = self._of_rows(self.query_BHSD, rows)
-        key_BKlD = self.key_BKSD[:, :, rows.keys].to(self._wide)
+        key_BKlD = self._of_keys(self.key_BKSD, rows)
         scores_BKGrl = torch.einsum("bkgrd,bkld->bkgrl", query_BKGrD, key_BKlD).mul_(self.scaling)
         if self.soft_cap is None:
             return scores_BKGrl
@@ -117,11 +152,11 @@ class PlainBlock(NamedTuple):
     def _hide_(self, scores_BKGrl: Tensor, rows: "_Stretch") -> Tensor:
         """Put minus infinity where a token does not read a key, in place."""
         device = scores_BKGrl.device
-        back_rl = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
-        back_rl = back_rl - torch.arange(rows.keys.start, rows.keys.stop, device=device)
-        hidden_rl = back_rl < 0
+        row_r1 = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
+        key_l = torch.arange(rows.keys.start, rows.keys.stop, device=device)
+        hidden_rl = key_l > row_r1
         if self.window_tokens is not None:
-            hidden_rl |= back_rl >= self.window_tokens
+            hidden_rl |= key_l <= row_r1 - self.window_tokens
         return scores_BKGrl.masked_fill_(hidden_rl, -math.inf)
 
 

@@ -178,12 +178,6 @@ def _check_proof(request: Request, model: Model) -> None:
             "`--proof memory` and `--dry-run` exclude each other: no simulated trial takes time",
             hint=_NO_PROOF,
         )
-    if request.proof == "memory" and model.shape.caps_scores:
-        raise UsageError(
-            f"{model.name} caps the scores of its attention: no pieces take the same memory as "
-            "whole documents",
-            hint=_NO_PROOF,
-        )
     if request.proof == "memory" and model.shape.layers < 2:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
@@ -239,12 +233,6 @@ def _check_depth(spec: TrialSpec, model: Model) -> None:
     depth, layers = spec.attention_depth, model.shape.layers
     if depth is None:
         return
-    if model.shape.caps_scores:
-        raise UsageError(
-            f"{model.name} caps the scores of its attention: no pieces take the same memory as "
-            "whole documents",
-            hint="leave `--attention-depth` out to train in full",
-        )
     if depth >= layers:
         raise UsageError(
             f"an attention depth of {depth}: {model.name} has {layers} layers",
