@@ -14,11 +14,12 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,9 +27,10 @@ from traces import trace, trial
 
 from highwater.memory.formula.breakdown import WORKSPACES
 from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.moments import FILE, kind_name, products
+from highwater.memory.formula.moments import FILE, capped_products, kind_name, products
 from highwater.run.tracing import fullest_rank
 from highwater.spec.events import Allocate, Enter, Free, GiveBack, TraceOrder
+from highwater.spec.families import WITH_CAPS
 from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -46,8 +48,20 @@ RANDOM_SHAPES = 20_000
 PARTS = ("one layer going backward", "kept by recompute", "activations of all layers", WORKSPACES)
 """Terms of the formula that are a layer's, or no tensor's."""
 EXPERTS = ("gpt_oss",)
+CAP = 50.0
+"""Of scores, where they are capped; its value is no matter."""
 ROWS = ("one", "E", "X*E", "X*F")
 """Products that a trace has and the formula leaves out: rows of weights."""
+
+
+class Kind(NamedTuple):
+    """How all layers of a model attend."""
+
+    is_windowed: bool
+    is_capped: bool
+
+
+FULL = Kind(is_windowed=False, is_capped=False)
 
 
 class Sample(NamedTuple):
@@ -67,14 +81,20 @@ def main() -> None:
     for family in sys.argv[1:] or sorted(found):
         has_tiles = goes_in_tiles(family)
         layers = {
-            kind_name(is_windowed=is_windowed, is_recomputed=is_recomputed): learned(
-                family, is_windowed=is_windowed, settings=settings(is_recomputed, has_tiles)
+            kind_name(**kind._asdict(), is_recomputed=is_recomputed): learned(
+                family, kind, settings(is_recomputed, has_tiles)
             )
-            for is_windowed in (False, True)
+            for kind in kinds(family)
             for is_recomputed in (True, False)
         }
         found[family] = {"has_tiles": has_tiles, "layers": layers}
         FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def kinds(family: str) -> list[Kind]:
+    """Those that its layers may be of."""
+    caps = (False, True) if family in WITH_CAPS else (False,)
+    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in (False, True)]
 
 
 def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
@@ -87,7 +107,7 @@ def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
 def goes_in_tiles(family: str) -> bool:
     """Whether the family's MLP can."""
     try:
-        sample(family, is_windowed=False, settings=settings(True, True), number=0)
+        sample(family, FULL, settings(True, True), number=0)
     except AssertionError as error:  # the trace says why
         if "has no MLP of the form" not in str(error):
             raise
@@ -95,29 +115,28 @@ def goes_in_tiles(family: str) -> bool:
     return True
 
 
-def learned(family: str, *, is_windowed: bool, settings: Settings) -> dict[str, Any]:
+def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
     """Moments of a layer, and what it keeps, as bytes for each product of sizes."""
-    samples = [
-        sample(family, is_windowed=is_windowed, settings=settings, number=number)
-        for number in range(SAMPLES)
-    ]
+    samples = [sample(family, kind, settings, number=number) for number in range(SAMPLES)]
     orders = Counter(tuple(name for name, _ in each.alive) for each in samples)
     common, count = orders.most_common(1)[0]
     alike = [each for each in samples if tuple(name for name, _ in each.alive) == common]
-    sys.stdout.write(
-        f"{family}, {'window' if is_windowed else 'full'}, {settings.recompute}: "
-        f"{count} of {SAMPLES} alike, {len(common)} allocations\n"
-    )
+    name = kind_name(**kind._asdict(), is_recomputed=settings.recompute != "none")
+    sys.stdout.write(f"{family}, {name}: {count} of {SAMPLES} alike, {len(common)} allocations\n")
     sys.stdout.flush()
     names = list(alike[0].sizes)
     if len({each.sizes["T*G"] > 0 for each in alike}) == 1:
         names.remove("T*G")  # all of one sort: what grouped heads add counts as theirs
+    if all(each.sizes.get("l*K") == each.sizes["T*K"] for each in alike):
+        names.remove("l*K")  # without a window all keys are read
     sizes = np.array([[each.sizes[name] for name in names] for each in alike], float)
     (kept,) = solved(sizes, np.array([[each.kept_bytes] for each in alike], float))
     moments = solved(sizes, np.array([[size for _, size in each.alive] for each in alike], float))
     return {
         "kept": whole(names, kept),
-        "moments": [whole(names, moments[number]) for number in largest(names, moments, family)],
+        "moments": [
+            whole(names, moments[number]) for number in largest(names, moments, family, kind)
+        ],
     }
 
 
@@ -137,13 +156,13 @@ def whole(names: list[str], numbers: Any) -> dict[str, int]:
     return {name: int(number) for name, number in found if number and name not in ROWS}
 
 
-def sample(family: str, *, is_windowed: bool, settings: Settings, number: int) -> Sample:
+def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sample:
     """One trace of a model of random sizes."""
     drawn = random.Random(number)
     with tempfile.TemporaryDirectory() as name:
         spec = trial(
             Path(name, "model"),
-            config(family, drawn, is_windowed=is_windowed),
+            config(family, drawn, attends),
             settings=settings,
             length_tokens=256 * drawn.choice((4, 5, 6, 8, 12)),
         )
@@ -185,7 +204,18 @@ def sizes_of(kind: LayerKind, spec: TrialSpec, *, has_tiles: bool) -> dict[str, 
     rows = {"one": 1, "E": hidden}
     if mlp.experts > 1:
         rows |= {"X*E": mlp.experts * hidden, "X*F": mlp.experts * mlp.width}
-    return {**found, **rows}
+    return {**found, **of_scores(kind.attention, tokens), **rows}
+
+
+def of_scores(attention: AttentionKind, tokens: int) -> Mapping[str, int]:
+    """Products of what a document's capped scores take at a time, on one rank."""
+    return capped_products(
+        attention,
+        documents=1,
+        length_tokens=tokens,
+        attended_key=attention.key_size,
+        degree=1,
+    )
 
 
 def allocations(spec: TrialSpec, path: Path) -> Iterator[tuple[str, str, int]]:
@@ -226,7 +256,7 @@ def last_layer(seen: list[tuple[str, str, int]]) -> Iterator[tuple[str, int]]:
         yield name, size
 
 
-def config(family: str, drawn: random.Random, *, is_windowed: bool) -> dict[str, Any]:
+def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
     """The config of a small model whose layers are all alike."""
     kv_heads = drawn.choice((1, 2, 4))
     tiny = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
@@ -236,7 +266,7 @@ def config(family: str, drawn: random.Random, *, is_windowed: bool) -> dict[str,
         "num_experts_per_tok": drawn.choice((2, 3)),
         "tie_word_embeddings": False,
     }
-    window = "sliding_attention" if is_windowed else "full_attention"
+    window = "sliding_attention" if attends.is_windowed else "full_attention"
     return {
         **tiny,
         "model_type": family,
@@ -249,11 +279,12 @@ def config(family: str, drawn: random.Random, *, is_windowed: bool) -> dict[str,
         "vocab_size": 1024,
         "sliding_window": 512,
         "layer_types": [window] * LAYERS,
+        "attn_logit_softcapping": CAP if attends.is_capped else None,
         **(experts if family in EXPERTS else {}),
     }
 
 
-def largest(names: list[str], moments: Any, family: str) -> list[int]:
+def largest(names: list[str], moments: Any, family: str, attends: Kind) -> list[int]:
     """Numbers of the moments that are the largest for some shape as models have them."""
     drawn, found = random.Random(0), set[int]()
     for _ in range(RANDOM_SHAPES):
@@ -272,10 +303,14 @@ def largest(names: list[str], moments: Any, family: str) -> list[int]:
                 experts=drawn.choice((8, 32, 128)),
                 experts_per_token=drawn.choice((1, 2, 4, 8)),
             )
-        kind = LayerKind(hidden_size=hidden, attention=attention, mlp=mlp)
         tokens = int(10 ** drawn.uniform(3.5, 6))
+        if attends.is_capped:
+            window = drawn.choice((512, 1024, 4096)) if attends.is_windowed else None
+            attention = replace(attention, window_tokens=window, soft_cap=CAP)
+        kind = LayerKind(hidden_size=hidden, attention=attention, mlp=mlp)
         of_shape = {
             **dict.fromkeys(ROWS, 0),
+            **of_scores(attention, tokens),
             **products(kind, tokens=tokens, attended_key=attention.key_size, tile=None),
         }
         found.add(int((moments @ np.array([float(of_shape[name]) for name in names])).argmax()))

@@ -5,6 +5,8 @@ before anything starts, with a layout that works.
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from places import NO_GPU, machine_with, write_model
 
 from highwater import predict, recommend
@@ -15,6 +17,7 @@ from highwater.spec.model import load_model
 from highwater.spec.plan import plan, plan_trial
 from highwater.spec.request import request_from
 from highwater.spec.study import Question
+from highwater.spec.working_sizes import SCORES_AT_HAND, stretch
 
 RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 
@@ -100,6 +103,27 @@ def test_capped_scores_are_refused_in_a_ring_alone(tmp_path: Path) -> None:
     assert load_model(uncapped).shape.caps_scores, "what is left out is as the class has it"
     with pytest.raises(ModelError, match="attn_logit_softcapping is 0"):
         load_model(str(write_model(tmp_path / "z", model_type="gemma2", attn_logit_softcapping=0)))
+
+
+def test_models_of_capped_scores_are_predicted(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "head_dim": 256, "num_hidden_layers": 24}
+    gemma = str(write_model(tmp_path / "g", model_type="gemma2", **sizes))
+    shared = predict(gemma, gpus="2xH100-80GB", ulysses=[2], rope="yarn")
+    alone = predict(gemma, gpus="1xH100-80GB", rope="yarn")
+    capacities = [found.cells[0].capacity_tokens for found in (alone, shared)]
+    assert 4096 < capacities[0] < capacities[1]
+    assert recommend(gemma, length=4096, gpus="1xH100-80GB").chosen
+
+
+@given(st.integers(1, 10**6), st.one_of(st.none(), st.integers(1, 10**6)), st.integers(1, 2**20))
+def test_plain_attention_has_room_for_its_scores(
+    tokens: int, window: int | None, heads: int
+) -> None:
+    rows, keys = stretch(tokens, window, heads)
+    assert rows * keys * heads <= SCORES_AT_HAND or rows == 1
+    assert 1 <= rows <= tokens
+    assert keys <= tokens
+    assert keys >= min(tokens, window or tokens), "a row reads all of its window"
 
 
 def test_documents_of_a_users_data_are_held_to_a_window_when_they_come(mistral: str) -> None:

@@ -4,9 +4,9 @@ rank allocates and frees.
 ``python -m highwater.tracer.tracer ORDER EVENTS`` in a process of its own, on any machine: no
 number is computed, no GPU asked. What runs is the engine's own code; what a CPU build cannot run is
 stood in for by what makes the same allocations: the fused attention and norm, the Triton kernels.
-What a kernel takes for itself and gives back is in ``kernel_workspaces.py``. No size depends on a
-number: experts are one product over all of them, of as many rows wherever a router sends the
-tokens.
+Plain attention computes only those rows that take the most. What a kernel takes for itself and
+gives back is in ``kernel_workspaces.py``. No size depends on a number: experts are one product over
+all of them, of as many rows wherever a router sends the tokens.
 """
 
 import gc

@@ -16,6 +16,7 @@ from highwater.memory.formula.moments import (
     LayerMoments,
     MomentBytes,
     bytes_of,
+    capped_products,
     families,
     kind_name,
     products,
@@ -67,6 +68,10 @@ class Step:
     device: Device
     tokens: int
     trained: int
+    documents: int
+    """Sequences in a micro-batch, which the GPUs of a group share."""
+    length_tokens: int
+    """Tokens of one of them."""
 
     @property
     def element(self) -> int:
@@ -149,6 +154,7 @@ class Layer:
             return None
         name = kind_name(
             is_windowed=self.kind.attention.window_tokens is not None,
+            is_capped=self.kind.attention.soft_cap is not None,
             is_recomputed=self.step.settings.recompute != "none",
         )
         return self._learned.layers[name]
@@ -159,13 +165,19 @@ class Layer:
 
     def learned_bytes(self, moment: MomentBytes) -> int:
         """Bytes of a moment. It was learned of GPUs: elsewhere numbers are as much wider, in doubt
-        those too that are wide there.
+        those too that are wide there, scores aside.
         """
-        tile = self.tile if self.has_tiles else None
-        sizes = products(
-            self.kind, tokens=self.step.tokens, attended_key=self.attended_key, tile=tile
+        step, tile = self.step, self.tile if self.has_tiles else None
+        sizes = products(self.kind, tokens=step.tokens, attended_key=self.attended_key, tile=tile)
+        of_scores = capped_products(
+            self.kind.attention,
+            documents=step.documents,
+            length_tokens=step.length_tokens,
+            attended_key=self.attended_key,
+            degree=step.layout.ulysses_degree,
         )
-        return bytes_of(moment, sizes) * self.step.element // ELEMENT_BYTES["cuda"]
+        numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
+        return numbers + bytes_of(moment, of_scores)
 
     @property
     def mlp_parameters(self) -> int:
@@ -208,6 +220,8 @@ def busiest_step(
         device=device,
         tokens=tokens,
         trained=tokens - prompts,
+        documents=sequences,
+        length_tokens=length_tokens,
     )
 
 

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from highwater.spec.codec import Record, from_json
-from highwater.spec.layer_kind import LayerKind
+from highwater.spec.layer_kind import AttentionKind, LayerKind
+from highwater.spec.working_sizes import stretch
 
 FILE = Path(__file__).with_name("moments.json")
 MomentBytes = Mapping[str, int]
@@ -42,14 +43,15 @@ def families() -> Mapping[str, FamilyMoments]:
     return from_json(FILE.read_bytes(), dict[str, FamilyMoments])
 
 
-def kind_name(*, is_windowed: bool, is_recomputed: bool) -> str:
+def kind_name(*, is_windowed: bool, is_capped: bool, is_recomputed: bool) -> str:
     """The name of layers of a kind that keep their input alone, or all that they need."""
-    return f"{'window' if is_windowed else 'full'}, {'recomputed' if is_recomputed else 'kept'}"
+    attention = f"{'capped ' if is_capped else ''}{'window' if is_windowed else 'full'}"
+    return f"{attention}, {'recomputed' if is_recomputed else 'kept'}"
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
-    """Bytes of a moment for these products of sizes."""
-    return sum(count * products[name] for name, count in moment.items())
+    """Bytes of a moment for these products of sizes, and of what it has of no others."""
+    return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
 def products(
@@ -89,3 +91,24 @@ def products(
             "T*F": tokens * mlp.width if tile is None else tile,
         }
     return {name: tokens * count for name, count in per_token.items()} | of_weights
+
+
+def capped_products(
+    attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
+) -> Mapping[str, int]:
+    """Products of what attention of capped scores takes at a time, in numbers, each in float32: r
+    rows of queries and l keys of every document; nothing of other attention.
+
+    ``degree``: ranks among which the heads are divided.
+    """
+    if attention.soft_cap is None:
+        return {}
+    heads = documents * attention.query_heads // degree
+    rows, keys = stretch(length_tokens, attention.window_tokens, heads)
+    return {
+        "r*l": rows * keys,
+        "r*l*H": rows * keys * heads,
+        "r*Q": rows * heads * attention.head_dim,
+        "r*H": rows * heads,
+        "l*K": keys * documents * attended_key // degree,
+    }
