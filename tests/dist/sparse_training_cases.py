@@ -36,8 +36,9 @@ from highwater.train.step import Training, train_step
 from references.sparse_masks import mask
 
 BLOCK = 4
-LENGTHS = ((33, 1, 33, 2, 41), (50, 7))
-"""Of the documents of two micro-batches: some are cut in the middle of a block, and padded."""
+LENGTHS = ((33, 1, 33, 2, 41), (50, 7), (48, 32))
+"""Of the documents of micro-batches: some are cut in the middle of a block, and padded; the last
+ones are of whole blocks."""
 PATTERNS: dict[str, dict[str, Any]] = {
     "dilated_sparse": {"sparsity_ratio": 0.4},
     "strided": {"sparsity_ratio": 0.4},

@@ -98,6 +98,17 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
     assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, 0.4))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
+def test_one_sequence_of_whole_blocks_is_trained_as_any_other(
+    heads: tuple[int, int], length: int, batch: int
+) -> None:
+    module = BlockSparseAttention(SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK))
+    count = kept_blocks(length, 0.4).double().expand(heads[0], length, length)
+    assert_equal(module, tensors(length, heads, batch), count)
+
+
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
@@ -263,12 +274,55 @@ def test_replicas_in_threads_do_not_disturb_each_other() -> None:
         ),
         (lambda: BlockSparseAttention()(*tensors(8, (2, 2)), is_causal=False), "is_causal=False"),
         (lambda: BlockSparseAttention()(*tensors(8, (3, 2))), "queries, keys and values of shapes"),
+        (lambda: BlockSparseAttention()(*tensors(0, (2, 2))), "queries, keys and values of shapes"),
+        (lambda: DilatedAttention([2.5], [1]), "segment lengths"),
+        (lambda: DilatedAttention([16], [1], normalisation="group"), "is none of softmax, groups"),
+        (lambda: BlockSparseAttention(implementation="nope"), "is none of auto, gather, flex"),
+        (lambda: BlockSparseAttention(shares="nope"), "is none of contiguous, zigzag"),
+        *(
+            (
+                lambda lengths=lengths: BlockSparseAttention()(
+                    *tensors(8, (2, 2)), document_lengths=lengths
+                ),
+                f"document_lengths {said}",
+            )
+            for lengths, said in (
+                ((1, 2), "add up to 3, and a sequence has 8"),
+                ((8, 0), ""),
+                ((12, -4), ""),
+                ((4.0, 4), ""),
+            )
+        ),
+        *(
+            (lambda fields=fields: SparsePatternConfig(**fields), said)
+            for fields, said in (
+                ({"pattern_type": "local-window"}, "'local-window' is none of local_window"),
+                ({"sparsity_ratio": "foo"}, "share of key blocks"),
+                ({"sparsity_ratio": True}, "share of key blocks"),
+                ({"sparsity_ratio": 1.5}, "share of key blocks"),
+                ({"block_size": 3.5}, "block_size is 3.5"),
+                ({"block_size": "128"}, "block_size is '128'"),
+                ({"block_size": 8192}, "4096 is the most"),
+                ({"global_tokens": -1}, "global_tokens is -1"),
+                (
+                    {"pattern_type": "local_window", "sparsity_ratio": "adaptive"},
+                    "the window of local_window says",
+                ),
+            )
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(make: object, said: str) -> None:
     assert callable(make)
     with pytest.raises(UsageError, match=said):
         make()
+
+
+def test_a_pattern_takes_the_published_fields_in_their_order() -> None:
+    pattern = SparsePatternConfig("global_local", None, 64, 256, 32)
+    assert pattern == SparsePatternConfig(
+        pattern_type="global_local", block_size=64, local_window_size=256, global_tokens=32
+    )
 
 
 def tiny_llama(attention: str, **settings: object) -> nn.Module:

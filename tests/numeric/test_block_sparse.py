@@ -37,10 +37,12 @@ def config(pattern_type: PatternType, **settings: object) -> SparsePatternConfig
     return SparsePatternConfig(pattern_type=pattern_type, **{**sizes, **settings})
 
 
-def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 5) -> list[Tensor]:
+def tensors(length: int, heads: tuple[int, int], size: int = 5) -> list[Tensor]:
+    """One sequence or two, whose tokens have their heads side by side, as models have them."""
     torch.manual_seed(length)
-    shapes = [(batch, count, length, size) for count in (heads[0], heads[1], heads[1])]
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    shapes = [(1 + length % 2, length, count, size) for count in (heads[0], heads[1], heads[1])]
+    made = [torch.randn(shape, dtype=torch.float64).transpose(1, 2) for shape in shapes]
+    return [each.requires_grad_() for each in made]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float) -> list[Tensor]:

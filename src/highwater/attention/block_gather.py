@@ -292,7 +292,11 @@ class CutTensors(NamedTuple):
         of more: ``log_sums`` and ``above`` are those of all keys, the latter the gradient of the
         log-sum-exp less that of the output times the output. Wide, or as the inputs.
         """
-        query_sum, key_sum, value_sum = (torch.zeros_like(each, dtype=self.wide) for each in self)
+        # rows are added through views of them, which tensors as they came would not have
+        query_sum, key_sum, value_sum = (
+            torch.zeros_like(each, dtype=self.wide, memory_format=torch.contiguous_format)
+            for each in self
+        )
         for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
             own = rows.slice
             scores_NGrbl, key_NrlD, value_NrlD = self._scores(rows, scaling)
@@ -331,7 +335,7 @@ def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
     groups_N11 = torch.arange(groups, device=sum_NCbD.device)[:, None, None]
     tiles_Nrc = rows.columns_Mrc + groups_N11 * tiles
     parts = parts_NrlD.unflatten(2, (tiles_Nrc.shape[2], -1)).flatten(0, 2)
-    sum_NCbD.flatten(0, 1).index_add_(0, tiles_Nrc.flatten(), parts)
+    sum_NCbD.view(-1, *sum_NCbD.shape[2:]).index_add_(0, tiles_Nrc.flatten(), parts)
 
 
 def _weights(scores_NGrbl: Tensor, log_sums_NGrb: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from highwater.attention.block_attention import Block, merge_
 from highwater.errors import UsageError
 from highwater.spec.hardware import Kernel
+from highwater.spec.sparse_pattern import is_count
 
 Normalisation = Literal["softmax", "groups"]
 
@@ -98,10 +99,10 @@ def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
             f"{len(lengths)} segment lengths and {len(rates)} dilation rates",
             hint="give a rate for each segment length",
         )
-    if min(*lengths, *rates) < 1:
+    if not all(map(is_count, (*lengths, *rates))):
         raise UsageError(
             f"segment lengths {list(lengths)} and dilation rates {list(rates)}",
-            hint="use numbers of 1 or more",
+            hint="use whole numbers of 1 or more",
         )
 
 

@@ -13,7 +13,7 @@ Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/val
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from highwater.attention.branches import Branch, dilated_branches, refuse_conten
 from highwater.attention.dilated import Normalisation, dilated_attention, refuse_branches
 from highwater.errors import MachineError, UsageError
 from highwater.parallel.sequence_layout import SequenceLayout
-from highwater.spec.sparse_pattern import SparsePatternConfig
+from highwater.spec.sparse_pattern import SparsePatternConfig, check_word, is_count
 
 _FLASH_HEAD = 256
 """The largest head that flash attention takes."""
@@ -52,6 +52,7 @@ class _AttentionModule(nn.Module):
                 f"attention_dropout {attention_dropout}: attention here has no dropout",
                 hint="leave `attention_dropout` out, or drop out of what the module returns",
             )
+        check_word("shares", shares, get_args(Shares))
         self.softmax_scale = softmax_scale
         self.group = group
         self.shares: Shares = shares
@@ -86,6 +87,7 @@ class DilatedAttention(_AttentionModule):
                 hint="leave `op` out",
             )
         refuse_branches(segment_lengths, dilation_rates)
+        check_word("normalisation", normalisation, get_args(Normalisation))
         if group is not None and normalisation == "groups":
             raise UsageError(
                 "the groups' values are divided by their sum over the sequence, which no rank has",
@@ -145,6 +147,7 @@ class BlockSparseAttention(_AttentionModule):
         implementation: SparseKernel = "auto",
     ) -> None:
         super().__init__(softmax_scale, attention_dropout, group, shares)
+        check_word("implementation", implementation, get_args(SparseKernel))
         self.implementation: SparseKernel = implementation
         self.sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         if group is not None:
@@ -166,7 +169,10 @@ class BlockSparseAttention(_AttentionModule):
         _refuse_order(is_causal)
         inputs = _heads_first(query, key, value)
         scaling = self._scaling(query)
+        if document_lengths is not None:
+            _check_documents(document_lengths)
         if self.group is None:
+            _check_sum(document_lengths, query.shape[1])
             output_BHTD, *_ = block_sparse_attention(
                 *inputs,
                 pattern=self.sparse_config,
@@ -251,13 +257,15 @@ def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
         and shapes[1] == shapes[2]
         and shapes[0][:2] == shapes[1][:2]
         and shapes[0][3] == shapes[1][3]
-        and shapes[0][2] % max(1, shapes[1][2]) == 0
+        and all(shapes[0])
+        and all(shapes[1])
+        and shapes[0][2] % shapes[1][2] == 0
     )
     if not is_right:
         raise UsageError(
             f"queries, keys and values of shapes {', '.join(map(str, shapes))}",
-            hint="give each as (batch, length, heads, head_dim), with heads of keys and values "
-            "that divide the queries'",
+            hint="give each as (batch, length, heads, head_dim), none of them 0, with heads of "
+            "keys and values that divide the queries'",
         )
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
@@ -290,6 +298,21 @@ def _layout(
             f"{2 * degree if shares == 'zigzag' else degree} divides",
         )
     return layout
+
+
+def _check_documents(lengths: Sequence[int]) -> None:
+    """Raise UsageError for what is no document."""
+    if not all(map(is_count, lengths)):
+        raise UsageError(f"document_lengths {list(lengths)}", hint="use whole numbers of 1 or more")
+
+
+def _check_sum(lengths: Sequence[int] | None, tokens: int) -> None:
+    """Raise UsageError for documents that are not all of a sequence."""
+    if lengths is not None and sum(lengths) != tokens:
+        raise UsageError(
+            f"document_lengths add up to {sum(lengths)}, and a sequence has {tokens} tokens",
+            hint="give the length of every document, padding as one of its own",
+        )
 
 
 def _refuse_order(is_causal: bool) -> None:

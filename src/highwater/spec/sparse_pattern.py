@@ -7,7 +7,8 @@ every so many-th block back from a row's own; ``strided`` half so and half a row
 Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
 """
 
-from typing import Literal
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
 
@@ -29,7 +30,26 @@ ADAPTIVE = ((65_536, 0.05), (131_072, 0.02), (None, 0.01))
 """The published shares: 5 % up to 65,536 tokens, 2 % up to 131,072, 1 % above."""
 
 
-class SparsePatternConfig(Record, frozen=True, kw_only=True):
+_LEAST = {"block_size": 1, "local_window_size": 1, "global_tokens": 0, "seed": 0}
+
+
+def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+    """Raise UsageError for a word that is none of those that there are, with the nearest."""
+    if value in words:
+        return
+    near = get_close_matches(str(value), words, n=1, cutoff=0.4)
+    raise UsageError(
+        f"{name} {value!r} is none of {', '.join(words)}",
+        hint=f'use `{name}="{near[0] if near else words[0]}"`',
+    )
+
+
+def is_count(value: object, *, least: int = 1) -> bool:
+    """Whether a value is a whole number, and not too small."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+class SparsePatternConfig(Record, frozen=True):
     """One pattern."""
 
     pattern_type: PatternType = "dilated_sparse"
@@ -47,23 +67,36 @@ class SparsePatternConfig(Record, frozen=True, kw_only=True):
     """Of ``random``'s draws."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for numbers that cannot be."""
-        ratio = self.sparsity_ratio
-        if isinstance(ratio, float | int) and not 0 < ratio <= 1:
-            raise UsageError(
-                f"sparsity_ratio {ratio}: it is the share of key blocks that are kept",
-                hint="use a number above 0 and up to 1, for example 0.05",
-            )
-        for name in ("block_size", "local_window_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", hint="use 1 or more")
+        """Raise UsageError for a pattern that there is not, and for numbers that cannot be."""
+        check_word("pattern_type", self.pattern_type, get_args(PatternType))
+        self._check_ratio()
+        for name, least in _LEAST.items():
+            value: object = getattr(self, name)
+            if not is_count(value, least=least):
+                raise UsageError(
+                    f"{name} is {value!r}", hint=f"use a whole number, {least} or more"
+                )
         if self.block_size > MOST_BLOCK_TOKENS:
             raise UsageError(
                 f"block_size is {self.block_size}, and {MOST_BLOCK_TOKENS} is the most",
                 hint=f"use {MOST_BLOCK_TOKENS} or less",
             )
-        if self.global_tokens < 0:
-            raise UsageError(f"global_tokens is {self.global_tokens}", hint="use 0 or more")
+
+    def _check_ratio(self) -> None:
+        ratio: Any = self.sparsity_ratio
+        if ratio is None or (ratio == "adaptive" and not self.is_windowed):
+            return
+        if ratio == "adaptive":
+            raise UsageError(
+                f"sparsity_ratio adaptive: the window of {self.pattern_type} says what is kept",
+                hint='leave `sparsity_ratio` out, or use `pattern_type="dilated_sparse"`',
+            )
+        is_number = isinstance(ratio, float | int) and not isinstance(ratio, bool)
+        if not is_number or not 0 < ratio <= 1:
+            raise UsageError(
+                f"sparsity_ratio {ratio!r}: it is the share of key blocks that are kept",
+                hint='use a number above 0 and up to 1, for example 0.05, or "adaptive"',
+            )
 
     @property
     def is_windowed(self) -> bool:
