@@ -113,6 +113,12 @@ def test_80_columns_have_every_figure_whole(highwater: Run, tmp_path: Path) -> N
         (("--gpus", "0"), 2, "--gpus 0"),
         (("--heads", "-2"), 2, "--heads -2"),
         (("--memory", "8GB"), 2, "memory size '8GB' has a decimal or unclear unit"),
+        (("--memory", "999TiB"), 2, "this machine has"),
+        (
+            ("--lengths", "2k", "--max-length", "1k"),
+            2,
+            "--lengths names 2,048 tokens, and --max-length 1,024",
+        ),
         (("--memory", "64MiB"), 3, "64.0 MiB leave nothing for tensors: PyTorch itself takes"),
         (("--max-length", "1.5"), 2, "length '1.5' is not a whole number of tokens"),
         (("--timeout", "soon"), 2, "'soon' is not a time"),

@@ -61,3 +61,12 @@ def test_memory_that_does_not_hold_the_overhead_holds_nothing() -> None:
     fit = memory_fit([(length, 100 * MIB + 768 * length) for length in LENGTHS])
     assert fit is not None
     assert fit.longest_within(50 * MIB) == 0
+
+
+def test_what_short_sequences_take_at_once_is_no_square_of_the_length() -> None:
+    """A window's scores, all of them at hand up to some length: from there on memory is linear."""
+    peaks = [(length, min(4 * length**2, 2**23) + 768 * length) for length in LENGTHS]
+    fit = memory_fit(peaks)
+    assert fit is not None
+    assert fit.bytes_per_pair == 0
+    assert fit.peak_bytes(2**20) == pytest.approx(768 * 2**20 + 2**23, rel=0.05)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from highwater.version import __version__
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -15,6 +17,7 @@ def environment() -> dict[str, object]:
     """Command, versions and GPU of this process."""
     found: dict[str, object] = {
         "command": ["python", *_words(sys.argv)],
+        "highwater": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -43,6 +43,7 @@ from highwater.spec.hardware import OLDEST_CAPABILITY, Machine
 from highwater.spec.trial import Device
 from highwater.store.directory import write_new_file
 from highwater.units import (
+    format_bytes,
     format_pass,
     format_seconds,
     format_tokens,
@@ -164,6 +165,7 @@ def _told(row: BenchRow) -> str:
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
+    names = implementations_named(arguments.implementations)
     device = _device(arguments, machine)
     _check_counts(arguments, device)
     heads: int = arguments.heads
@@ -171,9 +173,15 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
     most = MOST_SEARCHED_TOKENS if device == "cuda" else max(CPU_MOST_TOKENS, *lengths, 0)
     if arguments.max_length is not None:
         most = parse_tokens(arguments.max_length)
+        if any(length > most for length in lengths):
+            raise UsageError(
+                f"--lengths names {format_tokens(max(lengths))} tokens, and --max-length "
+                f"{format_tokens(most)}",
+                hint=f"use `--max-length {max(lengths)}`, or leave it out",
+            )
     order = BenchOrder(
         device=device,
-        implementations=implementations_named(arguments.implementations),
+        implementations=names,
         directions=DIRECTIONS if arguments.only is None else (arguments.only,),
         gpus=arguments.gpus,
         memory_bytes=_memory_bytes(arguments, device, machine),
@@ -245,9 +253,18 @@ def _check_counts(arguments: argparse.Namespace, device: Device) -> None:
 
 
 def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machine) -> int | None:
-    if arguments.memory is not None:
-        return parse_memory(arguments.memory)
-    return None if device == "cuda" else machine.host_memory_available_bytes // arguments.gpus
+    available = machine.host_memory_available_bytes // arguments.gpus
+    if arguments.memory is None:
+        return None if device == "cuda" else available
+    asked = parse_memory(arguments.memory)
+    if device == "cpu" and asked > available:
+        each = " for each process" if arguments.gpus > 1 else ""
+        raise UsageError(
+            f"this machine has {format_bytes(available)} free{each}, and {format_bytes(asked)} is "
+            f"asked for",
+            hint=f"use `--memory {available >> 20}MiB` or less, or leave it out",
+        )
+    return asked
 
 
 def _dtype(device: Device, machine: Machine) -> BenchDtype:

@@ -2,7 +2,9 @@
 that some memory holds by it.
 
 The formula is ``overhead + bytes per token * length + bytes per pair * length²``; the last term is
-there only where two do not describe the peaks. All of it is predicted, except where it was fitted.
+there only where two describe neither all peaks nor those of the last two doublings: what short
+sequences take at once, a window or some rows, stops growing. All of it is predicted, except where
+it was fitted.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ from highwater.spec.codec import Record
 
 _WELL_DESCRIBED = 0.05
 """Largest relative error of a peak up to which overhead and bytes per token are the formula."""
+_FAR = 4
+"""Part of the longest length from which on peaks tell what is to come."""
 _LONGEST_TOKENS = 1 << 34
 Solution = tuple[float, ...]
 
@@ -58,9 +62,13 @@ def memory_fit(peaks: Sequence[tuple[int, int]]) -> MemoryFit | None:
     """
     if len({length for length, _ in peaks}) < 2:
         return None
-    linear = _best([(0, 1), (1,)], peaks)
-    if linear is not None and _largest_error(linear, peaks) <= _WELL_DESCRIBED:
-        return _fit(linear, peaks)
+    longest = max(length for length, _ in peaks)
+    far = [peak for peak in peaks if peak[0] * _FAR >= longest]
+    for of in (peaks, far):
+        linear = _best([(0, 1), (1,)], of)
+        is_known = of is peaks or len({length for length, _ in of}) > 2
+        if linear is not None and is_known and _largest_error(linear, of) <= _WELL_DESCRIBED:
+            return _fit(linear, of)
     every = [powers for count in (1, 2, 3) for powers in combinations((0, 1, 2), count)]
     best = _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
     # bytes are above zero: one term alone is never below it

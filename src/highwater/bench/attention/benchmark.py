@@ -313,7 +313,7 @@ def _machine(conditions: Conditions) -> BenchMachine:
     found = environment()
     versions = {
         name: str(found[name])
-        for name in ("python", "torch", "transformers", "cuda", "cudnn", "nccl")
+        for name in ("highwater", "python", "torch", "transformers", "cuda", "cudnn", "nccl")
         if found.get(name) is not None
     }
     kernel = fused_kernel(conditions)

@@ -169,6 +169,8 @@ def _crossing(ratios: Sequence[RatioToDense], name: str) -> str:
         first = each.length_tokens
     if first is None:
         return "at no length up to there does leaving pairs out pay for what it costs"
+    if len(own) == 1:
+        return "shorter ones were not measured"
     if first == own[0].length_tokens:
         return f"it is faster at every length from {format_tokens(first)} on"
     return f"it is faster from {format_tokens(first)} tokens on, and not below"
@@ -195,10 +197,14 @@ def _about_memory(bench: AttentionBench, summary: AttentionSummary) -> Iterator[
     if linear:
         least = min(linear, key=lambda name: linear[name].bytes_per_token)
         most = max(linear, key=lambda name: linear[name].bytes_per_token)
+        first, last = (
+            format_bytes_per_token(linear[name].bytes_per_token) for name in (least, most)
+        )
+        span = f"{first} a token"
+        if first != last:
+            span = f"from {first} a token ({least}) to {last} ({most})"
         yield (
-            f"memory is linear in the length for {', '.join(linear)}, {WORDS[direction]}: from "
-            f"{format_bytes_per_token(linear[least].bytes_per_token)} a token ({least}) to "
-            f"{format_bytes_per_token(linear[most].bytes_per_token)} ({most})."
+            f"memory is linear in the length for {', '.join(linear)}, {WORDS[direction]}: {span}."
         )
     if square:
         yield (
@@ -309,8 +315,8 @@ def use_case_lines(case: UseCase) -> list[str]:
             f"{format_tokens(tokens)} on {count} GPUs" for count, tokens in case.shared.items()
         )
         lines.append(
-            f"predicted: with model parallelism a ring of dense attention holds {lengths} "
-            f"(`--ring` of `highwater find` and `try`)"
+            f"predicted by memory alone: with model parallelism a ring of dense attention holds up "
+            f"to {lengths} (`--ring` of `highwater find` and `try`)"
         )
     return lines
 
