@@ -262,7 +262,7 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
         raise UsageError(
             f"this machine has {format_bytes(available)} free{each}, and {format_bytes(asked)} is "
             f"asked for",
-            hint=f"use `--memory {available >> 20}MiB` or less, or leave it out",
+            hint=f"use `--memory {available * 3 // 4 >> 20}MiB`, or leave it out",
         )
     return asked
 
