@@ -230,7 +230,7 @@ def families() -> Chart:
                 "trained, equal to the family's own class",
                 (
                     Row(
-                        "equal in all four layouts",
+                        "equal in every layout",
                         (("full", len(sweep["trained"])),),
                         str(len(sweep["trained"])),
                     ),

@@ -22,6 +22,7 @@ from family_models import WINDOW, families, save_tiny, tiny_config
 from rank_groups import RankGroups
 
 from highwater.errors import HighwaterError
+from highwater.spec.families import WITH_CAPS
 from highwater.spec.model import load_model
 from highwater.spec.trained_families import REFUSED, TRAINED
 
@@ -59,6 +60,20 @@ def sweep(
     return {line.pop("family"): line for line in lines}
 
 
+def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """The outcomes that should not be: all are equal, but that a ring caps no scores."""
+    is_ring = "ring" in LAYOUTS[layout]
+    return {
+        name: line
+        for name, line in found.items()
+        if not (
+            "caps the scores of its attention" in str(line.get("problem"))
+            if is_ring and name in WITH_CAPS
+            else line["outcome"] == "equal"
+        )
+    }
+
+
 def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way() -> None:
     assert not TRAINED & set(REFUSED)
     assert set(families()) <= TRAINED | set(REFUSED), (
@@ -74,8 +89,7 @@ def test_families_of_the_day_train_as_their_own_classes_do(
     day = int(os.environ.get("HIGHWATER_DAY", datetime.date.today().toordinal()))
     names = sorted(TRAINED)[day % PARTS :: PARTS]
     layout = list(LAYOUTS)[day % len(LAYOUTS)]
-    found = sweep(ranks, layout, names, tmp_path)
-    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+    assert wrong_ones(layout, sweep(ranks, layout, names, tmp_path)) == {}
 
 
 @pytest.mark.timeout(600)
@@ -95,13 +109,8 @@ def test_every_family_that_is_trained_equals_its_own_class_in_every_layout(
     names = sorted(TRAINED)
     table = {layout: sweep(ranks, layout, names, tmp_path) for layout in LAYOUTS}
     _write_table(table)
-    wrong = {
-        (layout, name): line
-        for layout, lines in table.items()
-        for name, line in lines.items()
-        if line["outcome"] != "equal"
-    }
-    assert wrong == {}
+    found = {layout: wrong_ones(layout, lines) for layout, lines in table.items()}
+    assert found == {layout: {} for layout in LAYOUTS}
 
 
 @pytest.mark.timeout(600)
