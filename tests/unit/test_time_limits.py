@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from places import examples, question_of
 from studies import report_of
@@ -252,6 +252,12 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
     ),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
+)
+@example(  # killed when all launches of a length had run out of time, before its cell was answered
+    capacity=11,
+    searches=[(7, [*(None,) * 5, Outcome.TIMEOUT, Outcome.TIMEOUT])],
+    method="bisect",
+    confirm=0,
 )
 def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
     tmp_path_factory, capacity, searches, method, confirm

@@ -77,8 +77,8 @@ class Journal:
         self._record = record
         self._retry_crashed = retry_crashed
         """Whether whoever opened it asks to launch again what only crashed."""
-        self._undecided = {answer.cell for answer in record.answers if answer.is_undecided}
-        """Cells that were answered without a decision when it was opened."""
+        self._decided = {answer.cell for answer in record.answers if not answer.is_undecided}
+        """Cells that were answered with a decision when it was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
         """The result of this launch of this trial; None when it has to be run."""
@@ -111,7 +111,7 @@ class Journal:
             return True
         if trial.result.outcome is Outcome.CRASHED:
             return not self._retry_crashed
-        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) not in self._undecided
+        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) in self._decided
 
     def has_given_up(self, cell: Cell) -> bool:
         """Whether a cell is answered though a trial only crashed, which is not launched again."""
