@@ -9,8 +9,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from highwater import BlockSparseAttention, BlockSparseRingDilatedAttention, SparsePatternConfig
+from highwater.attention import block_flex
 from highwater.attention.block_flex import (
     attend_by_flex,
     attend_table_of,
@@ -113,6 +115,28 @@ def test_a_million_tokens_take_little_beside_what_goes_in_and_out() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= 1.3 * (output.nbytes + 2 * length * 4), "and log-sum-exps"
     assert tables < 0.05 * q.nbytes
+
+
+def test_a_layer_that_is_recomputed_has_the_same_kernel_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = BlockSparseAttention(config("strided"))
+    q, k, v = (
+        torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    whole = module(q, k, v)  # which proves the kernel beside gathered keys
+    upstream = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, (q, k, v), upstream)
+
+    def is_gathered(*_: object) -> None:
+        raise AssertionError("keys are gathered")
+
+    monkeypatch.setattr(block_flex, "attend_by_gather", is_gathered)
+    again = checkpoint(module, q, k, v, use_reentrant=False)
+    found = torch.autograd.grad(again, (q, k, v), upstream)
+    for mine, theirs in zip((again, *found), (whole, *expected), strict=True):
+        assert (mine - theirs).norm() < DIGITS * torch.finfo(q.dtype).eps * theirs.norm()
 
 
 def test_the_published_example_runs_in_data_parallel() -> None:

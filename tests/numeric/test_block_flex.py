@@ -2,6 +2,7 @@
 CPU, which has an output alone, attends to the same as block-gather. On a GPU: tests/gpu.
 """
 
+import _thread
 import threading
 
 import pytest
@@ -13,7 +14,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from highwater.attention import block_flex
-from highwater.attention.block_flex import attend_mask, attend_table_of, block_mask, mask_bytes
+from highwater.attention.block_flex import (
+    attend_mask,
+    attend_table_of,
+    block_mask,
+    kernel_of,
+    mask_bytes,
+    may_compile,
+)
 from highwater.attention.block_gather import attend_by_gather
 from highwater.attention.block_table import BlockTable, block_tables
 from highwater.attention.registry import register
@@ -137,6 +145,36 @@ def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content() -> None:
     thread.start()
     thread.join()
     assert found == [attend_by_gather]
+
+
+def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not() -> None:
+    """A backward pass on a GPU runs in one of the former, and recomputes layers there."""
+    found: dict[str, bool] = {}
+    done = threading.Event()
+
+    def ask(name: str) -> None:
+        found[name] = may_compile()
+        done.set()
+
+    thread = threading.Thread(target=ask, args=("Python's",))
+    thread.start()
+    thread.join()
+    done.clear()
+    _thread.start_new_thread(ask, ("another's",))  # Python's threading does not know it
+    assert done.wait(60)
+    ask("first")
+    assert found == {"Python's": False, "another's": True, "first": True}
+
+
+def test_replicas_of_data_parallel_gather_in_every_pass() -> None:
+    module = torch.nn.Module()
+    assert kernel_of(module, "auto") == "auto"
+    module._is_replica = True  # as torch.nn.parallel.replicate marks it
+    assert [kernel_of(module, each) for each in ("auto", "gather", "flex")] == [
+        "gather",
+        "gather",
+        "flex",
+    ]
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from functools import cache, lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -189,10 +189,8 @@ def attend_mask(
 def attend_table_of(
     implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
-    """How to attend by one table: by FlexAttention where a small proof passes, else by gathering.
-
-    In any thread but the first nothing is compiled, and keys are gathered: replicas of
-    DataParallel are threads.
+    """How to attend by one table: by FlexAttention where a small proof passes, else by gathering
+    keys.
     """
     is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
@@ -208,15 +206,33 @@ def attend_table_of(
 
 
 def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig) -> bool:
-    """Whether FlexAttention is for this device, dtype and pattern, in this thread."""
+    """Whether FlexAttention is for this device, dtype and pattern, in this thread: of threads that
+    Python started nothing is compiled but in the first, and replicas of DataParallel are such.
+    """
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16, torch.float32)
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and not pattern.follows_content
         and pattern.block_size % SPARSE_KERNEL_BLOCK == 0
-        and threading.current_thread() is threading.main_thread()
+        and may_compile()
     )
+
+
+def may_compile() -> bool:
+    """Whether kernels are compiled in this thread: the first, or one of PyTorch's own, in which
+    backward passes run, and what they recompute.
+    """
+    current = threading.current_thread()
+    return current is threading.main_thread() or type(current).__name__ == "_DummyThread"
+
+
+def kernel_of(module: nn.Module, implementation: SparseKernel) -> SparseKernel:
+    """What a module asks for; a replica of DataParallel gathers, so that what its backward pass
+    recomputes, in another thread, is what it was.
+    """
+    is_replica = getattr(module, "_is_replica", False)
+    return "gather" if implementation == "auto" and is_replica else implementation
 
 
 @lru_cache(maxsize=64)

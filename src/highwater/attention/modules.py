@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from highwater.attention.block_flex import SparseKernel, attend_table_of
+from highwater.attention.block_flex import SparseKernel, attend_table_of, kernel_of
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.attention.branch_attention import Sharing
 from highwater.attention.branch_kernel import attend_branches
@@ -125,15 +125,17 @@ class DilatedAttention(_AttentionModule):
                 is_causal=is_causal,
                 group=self.group,
             )
-            output_BHTD, _ = attend_branches(*inputs, sharing=sharing)
+            output_BHTD, _ = attend_branches(
+                *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
+            )
         return output_BHTD.transpose(1, 2)
 
 
 class BlockSparseAttention(_AttentionModule):
     """Causal block-sparse attention: one softmax over the keys that a pattern keeps.
 
-    ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU and in
-    the first thread, and gathered keys elsewhere.
+    ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU, and
+    gathered keys elsewhere, and in replicas of DataParallel.
     """
 
     def __init__(
@@ -179,7 +181,10 @@ class BlockSparseAttention(_AttentionModule):
                 scaling=scaling,
                 document_lengths=document_lengths,
                 attend_table=attend_table_of(
-                    self.implementation, self.sparse_config, inputs[0], inputs[1].shape[1]
+                    kernel_of(self, self.implementation),
+                    self.sparse_config,
+                    inputs[0],
+                    inputs[1].shape[1],
                 ),
             )
         else:
@@ -191,7 +196,7 @@ class BlockSparseAttention(_AttentionModule):
                 group=self.group,
             )
             output_BHTD, _ = attend_branches(
-                *inputs, sharing=sharing, implementation=self.implementation
+                *inputs, sharing=sharing, implementation=kernel_of(self, self.implementation)
             )
         return output_BHTD.transpose(1, 2)
 
@@ -234,7 +239,9 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
             scaling=self._scaling(q),
             group=self.group,
         )
-        output_BHTD, _ = attend_branches(*inputs, sharing=sharing)
+        output_BHTD, _ = attend_branches(
+            *inputs, sharing=sharing, implementation=kernel_of(self, "auto")
+        )
         return output_BHTD.transpose(1, 2)
 
 

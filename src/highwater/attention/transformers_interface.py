@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from highwater.attention.block_flex import attend_table_of
+from highwater.attention.block_flex import attend_table_of, kernel_of
 from highwater.attention.block_gather import block_sparse_attention
 from highwater.errors import ModelError
 from highwater.spec.sparse_pattern import SparsePatternConfig
@@ -52,7 +52,9 @@ def register_block_sparse(
         _refuse_features(module, features, longest=max(map(max, documents)))
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
         tensors = (query_BHSD, key_BKSD, value_BKSD)
-        attend_table = attend_table_of("auto", pattern, query_BHSD, key_BKSD.shape[1])
+        attend_table = attend_table_of(
+            kernel_of(module, "auto"), pattern, query_BHSD, key_BKSD.shape[1]
+        )
         rows = (
             [tensors]
             if len(documents) == 1
