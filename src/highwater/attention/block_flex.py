@@ -46,9 +46,8 @@ taking the quadratic path.
 def block_mask(table: BlockTable) -> BlockMask:
     """The mask of a table, kept for the layers of a model, which ask again."""
     assert table.tables == 1, "one table for all heads"
-    length, keys = table.length_tokens, table.length_tokens
-    if table.keys_below is not None:
-        keys = min(length, table.keys_below)
+    length = table.length_tokens
+    keys = length if table.keys_below is None else min(length, table.keys_below)
     row_E, column_E = table.row_of_entry, table.columns[0].long().cpu()
     is_full_E = _is_full(table, row_E, column_E)
     return filled_mask(
@@ -250,9 +249,7 @@ def obstacle(
     return flaw(partial(deviations, pattern, sizes), sizes)
 
 
-def deviations(
-    pattern: SparsePatternConfig, sizes: ProofSizes, *, with_gradients: bool = True
-) -> Iterator[float]:
+def deviations(pattern: SparsePatternConfig, sizes: ProofSizes) -> Iterator[float]:
     """How far FlexAttention is from block-gather, norm-relative: output, log-sum-exp, gradients."""
 
     def attended(attend: AttendTable, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,4 +259,4 @@ def deviations(
         return output, log_sums
 
     by_flex, by_gather = (partial(attended, way) for way in (attend_by_flex, attend_by_gather))
-    yield from deviations_of(by_flex, by_gather, sizes, with_gradients=with_gradients)
+    yield from deviations_of(by_flex, by_gather, sizes)

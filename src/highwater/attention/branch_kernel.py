@@ -68,10 +68,7 @@ def proof_of_branches(
     is_causal: bool,
 ) -> str | None:
     """The proof's outcome, kept for the layers of a model, which ask again."""
-    return flaw(
-        partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal),
-        sizes,
-    )
+    return flaw(partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal), sizes)
 
 
 def branch_deviations(
@@ -80,7 +77,6 @@ def branch_deviations(
     pattern: SparsePatternConfig | None,
     *,
     is_causal: bool = True,
-    with_gradients: bool = True,
 ) -> Iterator[float]:
     """How far FlexAttention is from gathered keys, norm-relative, of two documents whose last
     tiles are not full: output, log-sum-exp, gradients.
@@ -97,4 +93,4 @@ def branch_deviations(
         partial(branch_attention, sharing=replace(sharing, by_flex=by_flex))
         for by_flex in (True, False)
     )
-    yield from deviations_of(one, other, sizes, with_gradients=with_gradients)
+    yield from deviations_of(one, other, sizes)

@@ -57,9 +57,7 @@ def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | 
     return found[0]
 
 
-def deviations_of(
-    one: AttendAndSum, other: AttendAndSum, sizes: ProofSizes, *, with_gradients: bool = True
-) -> Iterator[float]:
+def deviations_of(one: AttendAndSum, other: AttendAndSum, sizes: ProofSizes) -> Iterator[float]:
     """How far one attention is from the other, norm-relative: output, log-sum-exp, gradients of
     queries, keys and values.
     """
@@ -67,20 +65,17 @@ def deviations_of(
     inputs = [
         torch.randn((1, heads, sizes.tokens, sizes.head_dim), generator=random)
         .to(sizes.device, sizes.dtype)
-        .requires_grad_(with_gradients)
+        .requires_grad_()
         for heads in (2 * sizes.groups, 2, 2)
     ]
     found: list[Sequence[Tensor]] = []
     for attend in (one, other):
         outputs = attend(*inputs)
-        gradients: Sequence[Tensor] = ()
-        if with_gradients:
-            random.manual_seed(1)
-            upstream = [
-                torch.randn(t.shape, generator=random).to(sizes.device, t.dtype) for t in outputs
-            ]
-            gradients = torch.autograd.grad(outputs, inputs, upstream)
-        found.append((*outputs, *gradients))
+        random.manual_seed(1)
+        upstream = [
+            torch.randn(t.shape, generator=random).to(sizes.device, t.dtype) for t in outputs
+        ]
+        found.append((*outputs, *torch.autograd.grad(outputs, inputs, upstream)))
     for mine, theirs in zip(*found, strict=True):
         mine, theirs = mine.detach().double(), theirs.detach().double()
         yield float((mine - theirs).norm() / theirs.norm())

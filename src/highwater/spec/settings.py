@@ -9,7 +9,12 @@ from highwater.spec.bounds import MOST_SEQUENCES
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
-from highwater.spec.sparse_pattern import PatternType, SparsePatternConfig, SparsityRatio
+from highwater.spec.sparse_pattern import (
+    WINDOWED,
+    PatternType,
+    SparsePatternConfig,
+    SparsityRatio,
+)
 
 Strategy = Literal["fsdp", "fsdp2"]
 Allocator = Literal["native", "expandable"]
@@ -207,14 +212,9 @@ def _check_objective(settings: Settings) -> None:
 
 def _check_attention(settings: Settings) -> None:
     """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
-    pattern = settings.pattern
-    if pattern is not None:
-        if pattern.is_windowed and pattern.sparsity_ratio is not None:
-            raise UsageError(
-                f"sparsity ratio {pattern.sparsity_ratio}: the window of {pattern.pattern_type} "
-                "says what is kept",
-                hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
-            )
+    if settings.attention == "block_sparse":
+        _check_window(settings)  # in a user's flags, before the pattern says it in Python's words
+    if settings.pattern is not None:
         if settings.recompute == "all-but-attention":
             raise UsageError(
                 "block-sparse attention is not kept in recomputation: it is the cheap part",
@@ -228,3 +228,13 @@ def _check_attention(settings: Settings) -> None:
                 f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
                 hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
             )
+
+
+def _check_window(settings: Settings) -> None:
+    """Raise UsageError for a share of what a window says."""
+    if settings.pattern_type in WINDOWED and settings.sparsity_ratio is not None:
+        raise UsageError(
+            f"sparsity ratio {settings.sparsity_ratio}: the window of {settings.pattern_type} "
+            "says what is kept",
+            hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+        )

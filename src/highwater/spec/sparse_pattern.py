@@ -7,13 +7,13 @@ every so many-th block back from a row's own; ``strided`` half so and half a row
 Child et al. do by token, https://arxiv.org/abs/1904.10509; ``random`` draws them, spread evenly.
 """
 
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
+from highwater.spec.refusals import nearest
 
 PatternType = Literal[
     "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"
@@ -37,10 +37,9 @@ def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
     """Raise UsageError for a word that is none of those that there are, with the nearest."""
     if value in words:
         return
-    near = get_close_matches(str(value), words, n=1, cutoff=0.4)
     raise UsageError(
         f"{name} {value!r} is none of {', '.join(words)}",
-        hint=f'use `{name}="{near[0] if near else words[0]}"`',
+        hint=f'use `{name}="{nearest(str(value), words) or words[0]}"`',
     )
 
 

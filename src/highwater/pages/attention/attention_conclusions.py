@@ -170,7 +170,7 @@ def _crossing(ratios: Sequence[RatioToDense], name: str) -> str:
     if first is None:
         return "at no length up to there does leaving pairs out pay for what it costs"
     if len(own) == 1:
-        return "shorter ones were not measured"
+        return "shorter lengths were not measured"
     if first == own[0].length_tokens:
         return f"it is faster at every length from {format_tokens(first)} on"
     return f"it is faster from {format_tokens(first)} tokens on, and not below"
