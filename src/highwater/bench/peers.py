@@ -20,11 +20,13 @@ class HuggingFacePeer:
     Master weights and moments are float32.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, trains: bool = True) -> None:
         self.model: Any = _load(directory).train()
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+        if not trains:  # what is trained is somebody else's
+            return
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(
@@ -33,13 +35,7 @@ class HuggingFacePeer:
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
         """Train one step over (token ids, labels) of one sequence each; returns the mean loss."""
-        total = torch.zeros((), device="cuda")
-        for ids_T, labels_T in micro_batches:
-            ids, labels = ids_T[None].cuda(), labels_T[None].cuda()
-            of_one = self.model(input_ids=ids, labels=labels, use_cache=False).loss
-            loss = of_one / len(micro_batches)
-            loss.backward()
-            total += loss.detach()
+        total = self.backward(micro_batches)
         nn.utils.clip_grad_norm_(self.parameters, Hyperparameters().max_grad_norm)
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             assert parameter.grad is not None
@@ -49,6 +45,17 @@ class HuggingFacePeer:
         with torch.no_grad():
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 parameter.copy_(master)
+        return total
+
+    def backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Add the gradients of all micro-batches; returns the mean loss."""
+        total = torch.zeros((), device="cuda")
+        for ids_T, labels_T in micro_batches:
+            ids, labels = ids_T[None].cuda(), labels_T[None].cuda()
+            of_one = self.model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss = of_one / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
         return float(total)
 
 
@@ -60,8 +67,8 @@ class LigerPeer(HuggingFacePeer):
     there during this peer's own work alone, so that nobody else is timed with them.
     """
 
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: str, *, trains: bool = True) -> None:
+        super().__init__(directory, trains=trains)
         family = self.model.config.model_type
         self._module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         with _attributes_restored(self._module):
@@ -69,11 +76,40 @@ class LigerPeer(HuggingFacePeer):
             getattr(liger, f"apply_liger_kernel_to_{family}")(model=self.model)
             self._patched = dict(vars(self._module))
 
-    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
-        """Train one optimizer step with Liger's kernels in the family's module."""
+    def backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Go forward and backward with Liger's kernels in the family's module."""
         with _attributes_restored(self._module):
             vars(self._module).update(self._patched)
-            return super().step(micro_batches)
+            return super().backward(micro_batches)
+
+
+class LoraPeer:
+    """peft's LoRA on all linear layers, of Hugging Face with Liger's kernels: a frozen model in
+    bfloat16, adapters and their moments in float32, autocast, per-layer recompute.
+    """
+
+    def __init__(self, directory: str, rank: int) -> None:
+        base = LigerPeer(directory, trains=False)
+        peft: Any = importlib.import_module("peft")
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        self._base = base
+        base.model = peft.get_peft_model(base.model, config).train()
+        base.parameters = [p for p in base.model.parameters() if p.requires_grad]
+        assert all(p.dtype == torch.float32 for p in base.parameters), "peft makes them wide"
+        self.optimizer = torch.optim.AdamW(
+            base.parameters, lr=Hyperparameters().learning_rate, fused=True
+        )
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Train one optimizer step of the adapters."""
+        with torch.autocast("cuda", torch.bfloat16):
+            total = self._base.backward(micro_batches)
+        nn.utils.clip_grad_norm_(self._base.parameters, Hyperparameters().max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
 
 
 @contextmanager

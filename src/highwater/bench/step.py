@@ -5,7 +5,8 @@ interleaved in one process, memory apart. All train on the same synthetic sequen
 per micro-batch, ``--micro-batches`` of them per step. Losses are printed side by side: they start
 from the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at
 which the contenders do not fit on the card together: there each is timed in the process that
-measures its memory, and the row says so.
+measures its memory, and the row says so. ``--lora 32`` trains adapters in the place of the models,
+of Hugging Face with peft and Liger.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from torch import Tensor
 from highwater.attention.dense import select_kernel
 from highwater.attention.registry import register
 from highwater.bench.environment import environment
-from highwater.bench.peers import HuggingFacePeer, LigerPeer
+from highwater.bench.peers import HuggingFacePeer, LigerPeer, LoraPeer
 from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.spec.lora import Lora
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
@@ -93,7 +95,7 @@ def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, obje
     with tempfile.TemporaryDirectory() as folder:
         directory = same_weights(arguments.model, Path(folder))
         steps = {
-            name: CONTENDERS[name](directory, max(arguments.lengths))
+            name: _step_of(name, directory, max(arguments.lengths), arguments.lora)
             for name in arguments.contenders
         }
         rows: dict[int, dict[str, object]] = {}
@@ -114,7 +116,8 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     It has the card to itself.
     """
     lengths = sorted({*arguments.lengths, *arguments.alone})
-    step = CONTENDERS[contender](load_model(arguments.model).directory, max(lengths))
+    directory = load_model(arguments.model).directory
+    step = _step_of(contender, directory, max(lengths), arguments.lora)
     for length in lengths:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -128,7 +131,25 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
 
 
-def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "layer") -> TimedStep:
+def _step_of(contender: str, directory: str, longest: int, rank: int | None) -> TimedStep:
+    """A contender's step: of the model, or of adapters of this rank."""
+    if rank is None:
+        return CONTENDERS[contender](directory, longest)
+    if contender == "liger":
+        return LoraPeer(directory, rank).step
+    lora = Lora(rank=rank, alpha=2 * rank)
+    recompute: Recompute = "all-but-attention" if contender == "attention-kept" else "layer"
+    return ours(directory, longest, loss="chunked", recompute=recompute, lora=lora)
+
+
+def ours(
+    directory: str,
+    longest: int,
+    *,
+    loss: Loss,
+    recompute: Recompute = "layer",
+    lora: Lora | None = None,
+) -> TimedStep:
     """A step of our engine on one GPU."""
     device = torch.device("cuda", 0)
     shape = load_model(directory).shape
@@ -149,6 +170,8 @@ def ours(directory: str, longest: int, *, loss: Loss, recompute: Recompute = "la
         loss=loss,
         recompute=recompute,
         compute_dtype=torch.bfloat16,
+        master_dtype=torch.float32 if lora is None else torch.bfloat16,
+        lora=lora,
     )
     training = Training(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
@@ -205,9 +228,15 @@ def _parse() -> argparse.Namespace:
         default=["hugging face", "full", "chunked"],
         help="who takes part; speeds are ratios over the first",
     )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    named = [arguments.memory_of] if arguments.memory_of else arguments.contenders
+    without = {"hugging face", "full"} & set(named)
+    if arguments.lora is not None and without:
+        parser.error("--lora goes with the contenders liger, chunked and attention-kept")
+    return arguments
 
 
 def same_weights(model: str, folder: Path) -> str:
@@ -287,6 +316,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     """
     words = [arguments.model, "--memory-of", contender]
     words += ["--micro-batches", str(arguments.micro_batches)]
+    words += [] if arguments.lora is None else ["--lora", str(arguments.lora)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]

@@ -33,7 +33,7 @@ TRACED_ACCURACY = (
 PREDICTION_SCHEMA_VERSION = 1
 """Version of the document that ``highwater predict --json`` prints, as it is written and read."""
 NOT_TRACED = (
-    "LoRA",
+    "QLoRA",
     "tensor, pipeline and expert parallelism",
     "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
     f"optimizers other than {OPTIMIZERS}",

@@ -16,6 +16,7 @@ from highwater.activations.recompute import recompute_layers
 from highwater.attention.registry import Attention
 from highwater.errors import ModelError
 from highwater.models import weights
+from highwater.models.adapters import add_adapters
 from highwater.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.models.fill import Fill
 from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
@@ -27,6 +28,7 @@ from highwater.models.weight_names import names_in_model
 from highwater.parallel.fsdp1 import shard_flat
 from highwater.parallel.fsdp2 import shard
 from highwater.spec.logit_transform import PLAIN, logit_transform_of
+from highwater.spec.lora import Lora
 from highwater.spec.settings import Loss, Recompute, Rope, Strategy
 from highwater.spec.weight_files import unties
 
@@ -66,6 +68,7 @@ def build(
     offload: bool = False,
     mlp_tiles: int | None = None,
     master_dtype: torch.dtype = torch.float32,
+    lora: Lora | None = None,
     seed: int = 0,
 ) -> Decoder:
     """The sharded model, its shards on the mesh's device or, with offload, on the host: from
@@ -76,6 +79,8 @@ def build(
     more than its own shards; FSDP1 cuts one layer after the other (parallel/fsdp1.py), and its
     model is a wrapper in which every attribute of the model is found. ``attention`` is what
     registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
+    With ``lora`` the model is frozen in ``master_dtype``, and its adapters are trained, with a
+    ScalarModel's number: in float32, or in what is wider.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     transform = getattr(model, "logit_transform", PLAIN)
@@ -84,6 +89,8 @@ def build(
     # Without recomputation the products that tiles compute twice would cost time: only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
+    if lora is not None:
+        _adapt(model, lora, dtype=torch.promote_types(master_dtype, torch.float32))
     # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
     if recompute != "none":
         keeps = recompute == "all-but-attention"
@@ -97,10 +104,20 @@ def build(
         on = _on_fsdp1 if strategy == "fsdp" else _on_fsdp2
         model = on(model, fill, mesh=mesh, compute_dtype=compute_dtype, offload=offload)
     fill.finish()
-    assert all(p.dtype == master_dtype for p in model.parameters()), (
+    wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
+    assert all(p.dtype == wide for p in model.parameters() if p.requires_grad), (
         "master parameters keep their dtype"
     )
     return model.train()
+
+
+def _adapt(model: Decoder, lora: Lora, *, dtype: torch.dtype) -> None:
+    """Freeze the model and put adapters on it; a number in the place of the vocabulary, which no
+    files may have, is trained whole.
+    """
+    add_adapters(model.causal_lm, lora, dtype=dtype)
+    if isinstance(model, ScalarModel):
+        model.score.to(dtype)
 
 
 def _on_fsdp1(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from highwater.errors import ModelError
 from highwater.models import weights
+from highwater.models.adapters import fill_adapter, is_adapter
 from highwater.models.buffers import fill_buffers
 from highwater.models.decoder import Decoder, ScalarModel
 from highwater.models.random_weights import fill_random
@@ -82,14 +83,17 @@ class Fill:
         )
         self._missing -= fresh.keys()
         if self.saved is not None:
-            saved = {name: p for name, p in fresh.items() if name != SCORE or self.saved.has(SCORE)}
+            saved = {name: p for name, p in fresh.items() if _is_in(self.saved, name)}
             self.saved.fill(
                 {self._other_names.get(name, name): p for name, p in saved.items()}, buffers
             )
             fresh = {name: p for name, p in fresh.items() if name not in saved}
         std = getattr(self.model.causal_lm.config, "initializer_range", 0.02)
         for name, parameter in fresh.items():
-            fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
+            if is_adapter(name):
+                fill_adapter(name, parameter, seed=self.seed, device=self.device)
+            else:
+                fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
     def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
         """Compute buffers anew; raise ModelError for those that neither the family's class nor the
@@ -105,6 +109,13 @@ class Fill:
                     f"class nor any file gives a value",
                     hint="use another family, for example Qwen3 or Llama",
                 )
+
+
+def _is_in(saved: weights.SavedWeights, name: str) -> bool:
+    """Whether files have to hold a parameter: adapters never are in them, and a number in the place
+    of the vocabulary may be.
+    """
+    return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -126,9 +137,7 @@ def _check_files(
     """Raise ModelError for files that do not hold this model, all of it and nothing else."""
     names = {name_in_files(name): p for name, p in model.named_parameters()}
     parameters = {
-        other_names.get(name, name): p
-        for name, p in names.items()
-        if name != SCORE or saved.has(SCORE)
+        other_names.get(name, name): p for name, p in names.items() if _is_in(saved, name)
     }
     others = {
         name_in_files(name)

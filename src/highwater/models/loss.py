@@ -164,9 +164,10 @@ class _TokenStatistics(torch.autograd.Function):
             row_kernels.backward_(
                 logits_NV, labels_N, whole, for_logprob_N, for_entropy_N, ctx.transform
             )
-            return logits_NV @ weight_VE, logits_NV.T @ hidden_NE, None, None, None, None, None
+            of_weight_VE = logits_NV.T @ hidden_NE if ctx.needs_input_grad[1] else None
+            return logits_NV @ weight_VE, of_weight_VE, None, None, None, None, None
         hidden_gradient_NE = torch.empty_like(hidden_NE)
-        weight_gradient_VE = WeightGradient(weight_VE)
+        weight_gradient_VE = WeightGradient(weight_VE) if ctx.needs_input_grad[1] else None
         per_token = (hidden_gradient_NE, hidden_NE, labels_N, for_logprob_N, for_entropy_N, *whole)
         for hidden_gradient, hidden, labels, for_logprob, for_entropy, *of in zip(
             *(t.split(ctx.rows) for t in per_token), strict=True
@@ -176,8 +177,9 @@ class _TokenStatistics(torch.autograd.Function):
                 logits_NV, labels, RowStatistics(*of), for_logprob, for_entropy, ctx.transform
             )
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
-            weight_gradient_VE.add(logits_NV, hidden)
-        return hidden_gradient_NE, weight_gradient_VE.total(), None, None, None, None, None
+            if weight_gradient_VE is not None:
+                weight_gradient_VE.add(logits_NV, hidden)
+        return hidden_gradient_NE, _total(weight_gradient_VE), None, None, None, None, None
 
 
 class _StatisticsOfKnownGradient(torch.autograd.Function):
@@ -199,7 +201,7 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks: list[RowStatistics] = []
         hidden_gradient_NE = torch.empty_like(hidden_NE)
-        weight_gradient_VE = WeightGradient(weight_VE)
+        weight_gradient_VE = WeightGradient(weight_VE) if ctx.needs_input_grad[1] else None
         for hidden, labels, hidden_gradient in zip(
             *(t.split(rows) for t in (hidden_NE, labels_N, hidden_gradient_NE)), strict=True
         ):
@@ -214,16 +216,24 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
             )
             row_kernels.backward_(logits_NV, labels, of, logprob_gradients_N, nothing_N, transform)
             torch.mm(logits_NV, weight_VE, out=hidden_gradient)
-            weight_gradient_VE.add(logits_NV, hidden)
-        ctx.gradients = hidden_gradient_NE, weight_gradient_VE.total()
+            if weight_gradient_VE is not None:
+                weight_gradient_VE.add(logits_NV, hidden)
+        ctx.gradients = hidden_gradient_NE, _total(weight_gradient_VE)
         entropies_N = torch.cat([of.entropy_N for of in chunks])
         ctx.mark_non_differentiable(entropies_N)
         return torch.cat([of.logprob_N for of in chunks]), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         assert ctx.gradients is not None, (
             "token_statistics is differentiable once: its gradients were handed over"
         )
         (hidden_gradient_NE, weight_gradient_VE), ctx.gradients = ctx.gradients, None
         return hidden_gradient_NE, weight_gradient_VE, None, None, None, None, None
+
+
+def _total(gradient: WeightGradient | None) -> Tensor | None:
+    """The gradient of a head; None of one that is frozen."""
+    return None if gradient is None else gradient.total()

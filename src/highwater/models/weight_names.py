@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from highwater.activations.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.errors import ModelError
 from highwater.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
+from highwater.spec.lora import BASE_PREFIX
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -69,4 +70,6 @@ def _of_one_expert(
 
 def name_in_files(name: str) -> str:
     """A parameter's name in our model, as Hugging Face's files have it."""
-    return name.replace(RECOMPUTE_PREFIX, "").replace(FSDP1_PREFIX, "").removeprefix("causal_lm.")
+    for added in (RECOMPUTE_PREFIX, FSDP1_PREFIX, BASE_PREFIX):
+        name = name.replace(added, "")
+    return name.removeprefix("causal_lm.")

@@ -7,6 +7,7 @@ the host.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +35,13 @@ def shard(
     """Shard every layer by itself and the rest as one group, in place.
 
     Parameters may still be on meta. Gradients are summed over the ranks, not averaged: each rank's
-    loss is already its share of the whole batch's.
+    loss is already its share of the whole batch's. What is frozen may be narrower than what is
+    trained: it is gathered as it lies, and a rank that has all of it, where it is computed with,
+    gathers nothing.
     """
-    master = next(model.parameters()).dtype
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    master = dtypes.pop() if dtypes else next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
     policy = MixedPrecisionPolicy(
@@ -46,10 +51,18 @@ def shard(
     placement = (
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     )
+    has_all = mesh.size(mesh.ndim - 1) == 1 and not offload
+    left = {p for p in frozen if has_all and p.dtype == compute_dtype}
+    how: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": placement,
+        "ignored_params": left,
+    }
     # Layers first: the root's group then holds what no layer has, embedding, head and last norm.
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=placement)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=placement)
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
     if offload:
         add_up_on_host(model, layers)
     if mesh.size() > 1:  # the average over one rank is its sum, without a pass to divide by 1

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from highwater.spec.layer_kind import Matrices
 from highwater.spec.layout import Layout
+from highwater.spec.lora import adapter_matrices, adapter_parameters
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
@@ -60,7 +61,21 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offload and device == "cuda":
         per_parameter = GRADIENT_BYTES_PER_PARAMETER if settings.strategy == "fsdp" else 0
-    return per_parameter * policy_parameters(shape, settings) * settings.trained_models
+    frozen = 0
+    if settings.lora is not None and per_parameter:
+        frozen = ELEMENT_BYTES[device] * policy_parameters(shape, settings)
+    trained = per_parameter * trained_parameters(shape, settings)
+    return (trained + frozen) * settings.trained_models
+
+
+def trained_parameters(shape: ModelShape, settings: Settings) -> int:
+    """Parameters of the policy that are trained: its own, or its adapters' and a number's in the
+    place of the vocabulary.
+    """
+    if settings.adapters is None:
+        return policy_parameters(shape, settings)
+    number = shape.hidden_size if settings.traits.gives_scalars else 0
+    return adapter_parameters(shape, settings.adapters) + number
 
 
 def policy_parameters(shape: ModelShape, settings: Settings) -> int:
@@ -84,7 +99,10 @@ def host_state_bytes(
     ``state_bytes_per_parameter`` scales all states together, as on a device, and leaves the
     reference as it is.
     """
-    ordinary = 12 * settings.trained_models * shape.parameters if settings.offload else 0
+    trained = shape.parameters
+    if settings.lora is not None:
+        trained = trained_parameters(shape, settings)
+    ordinary = 12 * settings.trained_models * trained if settings.offload else 0
     ordinary *= layout.machine_gpus // layout.shard_degree
     pinned = pinned_state_bytes(
         shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
@@ -108,12 +126,16 @@ def pinned_state_bytes(
     """
     reference = (
         _pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
-        if settings.traits.has_reference
+        if settings.has_second_model
         else 0
     )
     if not settings.offload:
         return reference
-    if settings.strategy == "fsdp2":
+    if settings.lora is not None:
+        pinned = _pinned_matrices_bytes(
+            matrices(shape), layout=layout, bytes_per_element=2
+        ) + _pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
+    elif settings.strategy == "fsdp2":
         pinned = _pinned_matrices_bytes(
             matrices(shape),
             layout=layout,
@@ -151,11 +173,15 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
         return 0
     counts = Counter[tuple[Matrices, ...]]()
     for run in shape.runs:
-        counts[run.kind.matrices] += run.count
+        trained = run.kind.matrices
+        if settings.adapters is not None:
+            trained = adapter_matrices(run.kind, shape.model_type, settings.adapters)
+        counts[trained] += run.count
     staged = (
         size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
     )
-    return _pinned_matrices_bytes((*staged, _tables(shape)), layout=layout, bytes_per_element=4)
+    tables = (_tables(shape),) if settings.lora is None else ()
+    return _pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
 
 
 def _pinned_matrices_bytes(
@@ -182,6 +208,18 @@ def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
     """
     in_layers = (size for run in shape.runs for size in _times(run.count, run.kind.matrices))
     return (*in_layers, _tables(shape))
+
+
+def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
+    """Every matrix of a model's adapters."""
+    adapters = settings.adapters
+    if adapters is None:
+        return ()
+    return tuple(
+        size
+        for run in shape.runs
+        for size in _times(run.count, adapter_matrices(run.kind, shape.model_type, adapters))
+    )
 
 
 def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:

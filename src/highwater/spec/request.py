@@ -12,7 +12,7 @@ from msgspec import inspect
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Record
-from highwater.spec.declaration import SHARE, words_of
+from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
@@ -84,6 +84,9 @@ class Request(Record, frozen=True, kw_only=True):
     global_tokens: int = _RUNG.global_tokens
     strategy: Strategy = _RUNG.strategy
     offload: bool = _RUNG.offload
+    lora: int | None = _RUNG.lora
+    lora_alpha: float | None = _RUNG.lora_alpha
+    lora_targets: str = _RUNG.lora_targets
     objective: Objective = _RUNG.objective
     critic: bool = _RUNG.critic
     entropy: Entropy = _RUNG.entropy
@@ -259,7 +262,7 @@ def _loosened(name: str, value: object) -> object:
     if name == SETTING:
         return loose_profiling(value)
     try:
-        is_number = name in DEFAULTS or DECLARED[name].kind is SHARE
+        is_number = name in DEFAULTS or DECLARED[name].kind in (SHARE, NUMBER)
         return float(value) if is_number and isinstance(value, str) else value
     except ValueError:
         return value

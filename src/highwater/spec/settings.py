@@ -8,6 +8,7 @@ from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_SEQUENCES
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
+from highwater.spec.lora import ALL_LINEAR, Lora, check_lora
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.spec.sparse_pattern import (
     WINDOWED,
@@ -52,6 +53,13 @@ class Settings(Record, frozen=True, kw_only=True):
     logits are never whole, whatever ``loss`` says."""
     offload: bool = False
     """Parameters, gradients and optimizer states live in host memory."""
+    lora: int | None = None
+    """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype
+    in which it computes. None: all of it is trained."""
+    lora_alpha: float | None = None
+    """What adapters are multiplied by, times their rank. None: twice the rank."""
+    lora_targets: str = ALL_LINEAR
+    """Linear layers with an adapter: every one but the head, or names with commas between them."""
     objective: Objective = "sft"
     """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a
     reward model's loss or DPO's. What each needs is in spec/objective.py."""
@@ -95,6 +103,7 @@ class Settings(Record, frozen=True, kw_only=True):
         _check_counts(self)
         _check_objective(self)
         _check_attention(self)
+        _check_lora(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
@@ -116,6 +125,19 @@ class Settings(Record, frozen=True, kw_only=True):
     def traits(self) -> ObjectiveTraits:
         """What the objective needs."""
         return TRAITS[self.objective]
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What is trained in the place of the model; None where it is trained itself."""
+        if self.lora is None:
+            return None
+        alpha = 2 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return Lora(rank=self.lora, alpha=alpha, targets=self.lora_targets)
+
+    @property
+    def has_second_model(self) -> bool:
+        """Whether a reference is a model of its own: with adapters it is the policy without."""
+        return self.traits.has_reference and self.lora is None
 
     @property
     def pattern(self) -> SparsePatternConfig | None:
@@ -238,3 +260,22 @@ def _check_window(settings: Settings) -> None:
             "says what is kept",
             hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
         )
+
+
+def _check_lora(settings: Settings) -> None:
+    """Raise UsageError for adapters that cannot be, and for what they are not trained with."""
+    adapters = settings.adapters
+    if adapters is not None:
+        check_lora(adapters)
+        if settings.strategy != "fsdp2":
+            raise UsageError(
+                "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
+                hint="use `--strategy fsdp2`",
+            )
+        return
+    for name in ("lora_alpha", "lora_targets"):
+        if getattr(settings, name) not in (None, ALL_LINEAR):
+            raise UsageError(
+                f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
+                hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",
+            )

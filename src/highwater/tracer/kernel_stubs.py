@@ -87,9 +87,11 @@ def put(kernel: Kernel) -> None:
     rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)
     values.fill_random = in_place
+    values.fill_adapter = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
     models.prove_rows = in_place  # and so does this one
     models.tile_mlps = _outside(models.tile_mlps)
+    models.add_adapters = _outside(models.add_adapters)
     actors.actor_on_meta = _outside(actors.actor_on_meta)
     divided = actors.divided
     actors.divided = lambda logits_TV: _Strided.apply(divided(logits_TV))

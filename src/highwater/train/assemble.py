@@ -31,7 +31,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         entropy=settings.entropy != "none",
         critic=critic,
         critic_optimizer=None if critic is None else optimizer_of(critic, spec),
-        reference=_reference(spec, context) if settings.traits.has_reference else None,
+        reference=_reference_of(policy, spec, context),
         hyperparameters=spec.hyperparameters,
         keeps_gradients=settings.keeps_gradients,
     )
@@ -39,8 +39,20 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 
 def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
     """A model to train, as the settings say."""
-    trained = {"strategy": spec.settings.strategy, "offload": spec.settings.offload}
+    settings = spec.settings
+    trained: dict[str, Any] = {"strategy": settings.strategy, "offload": settings.offload}
+    if settings.adapters is not None:
+        trained |= {"lora": settings.adapters, "master_dtype": compute_dtype(context.device)}
     return _built(spec, context, loss=loss, seed=spec.seed + seed, **trained)
+
+
+def _reference_of(policy: Decoder, spec: TrialSpec, context: RankContext) -> Decoder | None:
+    """The reference where the objective has one: with adapters the policy itself, which is asked
+    without them.
+    """
+    if not spec.settings.traits.has_reference:
+        return None
+    return _reference(spec, context) if spec.settings.has_second_model else policy
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.activations.dropout import without_dropout
+from highwater.models.adapters import without_adapters
 from highwater.models.decoder import Decoder
 from highwater.parallel import mesh as process_mesh
 from highwater.parallel.collectives import gather_rows
@@ -72,9 +73,8 @@ def group_experience(
     device = torch.device(mesh.device_type)
     advantages = iter(_group_advantages(micro_batches, mesh, sequence))
     experiences: list[Experience] = []
-    for batch, logprobs_N in zip(
-        micro_batches, forward_batch(reference, micro_batches, device=device), strict=True
-    ):
+    logprobs = _reference_logprobs(reference, micro_batches, device)
+    for batch, logprobs_N in zip(micro_batches, logprobs, strict=True):
         of_documents_D = torch.tensor(
             [next(advantages) for _ in batch.rewards], dtype=logprobs_N.dtype
         )
@@ -108,8 +108,16 @@ def reference_experience(
     """The experience of DPO: the reference's log-probabilities, and nothing of rewards."""
     return [
         Experience(reference_logprobs_N=logprobs_N)
-        for logprobs_N in forward_batch(reference, micro_batches, device=device)
+        for logprobs_N in _reference_logprobs(reference, micro_batches, device)
     ]
+
+
+def _reference_logprobs(
+    reference: Decoder, micro_batches: Sequence[Batch], device: torch.device
+) -> list[Tensor]:
+    """What the reference says: a policy with adapters is it without them."""
+    with without_adapters(reference):
+        return forward_batch(reference, micro_batches, device=device)
 
 
 def token_experience(

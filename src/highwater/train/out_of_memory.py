@@ -231,7 +231,7 @@ class OutOfMemoryWatch:
 
 def _models(training: Training) -> Iterator[nn.Module]:
     yield from (model for model, _ in training.trained)
-    if training.reference is not None:
+    if training.reference is not None and training.reference is not training.policy:
         yield training.reference
 
 

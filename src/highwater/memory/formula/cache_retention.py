@@ -71,7 +71,7 @@ def _of_other_streams(
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
     gathered = trained + (
-        policy if settings.traits.has_reference else 0
+        policy if settings.has_second_model else 0
     )  # the reference is another model under FSDP2
     return (
         max(_GRADIENT * trained // layout.shard_degree, late_bytes)

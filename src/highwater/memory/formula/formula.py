@@ -39,8 +39,8 @@ from highwater.spec.footprint import (
     PROCESS_BYTES,
     device_state_bytes,
     host_state_bytes,
-    policy_parameters,
     staged_gradient_bytes,
+    trained_parameters,
 )
 from highwater.spec.layer_kind import LayerKind
 from highwater.spec.layout import Layout
@@ -175,10 +175,13 @@ def _states(step: Step, state_bytes_per_parameter: int) -> _States:
         all_bytes = whole_bytes
     elif not settings.keeps_gradients:
         all_bytes = whole_bytes * GRADIENT_BYTES_PER_PARAMETER // STATE_BYTES_PER_PARAMETER
+        if settings.lora is not None:
+            trained = trained_parameters(step.shape, settings) * settings.trained_models
+            all_bytes = GRADIENT_BYTES_PER_PARAMETER * trained // step.layout.shard_degree
     return _States(
         lasting_bytes=whole_bytes - all_bytes,
         coming_bytes=all_bytes // settings.trained_models,
-        parameters=policy_parameters(step.shape, settings),
+        parameters=trained_parameters(step.shape, settings),
     )
 
 
@@ -188,12 +191,14 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     # reduced.
     *others, last = backwards(step.shape.runs)
     always = _always_terms(step)
-    root = Term(name="embedding and head, gathered", bytes=step.element * _root_parameters(step))
+    root_bytes = step.element * _root_parameters(step) if step.gathers else 0
+    root = Term(name="embedding and head, gathered", bytes=root_bytes)
     beside_layers = (*always, root)
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
     held = (*states.terms(), *beside_layers, kept)
     middle = (_backward_of_a_layer(step, states, beside_layers, each) for each in others or (last,))
     return (
+        *_gathering_phase(step, states, beside_layers),
         Phase(name="loss", terms=present(*held, *_loss_terms(step, last.kind))),
         Phase(name="backward of the last layer", terms=present(*held, *_layer_terms(step, last))),
         max(middle, key=lambda phase: phase.bytes),
@@ -202,6 +207,24 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
             terms=present(*states.terms(states.parameters), *always, _root_reduction(step, states)),
         ),
     )
+
+
+def _gathering_phase(
+    step: Step, states: _States, beside_layers: tuple[Term, ...]
+) -> tuple[Phase, ...]:
+    """The moment in which several GPUs have gathered embedding and head, and the first layer: each
+    is there as it came and as it is used, until the next one is. It can be a step's peak where
+    nothing is kept of the gradients of both, which are larger.
+    """
+    if not step.is_frozen or step.layout.shard_degree == 1:
+        return ()
+    came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
+    again = Term(name="gathered, as it came", bytes=came)
+    phase = Phase(
+        name="gathering of embedding and head",
+        terms=present(*states.terms(), *beside_layers, again),
+    )
+    return (phase,)
 
 
 def _backward_of_a_layer(
@@ -214,11 +237,11 @@ def _backward_of_a_layer(
     return Phase(
         name="backward of a layer",
         terms=present(
-            *states.terms(backward.parameters_behind),
+            *states.terms(_parameters_with_gradients(step, backward)),
             *beside_layers,
             _kept_term(step, kept),
             *_layer_terms(step, backward),
-            _reduction(_parameters_on_their_way(step.layout, backward.reduced)),
+            _reduction(_parameters_on_their_way(step, backward.reduced)),
         ),
     )
 
@@ -306,7 +329,9 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     """
     hidden = step.element * step.shape.hidden_size
     is_ahead = step.layout.shard_degree > 1 or step.settings.strategy == "fsdp"
-    ahead = Term(name="layers, gathered", bytes=step.element * last.parameters if is_ahead else 0)
+    ahead = Term(
+        name="layers, gathered", bytes=step.element * step.gathered(last) if is_ahead else 0
+    )
     norm = Term(name="the last norm", bytes=_last_norm_bytes(step))
     if step.settings.traits.gives_scalars:
         return (Term(name="hidden states", bytes=hidden * step.tokens), norm, ahead)
@@ -317,6 +342,10 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
         # Summed over chunks in float32; rounded beside the last one's logits. A chunk's are there
         # until the next one's are.
         logits, head_gradient = one, 4 * step.table + max(head_gradient, two - one)
+        if step.is_frozen:
+            head_gradient = two - one
+    elif step.is_frozen:
+        head_gradient = 0
     return (
         Term(name="hidden states", bytes=hidden * (step.tokens + 2 * step.trained)),
         norm,
@@ -340,11 +369,11 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     next one if they come from other GPUs.
     """
     following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
-    ahead = 0 if following is None else following.parameters
-    gathered = backward.kind.parameters + ahead
+    ahead = 0 if following is None else step.gathered(following)
+    gathered = step.gathered(backward.kind) + ahead
     # The head's gradient is the embedding's, too, where they are tied; what else the embedding has
     # of it comes after the layers.
-    head = 0 if step.settings.traits.gives_scalars else step.table
+    head = 0 if step.settings.traits.gives_scalars or step.is_frozen else step.table
     return (
         Term(name="one layer going backward", bytes=working_set_bytes(step.layer(backward.kind))),
         Term(name="layers, gathered", bytes=step.element * gathered),
@@ -352,12 +381,21 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     )
 
 
-def _parameters_on_their_way(layout: Layout, reduced: LayerKind | None) -> int:
+def _parameters_with_gradients(step: Step, backward: Backward) -> int:
+    """Parameters of layers that went backward before, as far as they are trained."""
+    if not step.is_frozen:
+        return backward.parameters_behind
+    every = sum(run.count * run.kind.parameters for run in step.shape.runs)
+    trained = sum(run.count * step.trained_of(run.kind) for run in step.shape.runs)
+    return trained * backward.parameters_behind // every
+
+
+def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
     """Parameters whose gradients go to the shards while a layer goes backward: of the layer behind
     it; with copies of the shards, over which they are summed too, of one more.
     """
-    layers = 2 if layout.replicate_degree > 1 else 1
-    return 0 if reduced is None else layers * reduced.parameters
+    layers = 2 if step.layout.replicate_degree > 1 else 1
+    return 0 if reduced is None else layers * step.trained_of(reduced)
 
 
 def _reduction(parameters: int) -> Term:
@@ -375,6 +413,8 @@ def _root_reduction(step: Step, states: _States) -> Term:
     they are one, those of its two uses, the root still gathered and the first layer's reduction.
     Beside it several GPUs have a head's own. Source: traces.
     """
+    if step.is_frozen:
+        return _reduction(0)
     parameters = _root_parameters(step)
     is_one, share = parameters == step.table, parameters // step.layout.shard_degree
     before = step.element * parameters

@@ -23,6 +23,7 @@ from highwater.memory.formula.moments import (
 )
 from highwater.spec.layer_kind import LayerKind, LayerRun
 from highwater.spec.layout import Layout
+from highwater.spec.lora import adapted, adapter_parameters_of_layer
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import PROMPT_TOKENS, Device
@@ -30,6 +31,9 @@ from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
+FUSED_HEADS = ("phi3",)
+"""Model types with one product for queries, keys and values, which is kept whole beside queries and
+keys as they are rotated. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
@@ -88,6 +92,31 @@ class Step:
         """Parameters of the embedding, or of the head: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
 
+    @property
+    def gathers(self) -> bool:
+        """Whether frozen parameters are gathered: not where each GPU has all of them."""
+        return self.settings.lora is None or self.layout.shard_degree > 1 or self.settings.offload
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the model's own parameters have no gradient."""
+        return self.settings.lora is not None
+
+    def gathered(self, kind: LayerKind) -> int:
+        """Parameters of a layer that are gathered for it."""
+        return (kind.parameters if self.gathers else 0) + self.adapter_parameters(kind)
+
+    def trained_of(self, kind: LayerKind) -> int:
+        """Parameters of a layer that have a gradient."""
+        return self.adapter_parameters(kind) if self.is_frozen else kind.parameters
+
+    def adapter_parameters(self, kind: LayerKind) -> int:
+        """Parameters of a layer's adapters."""
+        adapters = self.settings.adapters
+        if adapters is None:
+            return 0
+        return adapter_parameters_of_layer(kind, self.shape.model_type, adapters)
+
     def layer(self, kind: LayerKind) -> "Layer":
         """One layer of a kind in this step."""
         return Layer(step=self, kind=kind)
@@ -120,8 +149,11 @@ class Layer:
 
     @property
     def before_norm(self) -> int:
-        """Numbers of queries and keys that are kept as they were before their norm."""
-        return self.query + self.key if self.step.shape.model_type in HEAD_NORMS else 0
+        """Numbers of queries and keys that are kept as they were before their norm, or before they
+        were rotated.
+        """
+        is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
+        return self.query + self.key if is_kept else 0
 
     @property
     def has_output_norms(self) -> bool:
@@ -184,6 +216,22 @@ class Layer:
         """Parameters of a gated MLP; of experts all of them."""
         mlp = self.kind.mlp
         return 3 * mlp.experts * self.kind.hidden_size * mlp.width
+
+    @property
+    def trained_mlp_parameters(self) -> int:
+        """Parameters that have a gradient when the MLP has gone backward, in doubt the attention's
+        adapters too.
+        """
+        is_frozen = self.step.is_frozen
+        return self.step.trained_of(self.kind) if is_frozen else self.mlp_parameters
+
+    @property
+    def adapter_products(self) -> int:
+        """Numbers per token of what all adapters make of their inputs, and of their gradients."""
+        step, adapters = self.step, self.step.settings.adapters
+        if adapters is None:
+            return 0
+        return 2 * adapters.rank * adapted(self.kind, step.shape.model_type, adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +363,8 @@ def _attention_working_set(layer: Layer, kept: int) -> int:
     projection; ``kept`` of them per token are there already.
     """
     step, hidden = layer.step, layer.kind.hidden_size
-    gradients = step.element * (layer.mlp_parameters + hidden * layer.query)
+    of_output = 0 if step.is_frozen else hidden * layer.query
+    gradients = step.element * (layer.trained_mlp_parameters + of_output)
     attention = step.tokens * max(0, _attention_bytes(layer) - kept) + gradients
     if layer.has_output_norms and step.settings.recompute != "none":
         attention = max(attention, step.tokens * _rotation_bytes(layer))
@@ -335,7 +384,7 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
     # three products; the gradients of the weights, which are summed in float32.
     beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
-    return step.tokens * max(0, beside) + 3 * tile + _NUMBER_BYTES * layer.mlp_parameters
+    return step.tokens * max(0, beside) + 3 * tile + _NUMBER_BYTES * layer.trained_mlp_parameters
 
 
 def _fetching_bytes(layer: Layer) -> int:
@@ -370,7 +419,7 @@ def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
         mlp.experts_per_token * (of_hidden * hidden + of_width * mlp.width)
         for of_hidden, of_width, _ in moments
     )
-    weights = (step.element * count * layer.mlp_parameters // 3 for _, _, count in moments)
+    weights = (step.element * count * layer.trained_mlp_parameters // 3 for _, _, count in moments)
     return tuple(
         step.tokens * max(0, beside + step.element * numbers) + size
         for numbers, size in zip(per_token, weights, strict=True)

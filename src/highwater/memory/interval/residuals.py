@@ -60,6 +60,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     copies: bool = False
     one_micro_batch: bool = False
     attention: AttentionMethod = "dense"
+    lora: bool = False
 
     @property
     def factor(self) -> float:
@@ -89,6 +90,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
         Trait("one_micro_batch", not settings.accumulates, "one micro-batch a step"),
+        Trait("lora", settings.lora is not None, "LoRA"),
         Trait("attention", settings.attention, f"{settings.attention} attention"),
     )
 

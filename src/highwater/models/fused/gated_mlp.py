@@ -4,18 +4,26 @@ It never holds its products for all tokens. Tokens go through in tiles: forward,
 are dropped; backward, they are computed again and overwritten by their own gradients. Under
 recomputation that costs nothing: the recomputation of a layer ends where the last tensor was kept,
 which is here before the MLP computes anything, so that gate and up are computed as often as they
-would be without tiles.
+would be without tiles. Adapters of its projections go in the same tiles; what is frozen has no
+gradient.
 
-Shapes:  T tokens  t tokens of one tile  E hidden size  F intermediate size
+Shapes:  T tokens  t tokens of one tile  E hidden size  F intermediate size  R rank of an adapter
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from highwater.kernels import gates as gate_kernels
+from highwater.models.fused.adapted_linear import (
+    AdaptedLinear,
+    Adapter,
+    AdapterGradient,
+    adapted_product,
+)
 from highwater.models.fused.weight_gradient import WeightGradient
 from highwater.spec.working_sizes import TILE_BYTES
 
@@ -39,24 +47,50 @@ class GatedMlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute the MLP of ``hidden``, of shape (..., E)."""
-        weights = self._weights()
+        weights, scale = self._weights()
         x_TE = hidden.flatten(0, -2)
         rows = tile_rows(len(x_TE), weights.down_EF, tiles=self.tiles)
         # Two functions, so that what is kept, and with it the end of a recomputation, comes before
         # what is computed.
-        kept_TE: Tensor = _Keep.apply(x_TE, rows, *weights)
-        return cast(Tensor, _Compute.apply(kept_TE, rows, *_detached(weights))).view(hidden.shape)
+        kept_TE: Tensor = _Keep.apply(x_TE, rows, scale, *weights)
+        out_TE = cast(Tensor, _Compute.apply(kept_TE, rows, scale, *_detached(weights)))
+        return out_TE.view(hidden.shape)
 
-    def _weights(self) -> "_Weights":
-        down: Any = self.down_proj
-        fused: Any = getattr(self, "gate_up_proj", None)
-        if fused is not None:
+    def _weights(self) -> tuple["_Weights", float]:
+        """The tensors of its projections, and the scale of their adapters."""
+        down, down_adapter = _parts(self.down_proj)
+        if hasattr(self, "gate_up_proj"):
+            fused, adapter = _parts(self.gate_up_proj)
             gate, up = fused.weight.chunk(2)
-            gate_bias, up_bias = (None, None) if fused.bias is None else fused.bias.chunk(2)
-            return _Weights(gate, up, down.weight, gate_bias, up_bias, down.bias)
-        own: Any = self
-        gate, up = own.gate_proj, own.up_proj
-        return _Weights(gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+            has_bias = "bias" in dict(fused.named_parameters())
+            gate_bias, up_bias = fused.bias.chunk(2) if has_bias else (None, None)
+            gate_adapter, up_adapter = (None, None)
+            if adapter is not None:  # one A, and a half of B each
+                gate_adapter, up_adapter = (
+                    adapter._replace(b_OR=half) for half in adapter.b_OR.chunk(2)
+                )
+        else:
+            (gate_layer, gate_adapter), (up_layer, up_adapter) = (
+                _parts(self.gate_proj),
+                _parts(self.up_proj),
+            )
+            gate, gate_bias = gate_layer.weight, gate_layer.bias
+            up, up_bias = up_layer.weight, up_layer.bias
+        adapters = (gate_adapter, up_adapter, down_adapter)
+        matrices = (
+            matrix
+            for adapter in adapters
+            for matrix in ((None, None) if adapter is None else adapter[:2])
+        )
+        scale = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
+        return _Weights(gate, up, down.weight, gate_bias, up_bias, down.bias, *matrices), scale
+
+
+def _parts(projection: Any) -> tuple[nn.Linear, Adapter | None]:
+    """A projection without its adapter, and that."""
+    if isinstance(projection, AdaptedLinear):
+        return cast(nn.Linear, projection.base_layer), projection.adapter
+    return projection, None
 
 
 def tile_rows(tokens: int, down_EF: Tensor, *, tiles: int | None) -> int:
@@ -71,9 +105,21 @@ class _Weights(NamedTuple):
     gate_FE: Tensor
     up_FE: Tensor
     down_EF: Tensor
-    gate_bias_F: Tensor | None
-    up_bias_F: Tensor | None
-    down_bias_E: Tensor | None
+    gate_bias_F: Tensor | None = None
+    up_bias_F: Tensor | None = None
+    down_bias_E: Tensor | None = None
+    gate_a_RE: Tensor | None = None
+    gate_b_FR: Tensor | None = None
+    up_a_RE: Tensor | None = None
+    up_b_FR: Tensor | None = None
+    down_a_RF: Tensor | None = None
+    down_b_ER: Tensor | None = None
+
+    def projection(self, index: int, scale: float) -> tuple[Tensor, Tensor | None, Adapter | None]:
+        """Weight, bias and adapter of gate (0), up (1) or down (2)."""
+        a, b = self[6 + 2 * index : 8 + 2 * index]
+        adapter = None if a is None or b is None else Adapter(a, b, scale)
+        return self[index], self[3 + index], adapter  # pyright: ignore[reportReturnType]
 
 
 def _detached(weights: _Weights) -> _Weights:
@@ -88,8 +134,8 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, rows: int, *weights: Tensor | None) -> Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *weights: Tensor | None) -> Tensor:
+        ctx.rows, ctx.scale = rows, scale
         ctx.save_for_backward(x_TE, *weights)
         return x_TE.view_as(x_TE)
 
@@ -99,12 +145,12 @@ class _Keep(torch.autograd.Function):
         weights = _Weights(*saved)
         gradient_TE = gradients[0].contiguous()
         x_gradient_TE = torch.empty_like(x_TE)
-        sums = _WeightGradients(weights)
+        sums = _Sums(weights, ctx.scale, ctx.needs_input_grad[3:])
         for x, gradient, x_gradient in zip(
             *(t.split(ctx.rows) for t in (x_TE, gradient_TE, x_gradient_TE)), strict=True
         ):
             _tile_backward(x, gradient, x_gradient, weights, sums)
-        return x_gradient_TE, None, *sums.totals()
+        return x_gradient_TE, None, None, *sums.totals()
 
 
 class _Compute(torch.autograd.Function):
@@ -115,77 +161,84 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     # It keeps nothing in ctx.
-    def forward(ctx: Any, x_TE: Tensor, rows: int, *tensors: Tensor | None) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *tensors: Tensor | None) -> Tensor:  # noqa: ARG004
         weights = _Weights(*tensors)  # pyright: ignore[reportArgumentType]
         out_TE = torch.empty_like(x_TE)
         for x, out in zip(x_TE.split(rows), out_TE.split(rows), strict=True):
             # a function of its own: a tile's products are gone before the next one's come
-            _tile_forward(x, out, weights)
+            _tile_forward(x, out, weights, scale)
         return out_TE
 
     @staticmethod
     # autograd hands ctx in, used or not.
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None, *[None] * len(_Weights._fields)
+        return gradients[0], None, None, *[None] * len(_Weights._fields)
 
 
-class _WeightGradients:
-    """Gradients of all weights and biases, summed over tiles."""
+class _Sums:
+    """Gradients of all weights, biases and adapters that have one, summed over tiles."""
 
-    def __init__(self, weights: _Weights) -> None:
-        self.matrices = [WeightGradient(w) for w in weights[:3]]
-        self.biases = [
-            None if b is None else torch.zeros_like(b, dtype=sum_.wide)
-            for b, sum_ in self._biases(weights)
+    def __init__(self, weights: _Weights, scale: float, needed: Sequence[bool]) -> None:
+        self.scale, self.dtype = scale, weights.down_EF.dtype
+        self._matrices = [
+            WeightGradient(weight) if is_needed else None
+            for weight, is_needed in zip(weights[:3], needed[:3], strict=True)
         ]
-        self.dtype = weights.down_EF.dtype
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self._biases = [
+            torch.zeros_like(bias, dtype=wide) if bias is not None and is_needed else None
+            for bias, is_needed in zip(weights[3:6], needed[3:6], strict=True)
+        ]
+        adapters = (weights.projection(index, scale)[2] for index in range(3))
+        self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
-    def _biases(self, weights: _Weights) -> Any:
-        return zip(weights[3:], self.matrices, strict=True)
-
-    def add(self, index: int, gradient: Tensor, of: Tensor) -> None:
-        """Add one tile's share to weight ``index`` and its bias."""
-        self.matrices[index].add(gradient, of)
-        bias = self.biases[index]
+    def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
+        """Add one tile's share to projection ``index``; returns the gradient of what its adapter
+        makes of the input, if it has one.
+        """
+        matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
+        if matrix is not None:
+            matrix.add(gradient, of)
         if bias is not None:
             bias += gradient.sum(dim=0, dtype=bias.dtype)
+        return None if adapter is None else adapter.add(gradient, of)
 
     def totals(self) -> list[Tensor | None]:
-        """Gradients of the three weights, then of their biases, None where there is no bias."""
-        return [m.total() for m in self.matrices] + [
-            None if b is None else b.to(self.dtype) for b in self.biases
+        """Gradients in the order of the weights, None where there is none."""
+        of_adapters = ((None, None) if each is None else each.totals() for each in self._adapters)
+        return [
+            *(None if each is None else each.total() for each in self._matrices),
+            *(None if each is None else each.to(self.dtype) for each in self._biases),
+            *chain.from_iterable(of_adapters),
         ]
 
 
-def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights) -> None:
+def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights, scale: float) -> None:
     """Write the output of one tile."""
-    product_tF, up_tF = (
-        F.linear(x_tE, weights.gate_FE, weights.gate_bias_F),
-        F.linear(x_tE, weights.up_FE, weights.up_bias_F),
-    )
+    product_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, scale)) for i in (0, 1))
     gate_kernels.product_(product_tF, up_tF)
-    torch.mm(product_tF, weights.down_EF.T, out=out_tE)
-    if weights.down_bias_E is not None:
-        out_tE += weights.down_bias_E
+    down_EF, bias_E, adapter = weights.projection(2, scale)
+    torch.mm(product_tF, down_EF.T, out=out_tE)
+    if bias_E is not None:
+        out_tE += bias_E
+    if adapter is not None:
+        out_tE.addmm_(product_tF @ adapter.a_RI.T, adapter.b_OR.T, alpha=scale)
 
 
 def _tile_backward(
-    x_tE: Tensor,
-    gradient_tE: Tensor,
-    x_gradient_tE: Tensor,
-    weights: _Weights,
-    sums: _WeightGradients,
+    x_tE: Tensor, gradient_tE: Tensor, x_gradient_tE: Tensor, weights: _Weights, sums: _Sums
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
-    gate_tF, up_tF = (
-        F.linear(x_tE, weights.gate_FE, weights.gate_bias_F),
-        F.linear(x_tE, weights.up_FE, weights.up_bias_F),
-    )
+    gate_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, sums.scale)) for i in (0, 1))
     product_tF = gradient_tE @ weights.down_EF  # the product's gradient, then the product itself
+    if weights.down_a_RF is not None and weights.down_b_ER is not None:
+        product_tF.addmm_(gradient_tE @ weights.down_b_ER, weights.down_a_RF, alpha=sums.scale)
     gate_kernels.backward_(gate_tF, up_tF, product_tF)
     # After backward_: gate and up hold their gradients, product the product.
     sums.add(2, gradient_tE, product_tF)
-    sums.add(0, gate_tF, x_tE)
-    sums.add(1, up_tF, x_tE)
+    of_gate_tR, of_up_tR = sums.add(0, gate_tF, x_tE), sums.add(1, up_tF, x_tE)
     torch.mm(gate_tF, weights.gate_FE, out=x_gradient_tE)
     x_gradient_tE.addmm_(up_tF, weights.up_FE)
+    for of_adapter_tR, a_RE in ((of_gate_tR, weights.gate_a_RE), (of_up_tR, weights.up_a_RE)):
+        if of_adapter_tR is not None and a_RE is not None:
+            x_gradient_tE.addmm_(of_adapter_tR, a_RE)

@@ -1,0 +1,131 @@
+"""LoRA: small trained matrices beside the frozen ones of a model (Hu et al.,
+https://arxiv.org/abs/2106.09685), what they are put beside, and how many numbers they are.
+
+A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank: it returns
+``W x + alpha / rank * B A x``.
+"""
+
+import re
+from collections.abc import Iterable
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Record
+from highwater.spec.layer_kind import LayerKind, Matrices
+from highwater.spec.model import ModelShape
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the head, as peft has it; experts that are one tensor are none."""
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+MOST_RANK = 4096
+BASE_PREFIX = "base_layer."
+"""What peft puts into the name of a layer's own parameters where it has an adapter."""
+_FUSED = {
+    "phi3": {
+        "q_proj": "qkv_proj",
+        "k_proj": "qkv_proj",
+        "v_proj": "qkv_proj",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+    }
+}
+"""Model types that have several of the usual matrices in one."""
+
+
+class Lora(Record, frozen=True, kw_only=True):
+    """What is trained in the place of a model's own parameters."""
+
+    rank: int
+    alpha: float
+    targets: str = ALL_LINEAR
+    """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Names of the linear layers; None: every one."""
+        return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
+
+
+def check_lora(lora: Lora) -> None:
+    """Raise UsageError for a rank, a weight or names that cannot be."""
+    if not 1 <= lora.rank <= MOST_RANK:
+        raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
+    if not lora.alpha > 0:
+        raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
+    names = lora.names or ()
+    if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
+        raise UsageError(
+            f"{lora.targets!r} are no names of linear layers",
+            hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
+        )
+
+
+def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
+    """A and B of each linear layer that is a target in one layer of a kind."""
+    found: list[Matrices] = []
+    for outputs, inputs in _targets(kind, model_type, lora):
+        found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
+    return tuple(found)
+
+
+def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
+    """Numbers of all adapters of a model."""
+    return sum(
+        run.count * _numbers(adapter_matrices(run.kind, shape.model_type, lora))
+        for run in shape.runs
+    )
+
+
+def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) -> int:
+    """Numbers of the adapters of one layer of a kind."""
+    return _numbers(adapter_matrices(kind, model_type, lora))
+
+
+def adapted(kind: LayerKind, model_type: str, lora: Lora) -> int:
+    """Linear layers with an adapter in one layer of a kind."""
+    return len(_targets(kind, model_type, lora))
+
+
+def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
+    """Raise UsageError where no linear layer of a model has a name that is asked for."""
+    known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
+    missing = [name for name in lora.names or () if name not in known]
+    if missing:
+        raise UsageError(
+            f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
+            hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",
+        )
+
+
+def _targets(kind: LayerKind, model_type: str, lora: Lora) -> list[tuple[int, int]]:
+    """Outputs and inputs of each target."""
+    sizes = _sizes(kind, model_type)
+    return [size for name, size in sizes.items() if lora.names is None or name in lora.names]
+
+
+def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of one layer, by name."""
+    hidden, query, key = kind.hidden_size, kind.attention.query_size, kind.attention.key_size
+    own = {
+        "q_proj": (query, hidden),
+        "k_proj": (key, hidden),
+        "v_proj": (key, hidden),
+        "o_proj": (hidden, query),
+    }
+    width = kind.mlp.width if kind.mlp.experts == 1 else kind.mlp.shared_width
+    if width:
+        into = MLP[:2] if kind.mlp.matrices == 3 else MLP[1:2]
+        own |= dict.fromkeys(into, (width, hidden)) | {"down_proj": (hidden, width)}
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, (outputs, inputs) in own.items():
+        fused = _FUSED.get(model_type, {}).get(name, name)
+        sizes[fused] = (sizes.get(fused, (0, 0))[0] + outputs, inputs)
+    return sizes
+
+
+def _numbers(matrices: Iterable[Matrices]) -> int:
+    return sum(each.number * each.rows * each.row_size for each in matrices)

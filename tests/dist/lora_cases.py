@@ -1,0 +1,279 @@
+"""One process of a group: LoRA, packed and sharded, against peft on the family's own class in plain
+transformers, one document at a time.
+
+``torchrun --nproc-per-node N lora_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object
+{case name: deviations}.
+"""
+
+import json
+import sys
+import traceback
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from cases import RecordGradients
+from float64 import Lifted
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from highwater.attention.registry import register
+from highwater.models.adapters import is_adapter, name_for_peft
+from highwater.models.build import build, read_config
+from highwater.models.weight_names import name_in_files
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard, own_rows
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.lora import Lora
+from highwater.train.data import Document, pack, share_of
+from highwater.train.step import Training, train_step
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "qwen3": {"tie_word_embeddings": True},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # fused projections
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo2": {},
+}
+LENGTHS = ((13, 1, 7, 7), (21, 5))
+LORAS = {
+    "all": Lora(rank=3, alpha=6),
+    "some": Lora(rank=5, alpha=4, targets="v_proj,down_proj"),
+}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}, {"offload": True}],
+    2: [{}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"offload": True}],
+    4: [{"ulysses_degree": 2}, {"replicate_degree": 2}],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family, its adapters, and a way to train them."""
+
+    family: str
+    lora: str
+    recompute: str
+    loss: str
+    layout: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @property
+    def of_ranks(self) -> dict[str, Any]:
+        return json.loads(self.layout)
+
+
+def cases_for(processes: int) -> list[Case]:
+    """Every family and layout in float64; each way to recompute in float32."""
+    cases = [
+        Case(
+            family=family,
+            lora=lora,
+            recompute="none",
+            loss=("full", "chunked")[number % 2],
+            layout=json.dumps(layout),
+            dtype="float64",
+        )
+        for layout in LAYOUTS[processes]
+        for number, family in enumerate(FAMILIES)
+        for lora in LORAS
+        if not (layout.get("ring_degree") and family == "gemma3_text")
+        if lora == "all" or (processes == 1 and not layout and family != "phi3")
+    ]
+    return cases + [
+        Case(
+            family=family,
+            lora="all",
+            recompute=recompute,
+            loss="chunked",
+            layout=json.dumps(layout),
+            dtype="float32",
+        )
+        for layout in LAYOUTS[processes]
+        for family in ("llama", "phi3")
+        for recompute in ("layer", "all-but-attention")
+    ]
+
+
+def save_models(folder: Path) -> None:
+    """A model of each family with random float64 weights, as safetensors."""
+    for family, own in FAMILIES.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **{**SIZES, **own})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms and biases too
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(folder / family)
+
+
+def main() -> None:
+    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    process_mesh.join(torch.device("cpu"))
+    results = {}
+    for case in cases_for(dist.get_world_size()):
+        try:
+            results[case.name] = run(case, folder / case.family)
+        except Exception:  # noqa: BLE001 -- one case's failure is its result, and the others go on
+            results[case.name] = {"error": traceback.format_exc()[-4000:]}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(results))
+    process_mesh.leave()
+
+
+def run(case: Case, directory: Path) -> dict[str, float | str]:
+    """Norm-relative deviations: loss, gradient norm, and the worst adapter's gradient."""
+    dtype = getattr(torch, case.dtype)
+    of_ranks = dict(case.of_ranks)
+    offload = of_ranks.pop("offload", False)
+    layout = Layout(gpus=dist.get_world_size(), **of_ranks)
+    with Lifted() if dtype == torch.float64 else nullcontext():
+        loss, norm, found = ours(case, directory, dtype, layout, offload=offload)
+        expected_loss, expected_norm, expected = theirs(
+            directory, dtype, case.lora, layout.data_parallel_degree
+        )
+    assert set(found) == set(expected), sorted(set(found) ^ set(expected))
+    deviations = {
+        name: float((found[name].view_as(expected[name]) - expected[name]).norm())
+        / float(expected[name].norm())
+        for name in expected
+    }
+    worst = max(deviations, key=deviations.__getitem__)
+    return {
+        "loss": abs(float(loss) / float(expected_loss) - 1),
+        "norm": abs(float(norm) / float(expected_norm) - 1),
+        "gradient": deviations[worst],
+        "worst": worst,
+    }
+
+
+def ours(
+    case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, norm before clipping and every gradient, by the engine."""
+    mesh = process_mesh.shard_mesh(layout, torch.device("cpu"))
+    shared = process_mesh.sequence_groups(layout, mesh)
+    model = build(
+        read_config(str(directory), length_tokens=64, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register("flash", shared=shared),
+        loss=case.loss,
+        recompute=case.recompute,
+        compute_dtype=dtype,
+        master_dtype=dtype,
+        offload=offload,
+        lora=LORAS[case.lora],
+    )
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            start, stop = own_rows(parameter)
+            values = adapter_values(name_for_peft(name_in_files(name)), tuple(parameter.shape))
+            local_shard(parameter).detach().copy_(values[start:stop])
+    optimizer = RecordGradients([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    data_rank = dist.get_rank() // layout.context_degree
+    own = [
+        share_of(pack([Document(ids, ids) for ids in documents(lengths, data_rank)]), shared)
+        for lengths in LENGTHS
+    ]
+    training = Training(
+        policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every
+    )
+    loss, (norm, *_) = train_step(training, own)
+    frozen = [
+        name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
+    ]
+    assert not frozen, f"frozen, with a gradient: {frozen}"
+    return loss, norm, whole(model, optimizer.gradients, layout)
+
+
+def whole(model: nn.Module, gradients: list[Tensor | None], layout: Layout) -> dict[str, Tensor]:
+    """Every adapter's gradient under peft's name, put together from the ranks of one copy, flat."""
+    own = [None if gradient is None else local_shard(gradient).flatten() for gradient in gradients]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {
+        name_for_peft(name_in_files(name)): torch.cat(parts)
+        for name, parts in zip(names, zip(*ranks[: layout.shard_degree], strict=True), strict=True)
+    }
+
+
+def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * data_rank + sum(lengths))
+    return [torch.randint(1, 97, (length,), generator=generator) for length in lengths]
+
+
+def adapter_values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values of an adapter's matrix, which its name decides; B's are not zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return 0.3 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@cache
+def theirs(
+    directory: Path, dtype: torch.dtype, lora: str, data_ranks: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
+    base = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", local_files_only=True
+    )
+    chosen = LORAS[lora]
+    config = peft.LoraConfig(
+        r=chosen.rank,
+        lora_alpha=int(chosen.alpha),
+        target_modules=chosen.targets if chosen.names is None else list(chosen.names),
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, config).to(dtype).train()
+    trained = {
+        name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad
+    }
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(adapter_values(name, tuple(parameter.shape)))
+    everything = [
+        ids for rank in range(data_ranks) for lengths in LENGTHS for ids in documents(lengths, rank)
+    ]
+    tokens = sum(len(ids) - 1 for ids in everything)
+    loss = torch.zeros((), dtype=dtype)
+    for ids in everything:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        loss = loss + nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / tokens
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(trained.values(), Hyperparameters().max_grad_norm)
+    return loss.detach(), norm, {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+
+if __name__ == "__main__":
+    main()
