@@ -39,7 +39,8 @@ PHI = SHAPE | {
     "model_type": "phi3",
     "architectures": ["Phi3ForCausalLM"],
     "pad_token_id": 0,
-    "num_attention_heads": 4,  # as of every Phi-3, all heads together are as wide as the stream
+    # as Phi-3's: all heads together are as wide as the stream, and the MLP does not decide
+    **{"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 WIDE = LLAMA | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}

@@ -33,7 +33,7 @@ HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
 FUSED_HEADS = ("phi3",)
 """Model types with one product for queries, keys and values, which is kept whole beside queries and
-keys as they are rotated. Source: traces."""
+keys as they are rotated; what attention returns is copied for its output. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
@@ -474,13 +474,15 @@ def _rotation_bytes(layer: Layer) -> int:
 
 def _attention_kept(layer: Layer) -> int:
     """Bytes per token that the attention keeps, with the residual stream after it and the MLP's
-    input: q, k, v as it takes them, its output and, of Ulysses, a copy of it in this GPU's
-    positions; numbers of each row and head.
+    input: q, k, v as it takes them, its output and a copy of it, of Ulysses in this GPU's positions
+    and of fused heads in their order; numbers of each row and head.
 
     Where outputs are normed, these and the stream are three of T x E, too.
     """
     query, attention = layer.query, layer.kind.attention
-    copy = query if layer.step.layout.ulysses_degree > 1 else 0
+    is_copied = layer.step.layout.ulysses_degree > 1
+    is_copied |= layer.step.shape.model_type in FUSED_HEADS
+    copy = query if is_copied else 0
     heads = (query + 2 * layer.attended_key) + query + copy
     tensors = 3 * layer.kind.hidden_size + layer.before_norm + heads
     normed_heads = attention.query_heads + attention.kv_heads if layer.before_norm else 0
