@@ -269,7 +269,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     parts = zip(*ranks, strict=True)
     return {
-        name: torch.cat([p for p in of_ranks if p is not None])
+        name: torch.cat([p for p in of_ranks if p is not None] or [torch.empty(0)])
         for name, of_ranks in zip(names, parts, strict=True)
     }
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 pytest.importorskip("peft", reason="LoRA needs the lora extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import lora_objective_cases
 from lora_cases import LAYOUTS, cases_for, save_models
 from rank_groups import RankGroups
 
@@ -42,5 +43,24 @@ def test_adapters_are_trained_as_peft_trains_them(
         if "error" in results[case.name]
         or max(results[case.name][what] for what in ("loss", "norm", "gradient"))
         > TOLERANCE[case.dtype]
+    }
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+@pytest.mark.corpus
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_objective_trains_what_merged_weights_would_have(
+    processes: int, ranks: RankGroups, tmp_path: Path
+) -> None:
+    lora_objective_cases.save_models(tmp_path)
+    result = tmp_path / "result.json"
+    ranks.run("lora_objective_cases.py", processes, tmp_path, result)
+    results = json.loads(result.read_text())
+    assert set(results) == {case.name for case in lora_objective_cases.cases_for(processes)}
+    wrong = {
+        name: found
+        for name, found in results.items()
+        if "error" in found or max(found["loss"], found["gradient"]) > TOLERANCE["float64"]
     }
     assert not wrong, json.dumps(wrong, indent=1)

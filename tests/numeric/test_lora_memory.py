@@ -40,7 +40,9 @@ PHI = SHAPE | {
     "architectures": ["Phi3ForCausalLM"],
     "pad_token_id": 0,
     # as Phi-3's: all heads together are as wide as the stream, and the MLP does not decide
-    **{"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16},
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 WIDE = LLAMA | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
