@@ -1,6 +1,8 @@
 """One process of a group: every objective with LoRA, sharded, against its plain implementation on a
-model that has the adapters merged in, by the chain rule: of ``W + scale * B A`` with a gradient G,
-A's is ``scale * B^T G`` and B's ``scale * G A^T``. The reference is the policy without its adapters.
+model that has the adapters merged in.
+
+By the chain rule: of ``W + scale * B A`` with a gradient G, A's is ``scale * B^T G`` and B's is
+``scale * G A^T``. The reference is the policy without its adapters.
 
 ``torchrun --nproc-per-node N lora_objective_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
 object {case name: deviations}.

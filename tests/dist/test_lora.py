@@ -1,5 +1,5 @@
 """LoRA on 1, 2 and 4 gloo processes: loss and every gradient are peft's on the family's own class,
-one document at a time.
+one document at a time; what is saved loads in peft and in transformers, and goes on.
 """
 
 import json
@@ -9,15 +9,24 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-pytest.importorskip("peft", reason="LoRA needs the lora extra")
+peft = pytest.importorskip("peft", reason="LoRA needs the lora extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import lora_objective_cases
-from lora_cases import LAYOUTS, cases_for, save_models
+import lora_saving_cases
+from lora_cases import LAYOUTS, SIZES, cases_for, save_models
 from rank_groups import RankGroups
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Norm-relative. In float32 both sides round, and of A's gradient both of its products."""
+KINDS = ("went-on", "resumed")
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +73,61 @@ def test_every_objective_trains_what_merged_weights_would_have(
         if "error" in found or max(found["loss"], found["gradient"]) > TOLERANCE["float64"]
     }
     assert not wrong, json.dumps(wrong, indent=1)
+
+
+@pytest.fixture(scope="module", params=[(1, 2), (2, 1)])
+def saved(
+    request: pytest.FixtureRequest,
+    ranks: RankGroups,
+    models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """What some processes saved, and others went on from."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name in ("llama", "phi3"):
+        (folder / name).symlink_to(models / name)
+    scalar = LlamaConfig(**SIZES, num_labels=1)
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(scalar).save_pretrained(folder / "scalar")
+    saved_by, resumed_by = request.param
+    ranks.run("lora_saving_cases.py", saved_by, folder, "save")
+    ranks.run("lora_saving_cases.py", resumed_by, folder, "resume")
+    return folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", lora_saving_cases.MODELS)
+def test_peft_loads_the_adapters_and_transformers_the_merged_model(saved: Path, name: str) -> None:
+    kind = AutoModelForSequenceClassification if name == "scalar" else AutoModelForCausalLM
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    base = kind.from_pretrained(saved / name, **how)
+    with_adapters = peft.PeftModel.from_pretrained(base, saved / f"adapter-{name}").eval()
+    merged = AutoModelForCausalLM if name != "scalar" else kind
+    merged_model = merged.from_pretrained(saved / f"merged-{name}", **how).eval()
+    told = load_file(saved / f"told-{name}.safetensors")["told"]
+    for model in (with_adapters, merged_model):
+        torch.testing.assert_close(answer(model), told, rtol=2e-5, atol=2e-5)
+    alone = kind.from_pretrained(saved / name, **how).eval()
+    assert float((answer(alone) - told).abs().max()) > 1e-3, "the adapters change something"
+    adapter_bytes, merged_bytes = map(int, (saved / f"bytes-{name}").read_text().split())
+    for folder, said in ((f"adapter-{name}", adapter_bytes), (f"merged-{name}", merged_bytes)):
+        assert said == sum(path.stat().st_size for path in (saved / folder).iterdir())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", lora_saving_cases.MODELS)
+def test_training_goes_on_from_the_shards(saved: Path, name: str) -> None:
+    went_on, resumed = (load_file(saved / f"{what}-{name}.safetensors") for what in KINDS)
+    assert went_on.keys() == resumed.keys()
+    for key, value in went_on.items():
+        torch.testing.assert_close(resumed[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def answer(model: torch.nn.Module) -> torch.Tensor:
+    """Log-probabilities of all tokens but the first, or the number of the last one."""
+    ids = torch.tensor([lora_saving_cases.TOKENS])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+    if len(logits) != ids.shape[1]:
+        return logits
+    return logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from highwater.errors import MachineError, ModelError
 from highwater.models.fused.adapted_linear import AdaptedLinear
 from highwater.models.random_weights import draw
+from highwater.models.weight_names import name_in_files
 from highwater.parallel.fsdp2 import local_shard, own_rows
 from highwater.spec.lora import Lora
 
@@ -118,9 +120,28 @@ def name_for_peft(name: str) -> str:
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
-def write_config(directory: Path, lora: Lora, *, base: str) -> None:
-    """Write what peft reads beside an adapter's numbers."""
-    peft_config(lora, base=base).save_pretrained(str(directory))
+def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
+    """The layer with an adapter whose own weight has this name in files; None of any other name."""
+    for own, layer in model.named_modules():
+        if isinstance(layer, AdaptedLinear) and name == f"{name_in_files(own)}.weight":
+            return layer
+    return None
+
+
+def write_adapters(
+    directory: Path, tensors: dict[str, Tensor], lora: Lora, *, base: str, gives_scalars: bool
+) -> int:
+    """Write a directory that peft loads; returns its bytes. ``tensors`` have the names that it
+    reads, ``base`` is where the model lies that they stand beside.
+    """
+    config = peft_config(lora, base=base)
+    if gives_scalars:
+        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    path = directory / "adapter_model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path.stat().st_size + (directory / "adapter_config.json").stat().st_size
 
 
 def _prove(peft: Any) -> None:

@@ -116,6 +116,7 @@ def _adapt(model: Decoder, lora: Lora, *, dtype: torch.dtype) -> None:
     files may have, is trained whole.
     """
     add_adapters(model.causal_lm, lora, dtype=dtype)
+    model.lora = lora
     if isinstance(model, ScalarModel):
         model.score.to(dtype)
 

@@ -20,6 +20,7 @@ from highwater.models.requirements import not_by_attention
 from highwater.models.router import follow_routers
 from highwater.parallel.sequence_layout import SequenceLayout
 from highwater.spec.logit_transform import LogitTransform
+from highwater.spec.lora import Lora
 from highwater.spec.settings import Loss
 from highwater.spec.trial import Weights
 
@@ -44,6 +45,8 @@ class Decoder(nn.Module):
     """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
     weights: Weights = "random"
     """Source of the model's first values."""
+    lora: Lora | None = None
+    """What its adapters are; None where the model itself is trained."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()

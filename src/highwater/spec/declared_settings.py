@@ -234,6 +234,12 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         ),
         Setting("save_hf", CHOICE, _RUN, "when Hugging Face weights are written"),
         Setting(
+            "lora_merged",
+            SWITCH,
+            _RUN,
+            "what save_hf writes is the model with its adapters in it, and not the adapters",
+        ),
+        Setting(
             "rope",
             CHOICE,
             _ALL,

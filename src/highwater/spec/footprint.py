@@ -42,11 +42,18 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
     """
     return CheckpointBytes(
         sharded_bytes=SHARDED_BYTES_PER_PARAMETER
-        * shape.parameters
+        * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
         * settings.trained_models
         * (settings.checkpoint == "sharded"),
-        hf_bytes=ELEMENT_BYTES[device] * shape.parameters if settings.save_hf != "never" else 0,
+        hf_bytes=0 if settings.save_hf == "never" else _hf_bytes(shape, settings, device),
     )
+
+
+def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
+    """Bytes of weights for others: of adapters in float32, or of a model with all that is in it."""
+    if settings.lora is None or settings.lora_merged:
+        return ELEMENT_BYTES[device] * shape.parameters
+    return 4 * trained_parameters(shape, settings)
 
 
 def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:

@@ -87,6 +87,7 @@ class Request(Record, frozen=True, kw_only=True):
     lora: int | None = _RUNG.lora
     lora_alpha: float | None = _RUNG.lora_alpha
     lora_targets: str = _RUNG.lora_targets
+    lora_merged: bool = _RUNG.lora_merged
     objective: Objective = _RUNG.objective
     critic: bool = _RUNG.critic
     entropy: Entropy = _RUNG.entropy

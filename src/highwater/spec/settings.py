@@ -60,6 +60,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """What adapters are multiplied by, times their rank. None: twice the rank."""
     lora_targets: str = ALL_LINEAR
     """Linear layers with an adapter: every one but the head, or names with commas between them."""
+    lora_merged: bool = False
+    """What ``save_hf`` writes is the model with its adapters added to it. False: the adapters."""
     objective: Objective = "sft"
     """What is minimised: the negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a
     reward model's loss or DPO's. What each needs is in spec/objective.py."""
@@ -273,8 +275,8 @@ def _check_lora(settings: Settings) -> None:
                 hint="use `--strategy fsdp2`",
             )
         return
-    for name in ("lora_alpha", "lora_targets"):
-        if getattr(settings, name) not in (None, ALL_LINEAR):
+    for name in ("lora_alpha", "lora_targets", "lora_merged"):
+        if getattr(settings, name) not in (None, ALL_LINEAR, False):
             raise UsageError(
                 f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
                 hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",

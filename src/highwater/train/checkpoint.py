@@ -1,18 +1,19 @@
 """Checkpoints: model and optimizer as every rank's shards, and the model as a directory that
-``from_pretrained`` loads.
+``from_pretrained`` loads, or its adapters as one that peft loads.
 
 Both read the shards through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
 shards in host memory. Neither ever makes a whole copy of anything: shards are written as they lie,
 and Hugging Face weights one parameter at a time.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,10 +24,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from highwater.models.adapters import adapted_layer, is_adapter, name_for_peft, write_adapters
 from highwater.models.decoder import Decoder
 from highwater.models.pretrained import PretrainedDirectory, write_beside
 from highwater.models.weight_names import name_in_files
 from highwater.parallel.mesh import all_ranks
+from highwater.spec.lora import Lora
 
 
 def save_sharded(
@@ -37,7 +40,8 @@ def save_sharded(
 
     The format is torch.distributed.checkpoint's: keys ``model`` and ``optimizer``, a tied head
     under its embedding's name alone. 12 bytes a parameter over all ranks: float32 weights and both
-    moments. Raises OSError when the disk does not take it.
+    moments; with adapters those of them alone, for the model is where it came from. Raises OSError
+    when the disk does not take it.
     """
     options = _options(model)
     weights = get_model_state_dict(model, options=options)
@@ -57,16 +61,25 @@ def save_sharded(
 
 
 def save_pretrained(
-    model: Decoder, directory: Path, *, mesh: DeviceMesh, dtype: torch.dtype, source: Path
+    model: Decoder,
+    directory: Path,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    source: Path,
+    merged: bool = False,
 ) -> int:
     """Write the Hugging Face model to ``directory`` in ``dtype``; returns the bytes that this rank
-    wrote: rank 0 all, others 0.
+    wrote: rank 0 all, others 0. Of a model with adapters those are written, in their own dtype, for
+    peft to load beside the model at ``source``; ``merged``: the model with them added to it.
 
     Every rank gathers one parameter at a time, as it does in the forward pass; rank 0 alone copies
     it to its host and writes it. What an earlier save left in the directory is overwritten, file by
     file. ``source`` is the directory that the model came from. Raises OSError when the disk does
     not take it.
     """
+    if model.lora is not None and not merged:
+        return _save_adapters(model, model.lora, directory, mesh=mesh, source=source)
     shards = _named_shards(model)
     parameters = {name_in_files(name) for name, _ in model.named_parameters()}
     dtypes = {
@@ -75,7 +88,7 @@ def save_pretrained(
     written_bytes = 0
     if dist.get_rank() > 0:
         for name, shard in shards.items():
-            _whole(shard, dtypes[name], mesh)
+            _merged(model, name, shard, dtypes[name], mesh)
     else:
         directory.mkdir(parents=True, exist_ok=True)
         shapes = {
@@ -84,7 +97,7 @@ def save_pretrained(
         }
         with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
             for name, shard in shards.items():
-                target.write(name, _whole(shard, dtypes[name], mesh).cpu())
+                target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
             written_bytes = target.written_bytes
         written_bytes += write_beside(
             directory, model.causal_lm, architecture=model.architecture, dtype=dtype, source=source
@@ -96,10 +109,47 @@ def save_pretrained(
     return written_bytes
 
 
-def _options(model: nn.Module) -> StateDictOptions:
+def _save_adapters(
+    model: Decoder, lora: Lora, directory: Path, *, mesh: DeviceMesh, source: Path
+) -> int:
+    """Write what is trained of a model with adapters, which all ranks gather, as peft has it."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole: dict[str, Tensor] = {
+        name_for_peft(name_in_files(name)): _whole(parameter.detach(), parameter.dtype, mesh).cpu()
+        for name, parameter in trained.items()
+    }
+    written_bytes = 0
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad():
+            contiguous = {name: tensor.contiguous() for name, tensor in whole.items()}
+        written_bytes = write_adapters(
+            directory, contiguous, lora, base=str(source), gives_scalars=model.gives_scalars
+        )
+    if mesh.size() > 1:
+        dist.barrier(group=all_ranks(mesh))
+    return written_bytes
+
+
+def _merged(
+    model: Decoder, name: str, shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh
+) -> Tensor:
+    """A whole tensor; of a layer with an adapter the sum of both, rounded once."""
+    layer = adapted_layer(model, name)
+    if layer is None:
+        return _whole(shard, dtype, mesh)
+    adapter = layer.adapter
+    assert adapter is not None, "no adapter is off between two passes"
+    a_RI, b_OR = (_whole(each.detach(), each.dtype, mesh) for each in adapter[:2])
+    whole = _whole(shard, shard.dtype, mesh).to(a_RI)
+    return torch.addmm(whole, b_OR, a_RI, alpha=adapter.scale).to(dtype)
+
+
+def _options(model: Decoder) -> StateDictOptions:
     """FSDP2 hands out its shards; FSDP1 copies of them, which go to the host."""
     return StateDictOptions(
-        cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
+        ignore_frozen_params=model.lora is not None,
     )
 
 
@@ -107,12 +157,13 @@ def _named_shards(model: Decoder) -> dict[str, Tensor]:
     """This rank's shards of the Hugging Face model by its own names, in its own order; a tied head
     is its embedding.
     """
-    shards: dict[str, Any] = get_model_state_dict(model, options=_options(model))
+    options = replace(_options(model), ignore_frozen_params=False)
+    shards: dict[str, Any] = get_model_state_dict(model, options=options)
     tied = _tied_names(model)
     return {
         name_in_files(name): shard
         for name, shard in shards.items()
-        if name_in_files(name) not in tied
+        if name_in_files(name) not in tied and not is_adapter(name)
     }
 
 

@@ -214,7 +214,12 @@ class Trial:
             self._save(
                 "hf",
                 lambda: checkpoint.save_pretrained(
-                    training.policy, target, mesh=mesh, dtype=dtype, source=source
+                    training.policy,
+                    target,
+                    mesh=mesh,
+                    dtype=dtype,
+                    source=source,
+                    merged=settings.lora_merged,
                 ),
             )
 
