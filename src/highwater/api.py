@@ -38,7 +38,6 @@ from highwater.search.cell_search import CellAnswered, SearchEvent, TrialStarted
 from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
-from highwater.spec.footprint import OPTIMIZERS
 from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.plan import Plan, plan, plan_trial
@@ -190,7 +189,7 @@ def _traced(
 def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool) -> None:
     if exact and not is_traceable:
         raise UsageError(
-            f"what is traced are this engine's own steps, with {OPTIMIZERS}",
+            "what is traced are this engine's own steps, with its own optimizers",
             hint="leave `--exact` out, or `--trainer` and `--state-bytes-per-param`",
         )
     if timeline is None:

@@ -74,7 +74,7 @@ def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
 
 
 def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy: Path) -> None:
-    (rank,) = ran_out(wordy, "880MiB").ranks
+    (rank,) = ran_out(wordy, "940MiB").ranks
     assert rank.failure is not None
     assert rank.failure.phase in ("forward", "backward")
     assert rank.failure.alive is not None

@@ -16,6 +16,7 @@ from highwater.models.build import build, read_config
 from highwater.parallel import mesh as process_mesh
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
 from highwater.train.data import Document, pack
 from highwater.train.optimizers import make_optimizer
 from highwater.train.step import Training, train_step
@@ -30,13 +31,13 @@ DOCUMENT_TOKENS = (64, 33, 95)
 MICRO_BATCHES = 2
 
 
-def save_model(folder: Path) -> str:
-    """A tiny model for bytes, in float32."""
+def save_model(folder: Path, *, times: int = 1) -> str:
+    """A tiny model for bytes, in float32, or one so many times as wide."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=32 * times,
+        intermediate_size=64 * times,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -66,10 +67,16 @@ def text_batches() -> list[list[list[Tensor]]]:
     return steps
 
 
-def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
+def our_curve(
+    directory: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    settings: Settings | None = None,
+) -> Tensor:
     """The loss of every step; packed, sharded, recomputed, chunked. A process group has to be
-    there.
+    there. Of ``settings`` it has the optimizer, and what parameters are kept in.
     """
+    settings = settings or Settings()
     mesh = process_mesh.shard_mesh(Layout(), device)
     model = build(
         read_config(directory, length_tokens=128, rope="auto"),
@@ -81,15 +88,22 @@ def our_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) 
         loss="chunked",
         recompute="layer",
         compute_dtype=compute_dtype,
+        master_dtype=torch.bfloat16 if settings.parameters == "bf16" else torch.float32,
     )
+    keeps = settings.keeps_gradients
     training = Training(
         policy=model,
-        optimizer=make_optimizer(model, HYPERPARAMETERS),
+        optimizer=make_optimizer(
+            model, HYPERPARAMETERS, name=settings.optimizer, keeps_gradients=keeps
+        ),
         mesh=mesh,
         hyperparameters=HYPERPARAMETERS,
+        keeps_gradients=keeps,
     )
     losses = []
     for micro_batches in text_batches():
+        if not settings.accumulates:
+            micro_batches = [[ids for documents in micro_batches for ids in documents]]
         packed = [pack([Document(ids, ids) for ids in documents]) for documents in micro_batches]
         losses.append(float(train_step(training, packed)[0]))
     return torch.tensor(losses, dtype=torch.float64)

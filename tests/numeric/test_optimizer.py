@@ -74,6 +74,14 @@ def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(
     assert model.weight.grad.tolist()[0] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)
 
 
+def test_the_norm_of_gradients_in_bf16_is_in_float32(alone: None) -> None:
+    """In bfloat16, of 8 bits, it would be 64."""
+    model = torch.nn.Linear(64, 65, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.ones_like(model.weight)
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+    assert clip(model, mesh=mesh, max_norm=0).item() == pytest.approx(4160**0.5, rel=1e-6)
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     with process_mesh.alone(torch.device("cpu")):

@@ -20,6 +20,7 @@ from traces import alive_at, requested_bytes, traced, trial
 from highwater.memory.formula.formula import footprint
 from highwater.memory.trace.replay import replay
 from highwater.spec.events import Allocate, Enter, EventLog, Free, GiveBack
+from highwater.spec.footprint import device_state_bytes, gradient_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.settings import Settings
@@ -68,6 +69,8 @@ WINDOWS = WIDE_HEADS | {
 PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
 PREFERENCES = {"objective": "dpo", "sequences_per_micro_batch": 2}
 ONE = {"accumulates": False, "loss": "chunked"}
+LOSSY = ("adamw-8bit", "adamw-bf16")
+"""Optimizers that need torchao."""
 TRIALS: dict[str, dict[str, Any]] = {
     "rw": {"settings": Settings(**PAIRS)},
     "dpo": {"settings": Settings(**PREFERENCES)},
@@ -162,6 +165,46 @@ TRIALS: dict[str, dict[str, Any]] = {
         "config": DEEP | SCALED,
         "layout": Layout(gpus=2, ulysses_degree=2),
     },
+    **{
+        f"{optimizer}, {shards} shards": {
+            "settings": Settings(loss="chunked", optimizer=optimizer),
+            "config": DEEP,
+            "length_tokens": 64,
+            "layout": Layout(gpus=shards),
+        }
+        for optimizer in LOSSY
+        for shards in (1, 2)
+    },
+    **{
+        f"adamw-8bit, bf16 parameters, {shards} shards": {
+            "settings": Settings(**ONE, optimizer="adamw-8bit", parameters="bf16"),
+            "config": DEEP,
+            "length_tokens": 64,
+            "micro_batches": 1,
+            "layout": Layout(gpus=shards),
+        }
+        for shards in (1, 2)
+    },
+    "adamw-bf16, bf16 parameters, head alone": {
+        "settings": Settings(**ONE, optimizer="adamw-bf16", parameters="bf16"),
+        "config": TINY | {"vocab_size": 80_000, "tie_word_embeddings": False},
+        "length_tokens": 32,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2),
+    },
+    "adamw-8bit, update": {
+        "settings": Settings(**ONE, optimizer="adamw-8bit"),
+        "config": TINY | {"vocab_size": 80_000},
+        "length_tokens": 32,
+        "micro_batches": 1,
+    },
+    "adamw-8bit, one micro-batch": {
+        "settings": Settings(**ONE, optimizer="adamw-8bit"),
+        "config": DEEP,
+        "length_tokens": 64,
+        "micro_batches": 1,
+        "layout": Layout(gpus=2),
+    },
     "experts": {"config": EXPERTS},
     "experts, longer": {"config": EXPERTS, "length_tokens": 32_768},
     "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
@@ -239,6 +282,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialSpec]:
 def logs(
     specs: dict[str, TrialSpec], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, EventLog]:
+    pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
     return traced(specs, tmp_path_factory.mktemp("traces"))
 
 
@@ -247,7 +291,7 @@ def logs(
     [
         *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared", "ring"),
         *("ring, copies", "windows", "windows, output norms", "windows, shared"),
-        *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled"))),
+        *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled", *LOSSY))),
     ],
 )
 def test_a_step_peaks_where_the_formula_says(
@@ -288,6 +332,19 @@ def test_gradients_of_one_micro_batch_are_there_from_its_backward_pass_to_its_up
     each_update = [lasting + 4 * parameters / shards for parameters in reversed(trained)]
     assert states["optimizer"] == pytest.approx(each_update * specs[name].steps, rel=0.01)
     assert sum(alive_at(log, "the end").values()) == pytest.approx(lasting, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith(LOSSY)])
+def test_moments_of_few_bits_take_what_is_counted(
+    specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
+) -> None:
+    """From the start; and an update makes little besides, a piece at a time."""
+    spec, shape = specs[name], shape_of(specs[name])
+    shards = spec.layout.shard_degree
+    states = device_state_bytes(shape, spec.settings, device="cuda", shards=shards) // shards
+    if not spec.settings.accumulates:
+        states -= gradient_bytes(shape, spec.settings) // shards
+    assert sum(alive_at(logs[name], "rehearsal").values()) == pytest.approx(states, rel=3e-4)
 
 
 def alive_at_each_entry(log: EventLog) -> dict[str, list[int]]:

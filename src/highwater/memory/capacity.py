@@ -15,9 +15,9 @@ from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
 from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Record
-from highwater.spec.footprint import OPTIMIZERS
 from highwater.spec.hardware import gpu_catalog
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER
+from highwater.spec.optimizer import OPTIMIZERS
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
 
@@ -36,7 +36,7 @@ NOT_TRACED = (
     "QLoRA",
     "tensor, pipeline and expert parallelism",
     "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
-    f"optimizers other than {OPTIMIZERS}",
+    f"optimizers other than {', '.join(each.words for each in OPTIMIZERS.values())}",
 )
 NOT_MODELLED = (*NOT_TRACED[:-1], f"{NOT_TRACED[-1]} (`--state-bytes-per-param 8` stands for one)")
 

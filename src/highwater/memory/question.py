@@ -93,7 +93,8 @@ def _requests(
         **MEMORY[trainer].fixed_fields(settings),
     }
     ladders = [{**common, **settings}]
-    if "offload" not in settings and settings.get("allocator") != "native":
+    is_exact = settings.get("optimizer", "adamw") == "adamw"  # others do not update on the host
+    if is_exact and "offload" not in settings and settings.get("allocator") != "native":
         offloaded = {"allocator": "expandable", "strategy": "fsdp2", "offload": True}
         ladders.append({**common, **offloaded, **settings})
     return [request_from(fields, keywords=True) for fields in ladders]

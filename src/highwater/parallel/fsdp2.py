@@ -38,14 +38,20 @@ def shard(
     loss is already its share of the whole batch's. What is frozen may be narrower than what is
     trained: it is gathered as it lies, and a rank that has all of it, where it is computed with,
     gathers nothing.
+
+    Shards in bfloat16 have gradients in bfloat16: what each rank computed is summed over the ranks
+    in float32, and the sum is rounded to the nearest, once. A rank alone has no sum, and rounds
+    only what it computed wider.
     """
     frozen = {p for p in model.parameters() if not p.requires_grad}
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     master = dtypes.pop() if dtypes else next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
+    # A sum over ranks is in float32 at the least; a rank alone has none, and no copy for it.
+    reduced = torch.promote_types(master, torch.float32) if mesh.size() > 1 else master
     policy = MixedPrecisionPolicy(
-        param_dtype=narrow, reduce_dtype=master, cast_forward_inputs=False
+        param_dtype=narrow, reduce_dtype=reduced, cast_forward_inputs=False
     )
     # Pinned, so that copies run beside the computation; without a GPU there is nothing to pin for.
     placement = (

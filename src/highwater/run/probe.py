@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from highwater.errors import MachineError
 from highwater.spec.cluster import Cluster, cluster
 from highwater.spec.environment import RECORDED_VARIABLES, Environment
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
+from highwater.spec.settings import Settings
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
@@ -258,6 +260,19 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         compute_capability=(int(major), int(minor)),
         processes=processes,
     )
+
+
+def refuse_missing_package(settings: Settings) -> None:
+    """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed."""
+    needed = [(settings.optimizer, settings.optimizer_traits.package, "use `--optimizer adamw`")]
+    if settings.lora is not None:
+        needed.append(("LoRA", "peft", "leave `--lora` out"))
+    for what, package, other in needed:
+        if package is not None and find_spec(package) is None:
+            raise MachineError(
+                f"{what} needs {package}, which is not installed",
+                hint=f"`pip install {package}`, or {other}",
+            )
 
 
 def _installed_versions() -> dict[str, str]:

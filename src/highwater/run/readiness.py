@@ -8,6 +8,7 @@ from highwater.run.probe import (
     INSTALL_HINT,
     package_obstacles,
     refuse_busy_gpus,
+    refuse_missing_package,
     refuse_torch_without_gpu,
     refuse_unreadable_gpus,
 )
@@ -58,6 +59,7 @@ def check_machine(
     obstacles = package_obstacles(machine)
     if obstacles:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    refuse_missing_package(settings)
     for gpu in used_gpus(machine, device=device, count=gpus):
         refuse_unfit_gpu(gpu.name, gpu.compute_capability)
     if device == "cuda":

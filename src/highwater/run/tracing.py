@@ -17,7 +17,7 @@ from highwater.errors import MachineError
 from highwater.run.imported_files import imported_digest
 from highwater.run.local import trial_environment
 from highwater.run.private_folder import last_lines, private_folder
-from highwater.run.probe import INSTALL_HINT, package_obstacles, probe
+from highwater.run.probe import INSTALL_HINT, package_obstacles, probe, refuse_missing_package
 from highwater.run.reaper import module, under_reaper
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
@@ -74,7 +74,10 @@ class CachedTracer:
             process.terminate()
 
     def __call__(self, spec: TrialSpec) -> EventLog:
-        """Trace what the rank allocates and frees. Raises MachineError where the tracer fails."""
+        """Trace what the rank allocates and frees. Raises MachineError where the tracer fails
+        or the optimizer's package is missing.
+        """
+        refuse_missing_package(spec.settings)
         order, path = self._place(spec)
         with self._asked:
             making = self._making.setdefault(path, Lock())

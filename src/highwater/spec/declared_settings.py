@@ -215,6 +215,23 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             other_label="on-{}",
         ),
         Setting(
+            "optimizer",
+            CHOICE,
+            _ALL,
+            "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
+            "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
+            labels={"adamw": ""},
+            other_label="{}",
+        ),
+        Setting(
+            "parameters",
+            CHOICE,
+            _ALL,
+            "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
+            "and --micro-batches 1; lossy: each update is rounded at random",
+            labels={"float32": "", "bf16": "bf16-parameters"},
+        ),
+        Setting(
             "objective",
             CHOICE,
             _ALL,

@@ -10,6 +10,7 @@ from highwater.spec.layer_kind import Matrices
 from highwater.spec.layout import Layout
 from highwater.spec.lora import adapter_matrices, adapter_parameters
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.optimizer import MOMENTS, PIECE
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.spec.working_sizes import ELEMENT_BYTES
@@ -23,10 +24,8 @@ another is awaited, and the blocks of the third are given out again once the GPU
 they were let go."""
 GRADIENT_BYTES_PER_PARAMETER = 4
 """Bytes of a gradient, in float32: a part of ``STATE_BYTES_PER_PARAMETER``."""
-OPTIMIZERS = "AdamW in float32"
-"""The optimizers whose states are counted here, in words."""
 SHARDED_BYTES_PER_PARAMETER = 12
-"""Bytes on disk for each parameter: float32 weights and both moments of AdamW."""
+"""Bytes on disk for each parameter: float32 weights and both moments, in float32 too."""
 
 
 class CheckpointBytes(NamedTuple):
@@ -41,8 +40,12 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
     of the step before.
     """
     return CheckpointBytes(
-        sharded_bytes=SHARDED_BYTES_PER_PARAMETER
-        * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
+        sharded_bytes=(
+            SHARDED_BYTES_PER_PARAMETER
+            * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
+            - _saved_by_moments(shape, settings)
+            - _saved_by_narrow(1, shape, settings)
+        )
         * settings.trained_models
         * (settings.checkpoint == "sharded"),
         hf_bytes=0 if settings.save_hf == "never" else _hf_bytes(shape, settings, device),
@@ -56,9 +59,12 @@ def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
     return 4 * trained_parameters(shape, settings)
 
 
-def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device) -> int:
+def device_state_bytes(
+    shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
+) -> int:
     """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
-    devices that share them; those of one micro-batch come only when the layers go backward.
+    ``shards`` devices that share them; gradients of one micro-batch come only when the layers go
+    backward.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
     (parallel/fsdp1.py). On the CPU there is nowhere else. A reward model has a number in the place
@@ -72,7 +78,9 @@ def device_state_bytes(shape: ModelShape, settings: Settings, *, device: Device)
     if settings.lora is not None and per_parameter:
         frozen = ELEMENT_BYTES[device] * policy_parameters(shape, settings)
     trained = per_parameter * trained_parameters(shape, settings)
-    return (trained + frozen) * settings.trained_models
+    saved = _saved_by_narrow(2, shape, settings)
+    saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0
+    return (frozen + trained - saved) * settings.trained_models
 
 
 def trained_parameters(shape: ModelShape, settings: Settings) -> int:
@@ -83,6 +91,55 @@ def trained_parameters(shape: ModelShape, settings: Settings) -> int:
         return policy_parameters(shape, settings)
     number = shape.hidden_size if settings.traits.gives_scalars else 0
     return adapter_parameters(shape, settings.adapters) + number
+
+
+def gradient_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes of the gradients of every trained model, over all devices that share them."""
+    whole = GRADIENT_BYTES_PER_PARAMETER * trained_parameters(shape, settings)
+    return (whole - _saved_by_narrow(1, shape, settings)) * settings.trained_models
+
+
+def _saved_by_narrow(numbers: int, shape: ModelShape, settings: Settings) -> int:
+    """Bytes that so many numbers a parameter take less than in float32: weights, and gradients."""
+    is_narrow = settings.parameters == "bf16"
+    return 2 * numbers * policy_parameters(shape, settings) if is_narrow else 0
+
+
+def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
+    """Bytes that a model's moments take less than in float32, over all of the GPUs that share them;
+    of uneven shards, as the first GPU has them.
+    """
+    traits = settings.optimizer_traits
+    if not traits.is_quantized:
+        return MOMENTS * (4 - traits.moment_bytes) * trained_parameters(shape, settings)
+    saved = 0
+    for number, rows, row_size in _trained_matrices(shape, settings):
+        shard = -(-rows // shards) * row_size
+        saved_by_shard = MOMENTS * 4 * shard - traits.moments_bytes(shard)
+        saved += number * (saved_by_shard * rows * row_size // shard)
+    return saved
+
+
+def update_bytes(shape: ModelShape, settings: Settings, *, shards: int) -> int:
+    """Bytes that an update makes on one GPU for the numbers that it moves at once: of codes two
+    float32 numbers each, of the largest shard or of a piece of it (train/low_bit.py).
+    """
+    if not settings.optimizer_traits.is_quantized:
+        return 0
+    every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
+    return MOMENTS * 4 * min(PIECE, max(every))
+
+
+def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
+    """The matrices of the policy, or of its adapters: a reward model has no head where that is not
+    the embedding.
+    """
+    if settings.lora is not None:
+        return _adapters(shape, settings)
+    every = matrices(shape)
+    if settings.traits.gives_scalars and not shape.tied_embeddings:
+        return (*every[:-1], every[-1]._replace(number=1))
+    return every
 
 
 def policy_parameters(shape: ModelShape, settings: Settings) -> int:

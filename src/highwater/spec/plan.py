@@ -16,6 +16,7 @@ from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
     attention_notes,
     offload_notes,
+    optimizer_notes,
     weights_notes,
 )
 from highwater.spec.profiling import refuse_absent_ranks
@@ -58,6 +59,7 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
+    _refuse_narrow_copies(request)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -78,7 +80,10 @@ def plan(
         check_host_memory(machine, model, cells)
     question = _question(request, model, where, cells, grid)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
-    of_settings = offload_notes(cells[0].settings, device)
+    of_settings = (
+        *optimizer_notes(cells[0].settings),
+        *offload_notes(cells[0].settings, device),
+    )
     of_weights = weights_notes(model, cells[0].settings, simulated=request.dry_run)
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     of_attention = attention_notes(cells[0].settings)
@@ -181,6 +186,17 @@ def _check_proof(request: Request, model: Model) -> None:
     if request.proof == "memory" and model.shape.layers < 2:
         raise UsageError(
             f"{model.name} has one layer: a memory-only trial would save nothing", hint=_NO_PROOF
+        )
+
+
+def _refuse_narrow_copies(request: Request) -> None:
+    """Raise UsageError for copies of shards in bfloat16: FSDP2 keeps sums over copies in float32
+    for longer, and how much of them a GPU holds at its peak is not known.
+    """
+    if request.parameters == "bf16" and max(request.copies) > 1:
+        raise UsageError(
+            f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
+            hint="use `--parameters float32`",
         )
 
 

@@ -22,6 +22,17 @@ def attention_notes(settings: Settings) -> tuple[str, ...]:
     return () if settings.pattern is None else (_SPARSE_NOTE,)
 
 
+def optimizer_notes(settings: Settings) -> tuple[str, ...]:
+    """What an optimizer rounds that AdamW in float32 does not."""
+    if settings.optimizer_traits.is_exact:
+        return ()
+    parameters = " and parameters" if settings.parameters == "bf16" else ""
+    return (
+        f"{settings.optimizer} is lossy: moments{parameters} are rounded at every update, which "
+        "differs by that from AdamW's in float32",
+    )
+
+
 def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) -> tuple[str, ...]:
     """What bounds each process of a trial on the CPU where no memory limit is named."""
     if is_named or device != "cpu" or budget_bytes is None:

@@ -15,6 +15,7 @@ from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
+from highwater.spec.optimizer import OptimizerName
 from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
 from highwater.spec.settings import (
@@ -24,6 +25,7 @@ from highwater.spec.settings import (
     Entropy,
     Loss,
     Objective,
+    Parameters,
     Recompute,
     Rope,
     SaveHf,
@@ -83,6 +85,8 @@ class Request(Record, frozen=True, kw_only=True):
     local_window_size: int = _RUNG.local_window_size
     global_tokens: int = _RUNG.global_tokens
     strategy: Strategy = _RUNG.strategy
+    optimizer: OptimizerName = _RUNG.optimizer
+    parameters: Parameters = _RUNG.parameters
     offload: bool = _RUNG.offload
     lora: int | None = _RUNG.lora
     lora_alpha: float | None = _RUNG.lora_alpha

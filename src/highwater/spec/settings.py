@@ -10,6 +10,7 @@ from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
 from highwater.spec.lora import ALL_LINEAR, Lora, check_lora
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
+from highwater.spec.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
 from highwater.spec.sparse_pattern import (
     WINDOWED,
     PatternType,
@@ -26,6 +27,7 @@ Rope = Literal["auto", "yarn"]
 SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
 AttentionMethod = Literal["dense", "block_sparse"]
+Parameters = Literal["float32", "bf16"]
 
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (
@@ -51,6 +53,12 @@ class Settings(Record, frozen=True, kw_only=True):
     """Entropy of every token's distribution in the loss: none; ``full``, from the logits as the
     loss has them; or ``chunked``, recomputed, and the log-probability from the same chunks: the
     logits are never whole, whatever ``loss`` says."""
+    optimizer: OptimizerName = "adamw"
+    """What updates the parameters: AdamW in float32, or with moments of 8 bits or in bfloat16,
+    whose update is another by their rounding (spec/optimizer.py)."""
+    parameters: Parameters = "float32"
+    """What trained parameters are kept in. ``bf16`` is what a GPU computes with: an update rounds
+    each parameter to one of its two neighbours at random (train/low_bit.py)."""
     offload: bool = False
     """Parameters, gradients and optimizer states live in host memory."""
     lora: int | None = None
@@ -106,6 +114,7 @@ class Settings(Record, frozen=True, kw_only=True):
         _check_objective(self)
         _check_attention(self)
         _check_lora(self)
+        _check_optimizer(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
@@ -140,6 +149,11 @@ class Settings(Record, frozen=True, kw_only=True):
     def has_second_model(self) -> bool:
         """Whether a reference is a model of its own: with adapters it is the policy without."""
         return self.traits.has_reference and self.lora is None
+
+    @property
+    def optimizer_traits(self) -> OptimizerTraits:
+        """What the optimizer keeps, and needs."""
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def pattern(self) -> SparsePatternConfig | None:
@@ -281,3 +295,44 @@ def _check_lora(settings: Settings) -> None:
                 f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
                 hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",
             )
+
+
+def _check_optimizer(settings: Settings) -> None:
+    """Raise UsageError for what parameters in bfloat16, and moments of few bits, are not computed
+    with.
+    """
+    _check_parameters(settings)
+    if settings.optimizer == "adamw":
+        return
+    if settings.offload:
+        raise UsageError(
+            f"{settings.optimizer} updates on the GPU, and `--offload` on the host",
+            hint="use `--optimizer adamw`, or leave `--offload` out",
+        )
+    if settings.strategy != "fsdp2":
+        raise UsageError(
+            f"{settings.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
+            hint="use `--strategy fsdp2`, or `--optimizer adamw`",
+        )
+
+
+def _check_parameters(settings: Settings) -> None:
+    """Raise UsageError for what would lose updates or gradients of parameters in bfloat16."""
+    if settings.parameters == "float32":
+        return
+    if settings.lora is not None:
+        raise UsageError(
+            "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
+            hint="leave `--parameters` out",
+        )
+    if settings.optimizer == "adamw":
+        raise UsageError(
+            "adamw rounds to the nearest, which loses small updates of parameters in bf16",
+            hint="use `--optimizer adamw-8bit`, whose updates are rounded at random, or "
+            "`--parameters float32`",
+        )
+    if settings.accumulates:
+        raise UsageError(
+            "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
+            hint="use `--micro-batches 1`, or `--parameters float32`",
+        )

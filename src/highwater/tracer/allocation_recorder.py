@@ -187,8 +187,9 @@ class AllocationRecorder(TorchDispatchMode):
             is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor
         ):
             return NotImplemented  # a DTensor: its local operators come here by themselves
-        if func is aten._local_scalar_dense.default and _device_of(args[0]).type == "cuda":
-            self.wait()
+        if func is aten._local_scalar_dense.default and _is_unknown(args[0]):
+            if _device_of(args[0]).type == "cuda":
+                self.wait()
             return (
                 True if args[0].dtype is torch.bool else 1
             )  # nobody knows the number, and no memory depends on it
@@ -320,6 +321,12 @@ def _key(storage: torch.UntypedStorage) -> int:
 
 def _device_of(tensor: Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def _is_unknown(number: Tensor) -> bool:
+    """Whether a number is on the device, or on the host without a value: an optimizer's step."""
+    is_valueless = isinstance(number, FakeTensor) and number.constant is None
+    return is_valueless or _device_of(number).type == "cuda"
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:

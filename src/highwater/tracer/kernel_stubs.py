@@ -16,6 +16,7 @@ import transformers.masking_utils
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.attention import plain_block, window_proof
 from highwater.kernels import gates as gate_kernels
@@ -102,6 +103,30 @@ def put(kernel: Kernel) -> None:
     plain: Any = plain_block.PlainBlock
     rows = plain._rows
     plain._rows = lambda block: islice(rows(block), 1)  # no others take as much
+
+
+def put_low_bit() -> None:
+    """Put a stub in the place of the compiled update of moments of few bits; it makes what the
+    program makes that is compiled for the CPU: of codes the numbers over their scales, in float32.
+
+    What Triton's program makes on a GPU nobody recorded; pieces bound both.
+    """
+    from torchao.optim import subclass_8bit  # which only these optimizers need
+
+    from highwater.train import low_bit
+
+    subclass_8bit.get_qmap_signed()  # kept from now on: from fakes no table is made
+    subclass_8bit.get_qmap_unsigned()
+
+    def compiled(parameter: Tensor, _gradient: Tensor, *moments: Any, **_: float) -> None:
+        made: list[Tensor] = []
+        for moment in moments[:2]:
+            if is_traceable_wrapper_subclass(moment):
+                made.append(torch.empty_like(parameter, dtype=torch.float32))
+
+    stubbed: Any = low_bit
+    stubbed.compiled = compiled
+    stubbed.seeded = lambda *_: nullcontext()  # nothing is drawn
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

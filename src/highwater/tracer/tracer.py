@@ -71,6 +71,8 @@ def trace(order: TraceOrder) -> EventLog:
     spec = order.spec
     fake_cuda.install()
     kernel_stubs.put(order.kernel)
+    if spec.settings.optimizer != "adamw":
+        kernel_stubs.put_low_bit()
     context = _context(spec, order.rank, order.kernel)
     source = batches(spec, vocab_size=_vocab_size(spec), data_rank=context.data_rank)
     whole = [[next(source) for _ in range(spec.micro_batches)] for _ in range(spec.steps)]

@@ -1,11 +1,14 @@
 """Assemble: the models and optimizers that a trial's settings ask for, as one Training."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from highwater.attention.registry import register
 from highwater.models.build import build, read_config
 from highwater.models.decoder import Decoder
-from highwater.spec.settings import Loss
+from highwater.spec.settings import Loss, Parameters
 from highwater.spec.trial import TrialSpec
 from highwater.train.optimizers import optimizer_of
 from highwater.train.rank_context import RankContext, compute_dtype
@@ -14,6 +17,11 @@ from highwater.train.step import Training
 CRITIC_SEED = 1
 """Added to the trial's seed: a critic without weights of its own does not start as a copy of the
 policy."""
+
+_MASTER_DTYPES: Mapping[Parameters, torch.dtype] = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+}
 
 
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
@@ -40,7 +48,11 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
     """A model to train, as the settings say."""
     settings = spec.settings
-    trained: dict[str, Any] = {"strategy": settings.strategy, "offload": settings.offload}
+    trained: dict[str, Any] = {
+        "strategy": settings.strategy,
+        "offload": settings.offload,
+        "master_dtype": _MASTER_DTYPES[settings.parameters],
+    }
     if settings.adapters is not None:
         trained |= {"lora": settings.adapters, "master_dtype": compute_dtype(context.device)}
     return _built(spec, context, loss=loss, seed=spec.seed + seed, **trained)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from highwater.errors import MachineError
 from highwater.models.weight_names import name_in_files
 from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.optimizer import OPTIMIZERS, OptimizerName
 from highwater.spec.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -21,16 +23,24 @@ def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
     """The optimizer that a trial asks for, of one of its models: all that depends on its settings
     is chosen here.
     """
+    settings = spec.settings
     return make_optimizer(
-        model, spec.hyperparameters, keeps_gradients=spec.settings.keeps_gradients
+        model,
+        spec.hyperparameters,
+        name=settings.optimizer,
+        keeps_gradients=settings.keeps_gradients,
     )
 
 
 def make_optimizer(
-    model: nn.Module, hyperparameters: Hyperparameters, *, keeps_gradients: bool = True
+    model: nn.Module,
+    hyperparameters: Hyperparameters,
+    *,
+    name: OptimizerName = "adamw",
+    keeps_gradients: bool = True,
 ) -> torch.optim.Optimizer:
-    """Fused AdamW on the float32 shards, its two moments and every gradient already allocated, as
-    zeros; without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
+    """AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros;
+    without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
 
     It runs where the shards are: on the host when they are offloaded. A frozen parameter is none of
     its own: without a gradient, without states, without decay.
@@ -39,14 +49,11 @@ def make_optimizer(
     step, gradients and moments would be cut out of the blocks that activations just left, and the
     caching allocator could never join those again: the largest block, the logits, would be needed
     twice. And what does not fit shows in the first micro-batch, not in the second step.
+
+    Raises MachineError where a package is missing.
     """
-    optimizer = torch.optim.AdamW(
-        _groups(model, weight_decay=hyperparameters.weight_decay),
-        lr=0.0,
-        betas=(hyperparameters.adam_beta1, hyperparameters.adam_beta2),
-        eps=hyperparameters.adam_epsilon,
-        fused=True,
-    )
+    groups = _groups(model, weight_decay=hyperparameters.weight_decay)
+    optimizer = _made(name, groups, hyperparameters)
     fill_missing_gradients(optimizer)
     optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
     for group in optimizer.param_groups:
@@ -56,6 +63,25 @@ def make_optimizer(
     if not keeps_gradients:
         optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+def _made(
+    name: OptimizerName, groups: list[dict[str, Any]], numbers: Hyperparameters
+) -> torch.optim.Optimizer:
+    """The optimizer of this name, at rate zero."""
+    betas = (numbers.adam_beta1, numbers.adam_beta2)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon, fused=True)
+    try:
+        from highwater.train.low_bit import LowBitAdamW
+    except ImportError as error:
+        raise MachineError(
+            f"{name} needs torchao, which cannot be imported: {error}",
+            hint='`pip install "torchao>=0.18"`, or use `--optimizer adamw`',
+        ) from error
+    return LowBitAdamW(
+        groups, traits=OPTIMIZERS[name], lr=0.0, betas=betas, eps=numbers.adam_epsilon
+    )
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:

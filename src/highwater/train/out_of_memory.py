@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.models.fused.weight_gradient import WeightGradient
 from highwater.parallel.fsdp2 import local_shard
@@ -220,13 +221,23 @@ class OutOfMemoryWatch:
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Bytes of the storages of tensors that are on the device, by their address."""
         storages: dict[int, int] = {}
-        for tensor in tensors:
-            own = local_shard(tensor)
+        for own in chain.from_iterable(map(_stored, tensors)):
             if own.device.type == self._device.type:
                 storage = own.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         storages.pop(0, None)
         return storages
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors in which this rank holds one: of a moment in 8 bits its codes and scales."""
+    own: Any = local_shard(tensor)
+    if not is_traceable_wrapper_subclass(own):
+        yield own
+        return
+    names, _ = own.__tensor_flatten__()
+    for name in names:
+        yield from _stored(getattr(own, name))
 
 
 def _models(training: Training) -> Iterator[nn.Module]:

@@ -175,10 +175,11 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
 
     Shards are measured where they are, on the host when offloaded, and one number is summed over
     the ranks: no collective runs on the host, for which NCCL's group would need gloo beside it. In
-    the shards' dtype, as FSDP1's own ``clip_grad_norm_`` is not.
+    the shards' dtype, as FSDP1's own ``clip_grad_norm_`` is not; of bfloat16 in float32. A gradient
+    in bfloat16 that is clipped is rounded to the nearest once more.
     """
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
-    own = nn.utils.get_total_norm(gradients).to(mesh.device_type)
+    own = _total_norm(gradients).to(mesh.device_type)
     # In float64 a norm's square cannot overflow.
     norm = (total(own.double().square(), mesh) / copies(mesh)).sqrt().to(own.dtype)
     if not max_norm:
@@ -190,6 +191,14 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
     return norm
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients, of those in bfloat16 in float32."""
+    if not any(gradient.dtype is torch.bfloat16 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class Counts(NamedTuple):

@@ -35,12 +35,13 @@ from highwater.memory.formula.moments import families
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.spec.families import ROPE_BY_LAYER
 from highwater.spec.footprint import (
-    GRADIENT_BYTES_PER_PARAMETER,
     PROCESS_BYTES,
     device_state_bytes,
+    gradient_bytes,
     host_state_bytes,
     staged_gradient_bytes,
     trained_parameters,
+    update_bytes,
 )
 from highwater.spec.layer_kind import LayerKind
 from highwater.spec.layout import Layout
@@ -165,7 +166,9 @@ def _states(step: Step, state_bytes_per_parameter: int) -> _States:
     of a policy and a critic one's at a time, since each is updated before the other goes forward.
     """
     settings = step.settings
-    states_bytes = device_state_bytes(step.shape, settings, device=step.device)
+    states_bytes = device_state_bytes(
+        step.shape, settings, device=step.device, shards=step.layout.shard_degree
+    )
     whole_bytes = (
         states_bytes // step.layout.shard_degree * state_bytes_per_parameter
     ) // STATE_BYTES_PER_PARAMETER
@@ -174,10 +177,8 @@ def _states(step: Step, state_bytes_per_parameter: int) -> _States:
     if is_offloaded and settings.strategy == "fsdp":
         all_bytes = whole_bytes
     elif not settings.keeps_gradients:
-        all_bytes = whole_bytes * GRADIENT_BYTES_PER_PARAMETER // STATE_BYTES_PER_PARAMETER
-        if settings.lora is not None:
-            trained = trained_parameters(step.shape, settings) * settings.trained_models
-            all_bytes = GRADIENT_BYTES_PER_PARAMETER * trained // step.layout.shard_degree
+        gradients = gradient_bytes(step.shape, settings) // step.layout.shard_degree
+        all_bytes = gradients * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
     return _States(
         lasting_bytes=whole_bytes - all_bytes,
         coming_bytes=all_bytes // settings.trained_models,
@@ -206,6 +207,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
             name="reduction of embedding and head",
             terms=present(*states.terms(states.parameters), *always, _root_reduction(step, states)),
         ),
+        *_update_phases(step, (*states.terms(states.parameters), *always)),
     )
 
 
@@ -241,7 +243,7 @@ def _backward_of_a_layer(
             *beside_layers,
             _kept_term(step, kept),
             *_layer_terms(step, backward),
-            _reduction(_parameters_on_their_way(step, backward.reduced)),
+            _reduction(step, _parameters_on_their_way(step, backward.reduced)),
         ),
     )
 
@@ -398,31 +400,46 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
     return 0 if reduced is None else layers * step.trained_of(reduced)
 
 
-def _reduction(parameters: int) -> Term:
-    """The term of a unit's gradients in float32, on their way to the shards while the next unit
-    goes backward.
+def _reduction(step: Step, parameters: int) -> Term:
+    """The term of a unit's gradients on their way to the shards while the next unit goes
+    backward.
     """
-    return Term(name="gradient reduction", bytes=4 * parameters)
+    return Term(name="gradient reduction", bytes=_reduced_element(step) * parameters)
+
+
+def _reduced_element(step: Step) -> int:
+    """Bytes of a number on its way to the shards: in float32, but for what a GPU alone keeps in
+    bfloat16.
+    """
+    return 2 if step.settings.parameters == "bf16" and step.layout.gpus == 1 else 4
+
+
+def _update_phases(step: Step, beside: tuple[Term, ...]) -> tuple[Phase, ...]:
+    """The update, where it makes something for the numbers that it moves at once."""
+    made = update_bytes(step.shape, step.settings, shards=step.layout.shard_degree)
+    terms = present(*beside, Term(name="update", bytes=made))
+    return (Phase(name="update", terms=terms),) if made else ()
 
 
 def _root_reduction(step: Step, states: _States) -> Term:
     """The term of embedding and head once the layers are done: their gradients in float32, this
-    GPU's share of the sum, unless that is a state that comes, and what is left as computed.
+    GPU's share of the sum, unless that itself is a state that comes, and what is left as computed.
 
     What is left is there before the sum, or beside it. Before it are the gradients of both; where
     they are one, those of its two uses, the root still gathered and the first layer's reduction.
     Beside it several GPUs have a head's own. Source: traces.
     """
     if step.is_frozen:
-        return _reduction(0)
+        return _reduction(step, 0)
     parameters = _root_parameters(step)
     is_one, share = parameters == step.table, parameters // step.layout.shard_degree
     before = step.element * parameters
     if is_one and not step.settings.traits.gives_scalars:
-        before += _reduction(step.shape.runs[0].kind.parameters).bytes
+        before += _reduction(step, step.shape.runs[0].kind.parameters).bytes
     beside = 0 if is_one or share == parameters else step.element * step.table
-    left = max(beside, before - 4 * share)
-    reduced = _reduction(parameters + (0 if states.coming_bytes else share))
+    left = max(beside, before - _reduced_element(step) * share)
+    is_rounded = step.settings.parameters == "bf16" and step.layout.gpus > 1
+    reduced = _reduction(step, parameters + (share if is_rounded or not states.coming_bytes else 0))
     return Term(name=reduced.name, bytes=reduced.bytes + left)
 
 

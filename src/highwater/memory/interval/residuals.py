@@ -18,7 +18,15 @@ from highwater.spec.events import EventLog
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.objective import Objective
-from highwater.spec.settings import Allocator, AttentionMethod, Recompute, Settings, Strategy
+from highwater.spec.optimizer import OptimizerName
+from highwater.spec.settings import (
+    Allocator,
+    AttentionMethod,
+    Parameters,
+    Recompute,
+    Settings,
+    Strategy,
+)
 from highwater.spec.study import Question, RecordedTrial, Study, counted_ranks
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
@@ -61,6 +69,8 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     one_micro_batch: bool = False
     attention: AttentionMethod = "dense"
     lora: bool = False
+    optimizer: OptimizerName = "adamw"
+    parameters: Parameters = "float32"
 
     @property
     def factor(self) -> float:
@@ -92,6 +102,8 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("one_micro_batch", not settings.accumulates, "one micro-batch a step"),
         Trait("lora", settings.lora is not None, "LoRA"),
         Trait("attention", settings.attention, f"{settings.attention} attention"),
+        Trait("optimizer", settings.optimizer, f"optimizer {settings.optimizer}"),
+        Trait("parameters", settings.parameters, f"parameters in {settings.parameters}"),
     )
 
 

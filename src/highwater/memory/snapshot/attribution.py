@@ -46,6 +46,7 @@ class _Rule(NamedTuple):
 _OURS = (
     _Rule("logits", r"highwater/(models/loss|kernels/rows\w*)\.py$"),
     _Rule("gradients", r"highwater/train/optimizers\.py$", r"^make_optimizer$"),
+    _Rule("optimizer_states", r"highwater/train/low_bit\.py$"),
     _Rule("gradients", r"highwater/(models/fused/weight_gradient|parallel/offload)\.py$"),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),
@@ -65,7 +66,7 @@ _OURS = (
 _PYTORCH = (
     _Rule("workspaces", "", r"[wW]orkspace|getCurrentCUDABlas"),
     _Rule("workspaces", r"/triton/(runtime|testing)"),
-    _Rule("optimizer_states", r"torch/optim/", r"^(?!zero_grad$)"),
+    _Rule("optimizer_states", r"torch(?:ao)?/optim/", r"^(?!zero_grad$)"),
     _Rule("gradients", r"torch/nn/utils/clip_grad"),
     _Rule("gradients", r"torch/distributed/", r"foreach_reduce$|reduce_grad|_post_backward|accum"),
     _Rule("gradients", "", r"AccumulateGrad"),
@@ -333,7 +334,7 @@ def _traced(made: Frame, phase: str) -> Category:
     if phase == _BACKWARD and made.file != _NO_MODULE:  # a module runs again: recomputed
         return "activations"
     if phase == "setup":  # gradients and the optimizer's moments a trace does not tell apart
-        return "optimizer_states" if "zeros_like" in made.name else "parameters"
+        return "optimizer_states" if "zeros" in made.name else "parameters"
     if phase == "forward" and made.file == _NO_MODULE:  # the loss is no module
         return "logits"
     return _BY_PHASE.get(phase, "unattributed")

@@ -1,0 +1,231 @@
+"""One process of a group: optimizers with moments of few bits, beside AdamW in float32. Started by
+``rank_server.py`` or torchrun.
+
+``torchrun --nproc-per-node N low_bit_cases.py FOLDER RESULT``: writes, as rank 0, one JSON object
+{optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from highwater.attention.registry import register
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.spec.footprint import device_state_bytes
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.train.checkpoint import save_sharded
+from highwater.train.data import Batch, Document, pack
+from highwater.train.optimizers import fill_missing_gradients, make_optimizer
+from highwater.train.step import Training, backward_of, train_step
+
+LOSSY = {
+    f"{optimizer}, {parameters}": Settings(
+        optimizer=optimizer, parameters=parameters, accumulates=parameters == "float32"
+    )
+    for optimizer in ("adamw-8bit", "adamw-bf16")
+    for parameters in ("float32", "bf16")
+}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+"""Of its matrices some have 8 bits as a whole and not as halves, and one never has."""
+NUMBERS = Hyperparameters(learning_rate=0.01)
+STEPS = 3
+
+
+def main() -> None:
+    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    process_mesh.join(device)
+    gpus = dist.get_world_size()
+    mesh = process_mesh.shard_mesh(Layout(gpus=gpus), device)
+    found: dict[str, Any] = {}
+    for name, settings in LOSSY.items():
+        found[name] = told(
+            {"same gradients": gradients_are_adamws(settings, folder, mesh)}
+            | {"copies": copies_are_equal(settings, folder, device)}
+            | states(settings, folder, mesh)
+            | resumed(settings, folder, mesh)
+        )
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    process_mesh.leave()
+
+
+def told(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank found."""
+    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    return ranks
+
+
+def training(settings: Settings, folder: Path, mesh: dist.DeviceMesh, *, seed: int = 1) -> Training:
+    keeps = settings.keeps_gradients
+    model = build(
+        read_config(str(folder), length_tokens=64, rope="auto"),
+        directory=str(folder),
+        mesh=mesh,
+        attention=register("flash"),
+        loss="chunked",
+        recompute="layer",
+        compute_dtype=torch.float32,
+        master_dtype=torch.float32 if settings.parameters == "float32" else torch.bfloat16,
+        seed=seed,
+    )
+    return Training(
+        policy=model,
+        optimizer=make_optimizer(model, NUMBERS, name=settings.optimizer, keeps_gradients=keeps),
+        mesh=mesh,
+        hyperparameters=NUMBERS,
+        keeps_gradients=keeps,
+    )
+
+
+def batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = torch.randint(97, (24,), generator=generator)
+    return pack([Document(ids, ids)])
+
+
+def gradients_are_adamws(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> bool:
+    """Whether gradients are those of AdamW with the same weights, rounded once where they are in
+    bfloat16, bit by bit.
+    """
+    own, exact = training(settings, folder, mesh), training(Settings(), folder, mesh)
+    pairs = list(zip(own.policy.parameters(), exact.policy.parameters(), strict=True))
+    with torch.no_grad():
+        for mine, theirs in pairs:
+            local_shard(theirs).copy_(local_shard(mine))
+    for trained in (own, exact):
+        backward_of(trained, [batch(0), batch(1)] if settings.accumulates else [batch(0)])
+    return all(
+        mine.grad is not None
+        and theirs.grad is not None
+        and torch.equal(local_shard(mine.grad), local_shard(theirs.grad).to(mine.dtype))
+        for mine, theirs in pairs
+    )
+
+
+def states(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str, Any]:
+    """Bytes that this rank's states take as the update begins, and those that are counted."""
+    trained = training(settings, folder, mesh)
+    fill_missing_gradients(trained.optimizer)
+    tensors = [
+        *trained.policy.parameters(),
+        *(p.grad for p in trained.policy.parameters() if p.grad is not None),
+        *(
+            moment
+            for each in trained.optimizer.state.values()
+            for key, moment in each.items()
+            if key != "step"
+        ),
+    ]
+    storages = {
+        own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
+        for tensor in tensors
+        for own in stored(local_shard(tensor))
+    }
+    shape = load_model(str(folder)).shape
+    counted = device_state_bytes(shape, settings, device="cpu", shards=mesh.size())
+    return {"allocated": sum(storages.values()), "counted": counted / mesh.size()}
+
+
+def stored(tensor: Any) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for inner in tensor.__tensor_flatten__()[0]:
+        yield getattr(tensor, inner)
+
+
+def resumed(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str, Any]:
+    """Whether a training that was saved and loaded goes on as the one that was not."""
+    went_on = training(settings, folder, mesh)
+    for step in range(STEPS):
+        train_step(went_on, [batch(step)])
+    target = folder / f"sharded-{settings.label}-{mesh.size()}"
+    written = save_sharded(went_on.policy, went_on.optimizer, target, mesh=mesh)
+    fresh = training(settings, folder, mesh, seed=2)
+    load(fresh.policy, fresh.optimizer, target, mesh)
+    loaded = same_states(went_on, fresh)
+    for trained in (went_on, fresh):
+        for step in range(STEPS, 2 * STEPS):
+            train_step(trained, [batch(step)])
+    return {"written": written, "loaded": loaded, "goes on": same_states(went_on, fresh)}
+
+
+def load(
+    model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, mesh: dist.DeviceMesh
+) -> None:
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=directory, no_dist=mesh.size() == 1)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def same_states(one: Training, other: Training) -> bool:
+    """Whether parameters, moments and steps are the same, bit by bit, in the same dtypes."""
+    both = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
+    for mine, theirs in both:
+        own = [mine.detach(), *one.optimizer.state[mine].values()]
+        others = [theirs.detach(), *other.optimizer.state[theirs].values()]
+        for a, b in zip(own, others, strict=True):
+            parts = [list(stored(local_shard(each))) for each in (a, b)]
+            if not all(
+                x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(*parts, strict=True)
+            ):
+                return False
+    return True
+
+
+def copies_are_equal(settings: Settings, folder: Path, device: torch.device) -> bool:
+    """Whether copies of the shards hold the same numbers after some steps of different tokens."""
+    gpus = dist.get_world_size()
+    if gpus == 1:
+        return True
+    mesh = process_mesh.shard_mesh(Layout(gpus=gpus, replicate_degree=gpus), device)
+    trained = training(settings, folder, mesh)
+    for step in range(STEPS):
+        train_step(trained, [batch(step)])
+    own = torch.cat([local_shard(p.detach()).flatten() for p in trained.policy.parameters()])
+    every = [torch.empty_like(own) for _ in range(gpus)]
+    dist.all_gather(every, own)
+    return all(torch.equal(own, each) for each in every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Optimizers with moments of few bits on 1 and 2 processes: gradients of AdamW, bytes as counted,
+and a sharded checkpoint that goes on bit by bit.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from low_bit_cases import CONFIG, LOSSY
+from rank_groups import RankGroups
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(
+    processes: int, ranks: RankGroups, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = tmp_path / "result.json"
+    ranks.run("low_bit_cases.py", processes, tmp_path, result)
+    found = json.loads(result.read_text())
+    assert set(found) == set(LOSSY)
+    for name, of_ranks in found.items():
+        assert len(of_ranks) == processes
+        for rank in of_ranks:
+            assert rank["same gradients"], f"{name}: those of AdamW, bit by bit"
+            assert rank["allocated"] == rank["counted"], name
+            assert rank["loaded"], name
+            assert rank["goes on"], name
+            assert rank["copies"], name
+            assert rank["written"] > 0, name

@@ -1,0 +1,268 @@
+"""AdamW with moments of few bits, on one process: torchao's own moments, a bound on each update,
+and what is kept.
+
+The bound: both optimizers start from the same moments m, v; one of them keeps them rounded, with
+errors of at most e_m and e_v for each number; both then see the same gradient g. With M = b1 m + (1
+- b1) g, V = b2 v + (1 - b2) g^2, root = sqrt(V) / c + eps and c the root of the second correction,
+an update is rate M / root, and so
+
+    |update - exact| <= rate (b1 e_m / root' + |M| |root' - root| / (root root')),
+    |root' - root| <= min(sqrt(b2 e_v), b2 e_v / sqrt(V)) / c,
+
+root' being that of the rounded moments, which the optimizer knows. In 8 bits a number is off by
+half of what lies between two codes at the most, 0.9 / 64 (signed) or 0.9 / 128 (squares) times the
+largest of its block, which torchao takes to be 1e-12 at the least: e_m = 0.9 / 128 max |m|, e_v =
+0.9 / 256 max v. In bfloat16, of 8 significant bits, by what lies between two numbers: e_m = 2^-7
+|m|, e_v = 2^-7 v.
+"""
+
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
+
+from torch import Tensor, nn
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.optimizer import OPTIMIZERS, QUANTIZED_BLOCK
+from highwater.train import low_bit
+from highwater.train.optimizers import make_optimizer
+from highwater.train.out_of_memory import _stored
+
+LOSSY = ("adamw-8bit", "adamw-bf16")
+RATE, DECAY = 1e-3, 0.1
+NUMBERS = Hyperparameters(learning_rate=RATE, weight_decay=DECAY)
+BETA1, BETA2, EPSILON = NUMBERS.adam_beta1, NUMBERS.adam_beta2, NUMBERS.adam_epsilon
+SLACK = 1e-5
+"""Relative, of the bound, and of the update: arithmetic in float32."""
+MEANS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def weights(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Linear(96, 128, bias=bias, dtype=dtype)
+
+
+def optimizer_of(model: nn.Module, name: Any) -> torch.optim.Optimizer:
+    return make_optimizer(model, NUMBERS, name=name)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.to(parameter.dtype, copy=True)
+    with torch.compiler.set_stance("force_eager"):  # torchao's own compiles, too
+        optimizer.step()
+
+
+def gradients_of(model: nn.Module, scale: float = 1.0) -> list[Tensor]:
+    """Of very different sizes, row by row, as those of embeddings are."""
+    return [
+        scale * torch.randn_like(p) * torch.logspace(-3, 0, len(p))[:, None]
+        if p.ndim > 1
+        else scale * torch.randn_like(p)
+        for p in model.parameters()
+    ]
+
+
+def test_eight_bits_are_torchaos_own() -> None:
+    """Codes and scales bit by bit; parameters but for the corrections, which torchao has in
+    float32.
+    """
+    ours, theirs = weights(bias=True), weights(bias=True)
+    optimizer = optimizer_of(ours, "adamw-8bit")
+    judge = AdamW8bit(
+        [
+            {"params": [theirs.weight], "weight_decay": DECAY},
+            {"params": [theirs.bias], "weight_decay": 0.0},
+        ],
+        lr=RATE,
+    )
+    for _ in range(10):
+        gradients = gradients_of(ours)
+        step(ours, optimizer, gradients)
+        step(theirs, judge, gradients)
+    for name in MEANS:
+        own, other = optimizer.state[ours.weight][name], judge.state[theirs.weight][name]
+        assert isinstance(own, OptimState8bit)
+        assert torch.equal(own.codes, other.codes)
+        assert torch.equal(own.scale, other.scale)
+        of_bias = optimizer.state[ours.bias][name]
+        assert torch.equal(of_bias, judge.state[theirs.bias][name]), "too small: in float32"
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=10 * RATE * 1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_an_update_is_within_its_bound_of_adamws(name: Any, scale: float) -> None:
+    exact, rounded = weights(), weights()
+    judge, optimizer = optimizer_of(exact, "adamw"), optimizer_of(rounded, name)
+    steps = 5
+    for _ in range(steps):
+        step(exact, judge, gradients_of(exact, scale))
+    mean, squares = (judge.state[exact.weight][each].double() for each in MEANS)
+    state = optimizer.state[rounded.weight]
+    state["step"].fill_(steps)
+    for each in MEANS:
+        low_bit._write(state[each], judge.state[exact.weight][each])
+    with torch.no_grad():
+        rounded.weight.copy_(exact.weight)
+    before = exact.weight.detach().double()
+    kept_mean, kept_squares = (wide(state[each]) for each in MEANS)
+    (gradient,) = gradients_of(exact, scale)
+    step(exact, judge, [gradient])
+    step(rounded, optimizer, [gradient])
+
+    off_mean, off_squares = errors(name, mean, squares)
+    assert ((kept_mean - mean).abs() <= (1 + SLACK) * off_mean).all()
+    assert ((kept_squares - squares).abs() <= (1 + SLACK) * off_squares).all()
+    gradient = gradient.double()
+    new_mean = BETA1 * mean + (1 - BETA1) * gradient
+    new_squares, own_squares = (
+        BETA2 * each + (1 - BETA2) * gradient**2 for each in (squares, kept_squares)
+    )
+    correction = (1 - BETA2 ** (steps + 1)) ** 0.5
+    root, own_root = (each.sqrt() / correction + EPSILON for each in (new_squares, own_squares))
+    off = BETA2 * off_squares
+    off_root = torch.minimum(off.sqrt(), off / new_squares.sqrt()) / correction
+    rate = RATE / (1 - BETA1 ** (steps + 1))
+    bound = rate * (BETA1 * off_mean / own_root + new_mean.abs() * off_root / (root * own_root))
+    difference = (rounded.weight.double() - exact.weight.double()).abs()
+    arithmetic = SLACK * (exact.weight.double() - before).abs() + 2**-23 * before.abs()
+    assert (difference <= (1 + SLACK) * bound + arithmetic).all()
+    moved = exact.weight.double() - before * (1 - RATE * DECAY)
+    assert difference.norm() < 0.05 * moved.norm(), "most are far from the bound"
+    assert difference.norm() > 1e-4 * moved.norm(), "and it is lossy"
+
+
+def errors(name: str, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """What the moments may be off by."""
+    if name == "adamw-bf16":
+        return 2**-7 * mean.abs(), 2**-7 * squares
+    return 0.9 / 128 * largest_of_block(mean), 0.9 / 256 * largest_of_block(squares)
+
+
+def largest_of_block(moment: Tensor) -> Tensor:
+    blocks = moment.abs().reshape(-1, QUANTIZED_BLOCK)
+    return blocks.amax(1, keepdim=True).clip(1e-12).expand_as(blocks).reshape(moment.shape)
+
+
+def wide(moment: Tensor) -> Tensor:
+    return (moment.dequantize() if isinstance(moment, OptimState8bit) else moment).double()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_mean_of_squares_shrinks_as_fast_as_gradients_do(name: Any) -> None:
+    """Rounded to the nearest one in bfloat16 would stay: a thousandth less is nearer to itself."""
+    steps = 2000
+    model = weights()
+    optimizer = optimizer_of(model, name)
+    step(model, optimizer, [torch.ones_like(model.weight)])
+    before = wide(optimizer.state[model.weight]["exp_avg_sq"]).mean()
+    for _ in range(steps):
+        step(model, optimizer, [torch.zeros_like(model.weight)])
+    after = wide(optimizer.state[model.weight]["exp_avg_sq"]).mean()
+    assert float(after / before) == pytest.approx(BETA2**steps, rel=0.02)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_parameter_in_bf16_moves_as_far_as_in_float32_on_average(name: Any) -> None:
+    """By updates of a hundredth of what lies between two numbers: to the nearest it would stay."""
+    steps, rate = 500, 2**-7 / 100
+    numbers = Hyperparameters(learning_rate=rate, weight_decay=0.0)
+    model = nn.Linear(96, 128, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.5)
+    optimizer = make_optimizer(model, numbers, name=name)
+    for _ in range(steps):
+        step(model, optimizer, [torch.ones_like(model.weight)])
+    assert 1.5 - model.weight.detach().float().mean().item() == pytest.approx(
+        steps * rate, rel=0.01
+    )
+    assert model.weight.dtype is torch.bfloat16
+    assert len(model.weight.unique()) > 2, "each number by itself"
+    moments = [wide(optimizer.state[model.weight][each]).mean() for each in MEANS]
+    assert moments == pytest.approx([1, 1 - BETA2**steps], rel=0.01), "as of float32"
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_pieces_of_a_shard_are_updated_as_the_whole(
+    name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the numbers that are drawn, and to which neighbour they round."""
+    whole, cut = weights(), weights()
+    whole_optimizer, cut_optimizer = optimizer_of(whole, name), optimizer_of(cut, name)
+    for _ in range(3):
+        gradients = gradients_of(whole)
+        step(whole, whole_optimizer, gradients)
+        with monkeypatch.context() as context:
+            context.setattr(low_bit, "PIECE", 5 * QUANTIZED_BLOCK)  # does not divide the shard
+            step(cut, cut_optimizer, gradients)
+    if name == "adamw-8bit":
+        assert torch.equal(whole.weight, cut.weight)
+    torch.testing.assert_close(whole.weight, cut.weight, rtol=0, atol=0.1 * RATE)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_drawn_follows_from_the_step_and_leaves_other_draws_alone(name: Any) -> None:
+    one, other = weights(), weights()
+    optimizers = optimizer_of(one, name), optimizer_of(other, name)
+    torch.manual_seed(2)
+    expected = torch.rand(3)
+    for _ in range(3):
+        gradients = gradients_of(one)
+        torch.manual_seed(2)
+        step(one, optimizers[0], gradients)
+        assert torch.equal(torch.rand(3), expected)
+        step(other, optimizers[1], gradients)
+    assert torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_was_alive_counts_codes_and_scales(name: Any) -> None:
+    model = weights(bias=True)
+    optimizer = optimizer_of(model, name)
+    for parameter in model.parameters():
+        own = [
+            part.untyped_storage().nbytes()
+            for each in MEANS
+            for part in _stored(optimizer.state[parameter][each])
+        ]
+        assert sum(own) == OPTIMIZERS[name].moments_bytes(parameter.numel())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_is_loaded_goes_on_bit_by_bit(name: Any, dtype: torch.dtype) -> None:
+    went_on, resumed = weights(bias=True, dtype=dtype), weights(bias=True, dtype=dtype)
+    optimizer = optimizer_of(went_on, name)
+    for _ in range(3):
+        step(went_on, optimizer, gradients_of(went_on))
+    file = BytesIO()
+    torch.save([went_on.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    of_model, of_optimizer = torch.load(file)
+    resumed.load_state_dict(of_model)
+    fresh = optimizer_of(resumed, name)
+    fresh.load_state_dict(of_optimizer)
+    for moment in MEANS:
+        own, other = fresh.state[resumed.weight][moment], optimizer.state[went_on.weight][moment]
+        assert type(own) is type(other)
+        assert own.dtype == other.dtype
+    gradients = gradients_of(went_on)
+    step(went_on, optimizer, gradients)
+    step(resumed, fresh, gradients)
+    assert all(map(torch.equal, went_on.parameters(), resumed.parameters()))

@@ -1,0 +1,222 @@
+"""Bytes that an optimizer keeps, and what it cannot be combined with."""
+
+from typing import Any
+
+import pytest
+
+from highwater.api import predict
+from highwater.emit.targets import configured
+from highwater.errors import MachineError, UsageError
+from highwater.memory.formula.formula import footprint
+from highwater.memory.snapshot.attribution import category_of
+from highwater.memory.snapshot.snapshot import Frame
+from highwater.pages.recommendation_tables import costs
+from highwater.recommendation.recommend import recommend
+from highwater.run import probe
+from highwater.spec.declaration import words_of
+from highwater.spec.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.optimizer import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLOCK, TABLE_BYTES
+from highwater.spec.settings import Settings
+
+EIGHT_BITS = OPTIMIZERS["adamw-8bit"]
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    return load_model("Llama-3.1-8B").shape
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"), [("adamw", 16), ("adamw-8bit", 10.03125), ("adamw-bf16", 12)]
+)
+@pytest.mark.parametrize("shards", [1, 8])
+def test_states_take_the_bytes_a_parameter_that_the_help_says(
+    shape: ModelShape, optimizer: Any, per_parameter: float, shards: int
+) -> None:
+    """But for the tables of each matrix, and norms, which 8 bits leave in float32."""
+    states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda", shards=shards)
+    assert states / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_quantized"),
+    [
+        (LEAST_QUANTIZED, True),
+        (LEAST_QUANTIZED - QUANTIZED_BLOCK, False),
+        (LEAST_QUANTIZED + QUANTIZED_BLOCK, True),
+        (LEAST_QUANTIZED + QUANTIZED_BLOCK - 1, False),
+    ],
+)
+def test_a_shard_has_8_bits_where_blocks_divide_it_and_there_are_enough(
+    numbers: int, is_quantized: bool
+) -> None:
+    in_bits = 2 * (numbers + numbers // 64 + TABLE_BYTES)
+    assert EIGHT_BITS.moments_bytes(numbers) == (in_bits if is_quantized else 8 * numbers)
+
+
+def test_shards_that_are_too_small_keep_float32_moments(shape: ModelShape) -> None:
+    """Then the states are those of AdamW in float32."""
+    narrow = Settings(optimizer="adamw-8bit")
+    tiny = load_model("tiny").shape
+    of_many = device_state_bytes(tiny, narrow, device="cuda", shards=4096)
+    assert of_many == device_state_bytes(tiny, Settings(), device="cuda")
+    assert device_state_bytes(tiny, narrow, device="cuda") < of_many
+
+
+def test_a_prediction_has_what_the_moments_save(shape: ModelShape) -> None:
+    wide, narrow = (
+        footprint(
+            shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192
+        ).allocated_bytes
+        for optimizer in ("adamw", "adamw-bf16")
+    )
+    assert wide - narrow == pytest.approx(4 * shape.parameters / 8, abs=8)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(
+    shape: ModelShape, optimizer: Any
+) -> None:
+    states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda")
+    one = Settings(optimizer=optimizer, accumulates=False)
+    (loss, *_) = footprint(shape, one, Layout(), length_tokens=8192).phases
+    found = {term.name: term.bytes for term in loss.terms}
+    assert found["states"] == states - 4 * shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"), [("adamw", 12), ("adamw-8bit", 6.03125), ("adamw-bf16", 8)]
+)
+def test_a_checkpoint_has_weights_and_moments(
+    shape: ModelShape, optimizer: Any, per_parameter: float
+) -> None:
+    saves = Settings(optimizer=optimizer, checkpoint="sharded")
+    saved = checkpoint_bytes(shape, saves, "cuda").sharded_bytes
+    assert saved / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"), [("adamw-8bit", 6.03125), ("adamw-bf16", 8)]
+)
+def test_parameters_in_bf16_take_half_and_so_do_their_gradients(
+    shape: ModelShape, optimizer: Any, per_parameter: float
+) -> None:
+    narrow = Settings(
+        optimizer=optimizer, parameters="bf16", accumulates=False, checkpoint="sharded"
+    )
+    states = device_state_bytes(shape, narrow, device="cuda", shards=8)
+    assert states / shape.parameters == pytest.approx(per_parameter, rel=3e-4)
+    assert gradient_bytes(shape, narrow) == 2 * shape.parameters
+    saved = checkpoint_bytes(shape, narrow, "cuda").sharded_bytes
+    assert saved / shape.parameters == pytest.approx(per_parameter - 2, rel=3e-4)
+
+
+BF16 = {"parameters": "bf16"}
+WORKS = {"optimizer": "adamw-8bit", "micro_batches": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words", "hint"),
+    [
+        ({"micro_batches": 1}, "adamw rounds to the nearest", {"optimizer": "adamw-8bit"}),
+        ({"optimizer": "adamw-bf16"}, "added up in bf16", {"micro_batches": 1}),
+        (WORKS | {"offload": True}, "`--offload` on the host", {"offload": False}),
+        (WORKS | {"strategy": "fsdp"}, "FSDP1 flat ones", {"strategy": "fsdp2"}),
+        (WORKS | {"copies": [2]}, "2 copies of parameters in bf16", {"parameters": "float32"}),
+    ],
+)
+def test_what_parameters_in_bf16_are_not_trained_with_is_refused_by_name(
+    asked: dict[str, Any], words: str, hint: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=words) as refused:
+        predict("Qwen3-0.6B", gpus="2xH100-80GB", **BF16, **asked)
+    typed = {name: value for name, value in hint.items() if value is not False}
+    assert not typed or " ".join(words_of(typed)) in str(refused.value.hint)
+    assert predict("Qwen3-0.6B", gpus="2xH100-80GB", **{**BF16, **asked, **hint}).cells
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [({"offload": True}, "`--offload` on the host"), ({"strategy": "fsdp"}, "FSDP1 flat ones")],
+)
+def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(
+    optimizer: Any, other: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as refused:
+        Settings(optimizer=optimizer, **other)
+    assert "`--optimizer adamw`" in str(refused.value.hint)
+    assert Settings(**other), "which the hint says works"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame("/opt/highwater/train/low_bit.py", 100, "_zeros"),
+        Frame("/opt/site-packages/torchao/optim/subclass_8bit.py", 112, "zeros"),
+        Frame("/opt/site-packages/torch/optim/adamw.py", 90, "_init_group"),
+    ],
+)
+def test_a_snapshot_tells_moments_by_the_file_that_makes_them(frame: Frame) -> None:
+    assert category_of(frame) == "optimizer_states"
+
+
+def test_a_label_names_an_optimizer_that_is_lossy() -> None:
+    assert Settings().label == "vanilla"
+    assert {Settings(optimizer=name).label for name in OPTIMIZERS if name != "adamw"} == {
+        "adamw-8bit",
+        "adamw-bf16",
+    }
+    assert [name for name, traits in OPTIMIZERS.items() if traits.is_exact] == ["adamw"]
+
+
+def test_a_missing_package_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "find_spec", lambda _: None)
+    probe.refuse_missing_package(Settings())
+    with pytest.raises(MachineError, match="adamw-8bit needs torchao") as refused:
+        probe.refuse_missing_package(Settings(optimizer="adamw-8bit"))
+    assert "--optimizer adamw`" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("asked", OPTIMIZERS)
+def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked: Any) -> None:
+    here = {"length": "64k", "gpus": "4xH20-96GB"}
+    found, by_default = (
+        recommend("Qwen3-8B", **here, optimizer=asked),
+        recommend("Qwen3-8B", **here),
+    )
+    assert {each.cell.settings.optimizer for each in found.candidates} == {asked}
+    assert {each.cell.settings.optimizer for each in by_default.candidates} == {"adamw"}
+    lossy = asked != "adamw"
+    assert all(
+        ("updates that are rounded: lossy" in costs(each, found)) is lossy
+        for each in found.candidates
+    )
+    assert any(f"{asked} is lossy" in note for note in found.notes) is lossy
+    is_offloaded = {each.cell.settings.offload for each in found.candidates}
+    assert is_offloaded == ({False, True} if asked == "adamw" else {False})
+
+
+def test_a_lossy_optimizer_fits_longer_lengths() -> None:
+    gpu = {"gpus": "1xH100-80GB", "ulysses": [1]}
+    longest = {
+        name: max(each.capacity_tokens for each in predict("Qwen3-4B", **gpu, optimizer=name).cells)
+        for name in OPTIMIZERS
+        if not OPTIMIZERS[name].is_exact
+    }
+    on_the_gpu = [
+        each.capacity_tokens
+        for each in predict("Qwen3-4B", **gpu).cells
+        if not each.cell.settings.offload
+    ]
+    assert longest["adamw-8bit"] > longest["adamw-bf16"] > max(on_the_gpu)
+
+
+def test_trainers_without_words_for_an_optimizer_refuse_it() -> None:
+    found = recommend("Qwen3-8B", length="64k", gpus="4xH20-96GB", optimizer="adamw-8bit")
+    assert found.chosen is not None
+    with pytest.raises(UsageError, match="TRL's configuration has no words for") as refused:
+        configured("trl", found, found.chosen, model="Qwen3-8B")
+    assert "--optimizer adamw-8bit" in str(refused.value)
