@@ -55,6 +55,7 @@ def words(text: str) -> set[str]:
 
 @given(tables(), WIDTHS)
 @example(TextTable(title="", columns=("a",), rows=(("131,072 " * 20,),)), 20)
+@example(TextTable(title="", columns=("rung", ""), rows=(("", ""),)), 20)
 def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(
     table: TextTable, width: int
 ) -> None:

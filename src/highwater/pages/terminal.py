@@ -175,7 +175,7 @@ def _rows(table: TextTable, width: int) -> Iterator[str]:
     yield from _in_columns(
         [table.columns[index] for index in beside], widths, are_left, at_the_bottom=True
     )
-    yield _GAP.join("-" * each for each in widths)
+    yield _GAP.join("-" * each for each in widths).rstrip()
     for row in table.rows:
         yield from _in_columns([row[index] for index in beside], widths, are_left)
         yield from _below(

@@ -58,23 +58,24 @@ def _too_long_for_a_hole(
     where sequences are short.
     """
     whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
-    is_new = layout.shard_degree > 1 and passing_bytes < _HOLE_FROM * whole
-    return whole if is_new else 0
+    has_gradients = layout.shard_degree > 1 and settings.lora is None
+    return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0
 
 
 def _of_other_streams(
     shape: ModelShape, settings: Settings, layout: Layout, late_bytes: int
 ) -> int:
     """Bytes that FSDP2 keeps on the streams on which it gathers and reduces: of the sums those of
-    the root, which are among the gradients that come late.
+    the root, which are among the gradients that come late; of adapters it has none.
     """
     policy = _root(shape, has_head=not settings.traits.gives_scalars)
     trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
     gathered = trained + (
         policy if settings.has_second_model else 0
     )  # the reference is another model under FSDP2
+    summed = trained if settings.lora is None else 0
     return (
-        max(_GRADIENT * trained // layout.shard_degree, late_bytes)
+        max(_GRADIENT * summed // layout.shard_degree, late_bytes)
         + _gathering(gathered, layout)
         + _from_host(shape, settings, layout)
     )
@@ -90,7 +91,8 @@ def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
     """
     if not settings.offload or layout.shard_degree == 1:
         return 0
-    return _MASTER * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
+    size = _MASTER if settings.lora is None else _WEIGHT
+    return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
 
 
 def _gathering(parameters: int, layout: Layout) -> int:
