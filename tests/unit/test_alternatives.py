@@ -140,23 +140,32 @@ def test_a_host_that_is_too_small_is_what_is_blamed():
 
 
 def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
-    asked = {"gpus": "2xH200-141GB", "length": "128k"}
-    what = recommend("Qwen3-30B-A3B", **asked, host_memory="200GiB").alternatives[-1].what
+    asked = {"gpus": "1xA100-80GB", "length": "32k", "lora": 32}
+    what = recommend("Qwen3-32B", **asked, host_memory="20GiB").alternatives[-1].what
     needed = re.search(r"([\d.]+ GiB) at least", what)
     assert needed is not None, what
     size = needed[1].replace(" ", "")
-    assert float(size.removesuffix("GiB")) > 400
+    assert float(size.removesuffix("GiB")) > 60  # the model in bf16, and no states of it
     assert (
         recommend(
-            "Qwen3-30B-A3B", **asked, host_memory=f"{float(size.removesuffix('GiB')) + 0.01}GiB"
+            "Qwen3-32B", **asked, host_memory=f"{float(size.removesuffix('GiB')) + 0.01}GiB"
         ).chosen
         is not None
     )
 
 
-def test_an_optimizer_with_smaller_states_is_named_where_the_host_has_room_for_those():
+def test_other_trainings_are_named_last_the_lossy_ones_before_adapters():
     found = recommend("Qwen3-30B-A3B", gpus="2xH200-141GB", length="128k", host_memory="400GiB")
-    assert "states of 8 bytes" in found.alternatives[-1].what
+    assert found.chosen is None
+    assert "lossy" in found.alternatives[-1].what
+    assert "--optimizer" in found.alternatives[-1].flags
+    small = {"gpus": "1xRTX-4090", "length": "32k", "host_memory": "64GiB"}
+    adapters = recommend("Llama-3.1-8B", **small).alternatives[-1]
+    assert "another training" in adapters.what
+    assert adapters.flags == ("--lora", "32")
+    chosen = recommend("Llama-3.1-8B", **small, lora=32).chosen
+    assert chosen is not None
+    assert chosen.label == adapters.label
 
 
 @pytest.mark.parametrize("value", ["abc", "3.5", "0"])

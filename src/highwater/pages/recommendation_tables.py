@@ -90,6 +90,8 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         fewer = found.default_sequences / settings.sequences_per_micro_batch
         several, one = f"{fewer:g} times the micro-batches", f"1/{fewer:g} of a step's tokens"
         said.append(several if settings.accumulates else one)
+    if settings.lora is not None:
+        said.append("another training: adapters beside a frozen model")
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
     if settings.offload:

@@ -16,7 +16,7 @@ from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
-from highwater.spec.model import load_model
+from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.spec.recommendation import Alternative, Candidate
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes
@@ -25,6 +25,7 @@ MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
 _SMALLER_STATES_BYTES = 8
 """Bytes a parameter: weights, gradients and both moments in bfloat16, for example."""
+_LORA_RANK = 32
 _RESTRICTIONS = (
     "allocator",
     "loss",
@@ -135,7 +136,9 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
     if TRAINERS[goal.trainer].knows_every_setting and goal.settings.get("micro_batches") != 1:
         one = replace(goal, settings={**goal.settings, "micro_batches": 1})
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
-    if goal.memory_limit.state_bytes_per_parameter > _SMALLER_STATES_BYTES:
+    if TRAINERS[goal.trainer].knows_every_setting:
+        yield from _other_trainings(goal)
+    elif goal.memory_limit.state_bytes_per_parameter > _SMALLER_STATES_BYTES:
         memory_limit = msgspec.structs.replace(
             goal.memory_limit, state_bytes_per_parameter=_SMALLER_STATES_BYTES
         )
@@ -145,6 +148,26 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
             "an optimizer"
         )
         yield what, flags, (), replace(goal, memory_limit=memory_limit)
+
+
+def _other_trainings(
+    goal: Goal,
+) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
+    """Changes after which something else is learned: states of few bits, then adapters alone."""
+    if goal.memory_limit.state_bytes_per_parameter < STATE_BYTES_PER_PARAMETER:
+        return
+    others: list[tuple[str, dict[str, object]]] = []
+    if "optimizer" not in goal.settings and "lora" not in goal.settings:
+        few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
+        others.append(("moments of 8 bits, which are lossy", few_bits))
+        what = "moments of 8 bits and parameters in bf16, which are lossy"
+        others.append((what, {**few_bits, "parameters": "bf16", "micro_batches": 1}))
+    if "lora" not in goal.settings:
+        what = f"LoRA, another training: adapters of rank {_LORA_RANK} beside a frozen model"
+        others.append((what, {"lora": _LORA_RANK}))
+    for what, settings in others:
+        changed = replace(goal, settings={**goal.settings, **settings})
+        yield what, tuple(words_of(settings)), (), changed
 
 
 def _rings(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
