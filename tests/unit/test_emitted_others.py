@@ -123,6 +123,37 @@ def test_trls_other_commands_have_their_own_names(objective: str, command: str) 
     assert emitted.values["per_device_train_batch_size"] == rows
 
 
+@pytest.mark.parametrize(
+    ("objective", "command"), [("sft", "sft"), ("rw", "reward"), ("grpo", "grpo"), ("dpo", "dpo")]
+)
+def test_adapters_are_named_as_trl_names_them(objective: str, command: str) -> None:
+    known = recorded("trl", trl_file.VERSION)
+    asked = {"lora": 16, "lora_targets": "q_proj,v_proj", "objective": objective}
+    values = trl(*goal(length="16k", ulysses=[1], **asked)).values
+    expected = {
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "lora_target_modules.0": "q_proj",
+        "lora_target_modules.1": "v_proj",
+        "dtype": "bfloat16",
+    }
+    if objective == "rw":
+        expected |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
+    assert expected.items() <= values.items()
+    for name, value in expected.items():
+        kind = known[f"{command}.{name.partition('.')[0]}"]
+        assert is_a(value, kind), (name, kind)
+
+
+def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_works() -> None:
+    with pytest.raises(UsageError, match="12.5") as refused:
+        trl(*goal(length="16k", lora=8, lora_alpha=12.5))
+    assert refused.value.hint == "use `--lora-alpha 12`"
+    assert trl(*goal(length="16k", lora=8, lora_alpha=12)).values["lora_alpha"] == 12
+
+
 def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
     found, chosen = goal(objective="dpo", length="16k", ulysses=[1])
     emitted = trl(found, chosen)

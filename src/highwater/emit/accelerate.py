@@ -43,8 +43,9 @@ def accelerate(
     cannot += tuple(engine_alone(settings, name="accelerate"))
     said = heading(found, chosen, name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
+    dtype = "float32" if chosen.cell.settings.lora is None else "bfloat16"
     said.append(
-        f"the script loads {model_path or found.model_name} in float32, with {attention(chosen)}"
+        f"the script loads {model_path or found.model_name} in {dtype}, with {attention(chosen)}"
     )
     if is_ulysses(chosen):
         said.append(
@@ -120,6 +121,8 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
         f"the objective {settings.objective} with {settings.loss} loss{entropy}{critic}: they are "
         "the script's",
     ]
+    if settings.lora is not None:
+        said.append(f"LoRA of rank {settings.lora}: adapters are put on by the script")
     if is_ulysses(chosen) and settings.recompute != "none":
         said.append(
             "recomputation with DeepSpeed: the script calls the model's "

@@ -59,13 +59,16 @@ _ALL = frozenset(
         *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
     )
 )
+_LORA = {"lora", "lora_alpha", "lora_targets"}
 _OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
 
 TARGETS: Mapping[Target, EmitTarget] = {
     "trinity": EmitTarget(name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL),
     "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL),
     "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL),
-    "trl": EmitTarget(name="TRL", emit=trl, predicted_for="highwater", knows=_OF_THE_ENGINE),
+    "trl": EmitTarget(
+        name="TRL", emit=trl, predicted_for="highwater", knows=_OF_THE_ENGINE | _LORA
+    ),
     "torchtitan": EmitTarget(
         name="torchtitan", emit=torchtitan, predicted_for="highwater", knows=_OF_THE_ENGINE
     ),
@@ -73,7 +76,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         name="accelerate",
         emit=accelerate,
         predicted_for="highwater",
-        knows=_OF_THE_ENGINE | {"critic"},
+        knows=_OF_THE_ENGINE | _LORA | {"critic"},
     ),
 }
 """The trainers, by the name that ``highwater emit --for`` takes."""

@@ -32,10 +32,12 @@ from highwater.emit.emitted import (
     refusals,
     refuse_obstacle,
 )
+from highwater.errors import UsageError
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings import Settings
 
 VERSION = "1.16.0"
 
@@ -163,7 +165,9 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
 def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
-    values |= {"dtype": "float32", "attn_implementation": attention(chosen), "bf16": True}
+    base = "float32" if settings.lora is None else "bfloat16"
+    values |= {"dtype": base, "attn_implementation": attention(chosen), "bf16": True}
+    values |= _lora_values(settings)
     values |= _rope_values(found)
     values |= _batch_values(found, chosen, COMMANDS[settings.objective])
     if layout.context_degree > 1:
@@ -172,6 +176,27 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
     values["gradient_checkpointing"] = is_ulysses(chosen) and settings.recompute != "none"
     values["accelerate_config"] = FILE
     return values | {f"env.{name}": value for name, value in environment(chosen).items()}
+
+
+def _lora_values(settings: Settings) -> dict[str, Value]:
+    """Adapters as peft has them, without the dropout that is TRL's default."""
+    lora = settings.adapters
+    if lora is None:
+        return {}
+    if lora.alpha != int(lora.alpha):
+        raise UsageError(
+            f"TRL's lora_alpha is a whole number, and {lora.alpha} is not",
+            hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
+        )
+    values: dict[str, Value] = {"use_peft": True, "lora_r": lora.rank}
+    values["lora_alpha"] = int(lora.alpha)
+    values |= {
+        f"lora_target_modules.{number}": name
+        for number, name in enumerate(lora.names or (lora.targets,))
+    }
+    if settings.traits.gives_scalars:
+        values |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
+    return values | {"lora_dropout": 0.0}
 
 
 def _rope_values(found: Recommendation) -> dict[str, Value]:
