@@ -39,7 +39,7 @@ from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
 from highwater.spec.hardware import Kernel, kernels
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.protocols import Runner
 from highwater.spec.published import read_capacity_table
@@ -103,7 +103,6 @@ def predict(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
-    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
@@ -134,9 +133,7 @@ def predict(
     Raises HighwaterError for what cannot be asked.
     """
     refuse_unknown_family(load_model(model))
-    is_traceable = TRAINERS[trainer].traces == "made" and (
-        state_bytes_per_param == STATE_BYTES_PER_PARAMETER
-    )
+    is_traceable = TRAINERS[trainer].traces == "made"
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = gpus_meant(gpus, gpu_memory)
@@ -144,7 +141,6 @@ def predict(
         where,
         host_memory=host_memory,
         reserved=reserved,
-        state_bytes_per_param=state_bytes_per_param,
         constants=None if constants is None else own_constants(Path(constants), where),
     )
     length_tokens = None if length is None else parse_tokens(str(length))
@@ -158,7 +154,7 @@ def predict(
         calibrate_with, method, memory_limit.constants, on_calibrate=on_calibrate, on_trace=on_trace
     )
     prediction = unanswered(question, where, memory_limit, trainer, method, length_tokens)
-    known = calibration_of(question, memory_limit, trainer, method=method, own=own)
+    known = calibration_of(question, trainer, method=method, own=own)
     prediction = msgspec.structs.replace(prediction, calibration=known, notes=notes)
     if not exact:
         return by_formula(prediction, question)
@@ -190,7 +186,7 @@ def _check_exact(*, exact: bool, timeline: str | Path | None, is_traceable: bool
     if exact and not is_traceable:
         raise UsageError(
             "what is traced are this engine's own steps, with its own optimizers",
-            hint="leave `--exact` out, or `--trainer` and `--state-bytes-per-param`",
+            hint="leave `--exact` out, or `--trainer`",
         )
     if timeline is None:
         return
@@ -240,7 +236,7 @@ def predict_against(
     """Predictions for every cell of a table of known capacities (CSV), compared with it.
 
     ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
-    are ``host_memory``, ``reserved`` and ``state_bytes_per_param``, as for ``predict``.
+    are ``host_memory`` and ``reserved``, as for ``predict``.
     """
     table = read_capacity_table(Path(table_path))
     for question in table.questions:

@@ -138,7 +138,6 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--state-bytes-per-param", "8"), "8 bytes of states a parameter"),
         (("--host-memory", "512GiB"), "512.00 GiB of host memory"),
         (("--constants", "c.json"), "constants of its own"),
     ],

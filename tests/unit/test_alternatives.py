@@ -47,16 +47,12 @@ def test_a_setting_that_stands_in_the_way_is_the_technique():
     assert recommend("Qwen3-4B", **kept, **asked).chosen
 
 
-def test_smaller_states_are_a_technique_where_they_are_what_is_in_the_way():
-    asked = {
-        "model": "Qwen3-4B",
-        "gpus": "1xA100-80GB",
-        "length": "12k",
-        "trainer": "trinity",
-        "offload": False,
-    }
-    assert recommend(**asked).alternatives[-1].flags == ("--state-bytes-per-param", "8")
-    assert recommend(state_bytes_per_param=8, **asked).chosen
+def test_a_trainer_without_other_states_is_offered_none():
+    asked = {"model": "Qwen3-4B", "gpus": "1xA100-80GB", "length": "12k", "offload": False}
+    found = recommend(**asked, trainer="trinity")
+    assert found.chosen is None
+    assert not found.alternatives[-1].flags
+    assert "--optimizer" in recommend(**{**asked, "length": "128k"}).alternatives[-1].flags
 
 
 def test_one_micro_batch_is_a_technique_where_its_gradients_are_in_the_way():

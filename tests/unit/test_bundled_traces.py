@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from highwater.memory.capacity import MemoryLimit
 from highwater.memory.trace.replay import replay
 from highwater.memory.trinity.bundled_traces import bundled_trace
 from highwater.memory.trinity.closed_form import tokens_of_a_gpu
@@ -53,9 +52,7 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row: dict[str, Any]) -> None:
     cell = Cell(
         layout=Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"]), settings=settings
     )
-    lines = bundled_trace(
-        load_model(row["model"]).shape, cell, MemoryLimit(device_bytes=round(79.15 * GIB))
-    )
+    lines = bundled_trace(load_model(row["model"]).shape, cell)
     assert lines is not None
     log = lines.at(tokens_of_a_gpu(settings, cell.layout, row["length_tokens"]))
     ours = replay(

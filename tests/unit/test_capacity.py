@@ -260,8 +260,10 @@ def test_what_no_recorded_trial_had_is_named():
         return highwater.predict(model, gpus=gpus, **settings).calibration.unlike
 
     assert unlike("Qwen3-4B", "H200-141GB", offload=False) == ()
-    (states,) = unlike("Qwen3-4B", "NVIDIA H200", offload=False, state_bytes_per_param=8)
-    assert "8 bytes" in states
+    narrow = {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1}
+    states = unlike("Qwen3-4B", "NVIDIA H200", offload=False, **narrow)
+    assert {"optimizer adamw-8bit", "parameters in bf16"} <= set(states)
+    assert "LoRA" in unlike("Qwen3-4B", "NVIDIA H200", offload=False, lora=32)
     assert unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none") == (
         *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses", "offload"),
     )

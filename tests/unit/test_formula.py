@@ -102,39 +102,5 @@ def test_offloaded_states_are_on_the_host():
     assert offloaded.host_bytes - here.host_bytes > 12 * shape.parameters
 
 
-def test_other_optimizers_scale_the_states_alone():
-    shape = load_model("Qwen3-4B").shape
-    half = footprint(shape, Settings(), Layout(), length_tokens=8192, state_bytes_per_parameter=8)
-    whole = predicted(shape)
-    assert whole.allocated_bytes - half.allocated_bytes == 8 * shape.parameters
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_offloaded_states_of_other_optimizers_scale_on_the_host_as_on_a_gpu(strategy):
-    """The copies that pass between them, and GRPO's reference, are what they are."""
-    shape = load_model("Qwen3-8B").shape
-    settings = Settings(strategy=strategy, offload=True, loss="chunked")
-
-    def found(settings: Settings, state_bytes: int) -> Footprint:
-        return footprint(
-            shape,
-            settings,
-            Layout(gpus=2),
-            length_tokens=8192,
-            state_bytes_per_parameter=state_bytes,
-        )
-
-    whole, *others = (found(settings, state_bytes) for state_bytes in (16, 8, 64))
-    (states, *rest), tables = whole.host, named(whole.outside)["page tables of pinned memory"]
-    for other, factor in zip(others, (0.5, 4), strict=True):
-        assert other.host[0].bytes == factor * states.bytes
-        assert list(other.host[1:]) == rest
-        pinned = named(other.outside)["page tables of pinned memory"]
-        assert (pinned > tables) == (factor > 1)
-        assert (pinned < tables) == (factor < 1)
-    reference = Settings(objective="grpo", entropy="full")
-    assert found(reference, 8).host == found(reference, 64).host
-
-
 def named(terms: tuple[Term, ...]) -> dict[str, int]:
     return {term.name: term.bytes for term in terms}

@@ -152,7 +152,7 @@ def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
 
 def test_the_command_that_is_named_predicts_that_cell():
     here = {"gpu_memory": "60GiB", "margin": "2GiB", "reserved": "5GiB", "host_memory": "200GiB"}
-    asked = {**H20S, **here, "strategy": "fsdp", "state_bytes_per_param": 12}
+    asked = {**H20S, **here, "strategy": "fsdp"}
     for one in recommend(length="32k", **asked).candidates[::7]:
         words = parse(shlex.split(one.found_in)[1:])
         again = highwater.predict(
@@ -162,7 +162,6 @@ def test_the_command_that_is_named_predicts_that_cell():
             gpu_memory=words.gpu_memory,
             host_memory=words.host_memory,
             reserved=words.reserved,
-            state_bytes_per_param=words.state_bytes_per_param,
             allocator=words.allocator,
             loss=words.loss,
             **({"offload": True} if getattr(words, "offload", False) else {"offload": False}),

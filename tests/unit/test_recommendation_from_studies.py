@@ -208,7 +208,6 @@ def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconcl
             {"reserved": "20GiB"},
             "its trials had 79.15 GiB of each GPU, and 59.15 GiB are asked about",
         ),
-        ({"state_bytes_per_param": 8}, "its trials had float32 states with AdamW"),
         (
             {"gpus": "2xH200-141GB"},
             "no rung that is asked about has an answer for this length on 2 GPUs",

@@ -209,13 +209,13 @@ def replayed_cells(table: CapacityTable) -> Iterator[tuple[Question, Cell, int]]
     """Those with a shipped trace, and their published tokens."""
     for question in table.questions:
         for cell in question.cells:
-            if bundled_trace(question.model.shape, cell, memory_limit(question)) is not None:
+            if bundled_trace(question.model.shape, cell) is not None:
                 yield question, cell, table.known_tokens(question, cell)
 
 
 def events_of(question: Question, cell: Cell, length_tokens: int) -> EventLog:
     """As shipped."""
-    log = bundled_trace(question.model.shape, cell, memory_limit(question))
+    log = bundled_trace(question.model.shape, cell)
     assert log is not None, "asked for cells that have a trace"  # noqa: S101
     return log.at(tokens_of_a_gpu(cell.settings, cell.layout, length_tokens))
 

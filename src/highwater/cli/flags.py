@@ -74,7 +74,7 @@ def named_model(
 
 def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
-    names = ("gpu_memory", "host_memory", "reserved", "state_bytes_per_param")
+    names = ("gpu_memory", "host_memory", "reserved")
     return {name: getattr(arguments, name) for name in names}
 
 

@@ -15,7 +15,6 @@ from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDty
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import gpu_catalog
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.trainer import OURS, TRAINERS
 from highwater.spec.trial import Device
 from highwater.version import __version__
@@ -289,14 +288,6 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
         metavar="SIZE",
         default="0",
         help="what others take of each GPU, for example 20GiB",
-    )
-    parser.add_argument(
-        "--state-bytes-per-param",
-        metavar="N",
-        type=int,
-        default=STATE_BYTES_PER_PARAMETER,
-        help="parameters, gradients and optimizer states together (default: 16, float32 with "
-        "AdamW)",
     )
 
 

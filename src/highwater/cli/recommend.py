@@ -13,14 +13,14 @@ from highwater.pages.recommendation_tables import recommendation_tables, rung_li
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trainer import OURS, TRAINERS
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
-_STATES = "--state-bytes-per-param"
+_OTHER_TRAININGS = {"--optimizer", "--lora"}
+"""Flags after which something else is learned."""
 
 
 def recommend(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,11 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
     every rung.
     """
     typed = [each for each in found.alternatives if each.flags or each.without]
-    here = [each for each in typed if each.kind == "technique" and _STATES not in each.flags]
+    here = [
+        each
+        for each in typed
+        if each.kind == "technique" and _OTHER_TRAININGS.isdisjoint(each.flags)
+    ]
     alternative = next(iter((*here, *typed)), None)
     if alternative is None:
         drop = ("--length", "--rollout-gpus", "--study")
@@ -116,7 +120,6 @@ def words_again(
         "--gpu-memory": arguments.gpu_memory,
         "--host-memory": arguments.host_memory,
         "--reserved": None if arguments.reserved == "0" else arguments.reserved,
-        _STATES: _unless(arguments.state_bytes_per_param, STATE_BYTES_PER_PARAMETER),
     }
     settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
     typed |= {flag_of(name): value for name, value in settings.items()}
@@ -126,7 +129,3 @@ def words_again(
     return words_of(
         {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
     )
-
-
-def _unless(value: int, default: int) -> int | None:
-    return None if value == default else value

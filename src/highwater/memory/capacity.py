@@ -16,7 +16,6 @@ from highwater.memory.trace.replay import Replayed
 from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Record
 from highwater.spec.hardware import gpu_catalog
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.optimizer import OPTIMIZERS
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
@@ -38,7 +37,7 @@ NOT_TRACED = (
     "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
     f"optimizers other than {', '.join(each.words for each in OPTIMIZERS.values())}",
 )
-NOT_MODELLED = (*NOT_TRACED[:-1], f"{NOT_TRACED[-1]} (`--state-bytes-per-param 8` stands for one)")
+NOT_MODELLED = NOT_TRACED
 
 
 class MemoryLimit(Record, frozen=True, kw_only=True):
@@ -48,7 +47,6 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     """Bytes of one GPU, as its driver reports it, less what is reserved for others."""
     host_bytes: int | None = None
     """Bytes of the machine's own memory; None: nobody said."""
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
     constants: MachineConstants | None = None
     """Constants measured on the user's own GPUs; None: those that come along, which were read on
     H200s."""
@@ -326,20 +324,16 @@ def _footprint(
     where it was.
     """
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
-    states = memory_limit.state_bytes_per_parameter
     found = formula(
         shape,
         settings,
         layout,
         length_tokens=length_tokens,
         device=question.device,
-        state_bytes_per_parameter=states,
     )
     own = memory_limit.constants
     if own is None:
         return found
-    outside = outside_terms(
-        shape, settings, layout, question.device, own, state_bytes_per_parameter=states
-    )
+    outside = outside_terms(shape, settings, layout, question.device, own)
     workspaces_bytes = sum(memory_limit.cublas_workspaces_bytes)
     return found.with_libraries(outside=outside, workspaces_bytes=workspaces_bytes)

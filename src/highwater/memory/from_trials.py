@@ -12,7 +12,7 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.spec.capacities import Capacity, cell_capacities
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import SAME_MEMORY, kind_name
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
+from highwater.spec.model import Model
 from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.study import Cell, RecordedTrial, Study
 from highwater.spec.trial import Outcome
@@ -40,8 +40,6 @@ def obstacle(
         )
     if question.data is not None:
         return "its trials read data of their own"
-    if memory_limit.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
-        return "its trials had float32 states with AdamW, and others are asked about"
     return None
 
 

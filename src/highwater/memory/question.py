@@ -18,7 +18,7 @@ from highwater.memory.capacity import (
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trainers import MEMORY
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_STATE_BYTES
+from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle, ring_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
@@ -199,7 +199,6 @@ def memory_limit_of(
     *,
     host_memory: str | int | None,
     reserved: str | int,
-    state_bytes_per_param: int,
     constants: MachineConstants | None = None,
 ) -> MemoryLimit:
     """What each GPU has for training; raises UsageError where nothing is left, or for sizes that
@@ -218,20 +217,8 @@ def memory_limit_of(
             "a host without memory",
             hint="give the machine's, for example `--host-memory 512GiB`, or leave it out",
         )
-    _check_state_bytes(state_bytes_per_param)
     return MemoryLimit(
         device_bytes=where.device_bytes - reserved_bytes,
         host_bytes=host_bytes,
-        state_bytes_per_parameter=state_bytes_per_param,
         constants=constants,
     )
-
-
-def _check_state_bytes(state_bytes_per_param: int) -> None:
-    """Raise UsageError for so many bytes of states that no optimizer has."""
-    hint = "for example `--state-bytes-per-param 8`"
-    if state_bytes_per_param < 1:
-        raise UsageError(f"{state_bytes_per_param} bytes of states a parameter", hint=hint)
-    if state_bytes_per_param > MOST_STATE_BYTES:
-        problem = f"more than {MOST_STATE_BYTES} bytes of states a parameter"
-        raise UsageError(problem, hint=hint)

@@ -10,7 +10,6 @@ from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, predict_by_formula
 from highwater.spec.cluster import Cluster, refuse_small_gpu
 from highwater.spec.codec import Record
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import CapacityTable, rung_name
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import OURS, Trainer
@@ -87,7 +86,6 @@ def memory_limits_of(
     gpu_memory_bytes: int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
-    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
 ) -> dict[str, MemoryLimit]:
     """The memory of each kind of GPU in a table; one that is named is of the kind that no catalog
     has, or of the only kind.
@@ -113,12 +111,7 @@ def memory_limits_of(
             )
             raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
         where = Cluster(gpus=1, device_name=name, device_bytes=memory)
-        memory_limits[name] = memory_limit_of(
-            where,
-            host_memory=host_memory,
-            reserved=reserved,
-            state_bytes_per_param=state_bytes_per_param,
-        )
+        memory_limits[name] = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     return memory_limits
 
 

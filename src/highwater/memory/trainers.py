@@ -27,7 +27,7 @@ _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 class BundledReplay:
     """Traces that come with the package: their replay answers some cells instead of a formula."""
 
-    covers: Callable[[ModelShape, Cell, MemoryLimit], bool]
+    covers: Callable[[ModelShape, Cell], bool]
     """Whether there is a trace of a model's cell."""
     predict: Callable[[Question, Cell, MemoryLimit, CellPrediction], CellPrediction]
     """The cell by replay, given what the formula says of it."""
@@ -92,7 +92,7 @@ def predict_by_formula(
     shape, replay = question.model.shape, row.replay
     return tuple(
         replay.predict(question, cell, memory_limit, by_formula)
-        if replay.covers(shape, cell, memory_limit)
+        if replay.covers(shape, cell)
         else by_formula
         for cell, by_formula in zip(question.cells, guessed, strict=True)
     )
@@ -112,7 +112,6 @@ def by_formula(prediction: Prediction, question: Question) -> Prediction:
 
 def calibration_of(
     question: Question,
-    memory_limit: MemoryLimit,
     trainer: Trainer,
     *,
     method: PredictionMethod = "formula",
@@ -129,16 +128,15 @@ def calibration_of(
         method,
         bundled=residuals(),
         own=own,
-        state_bytes_per_parameter=memory_limit.state_bytes_per_parameter,
     )
 
 
-def replayed_cells(question: Question, memory_limit: MemoryLimit, trainer: Trainer) -> int:
+def replayed_cells(question: Question, trainer: Trainer) -> int:
     """How many cells of a question are answered by replay."""
     replay = MEMORY[trainer].replay
     if replay is None:
         return 0
-    return sum(replay.covers(question.model.shape, cell, memory_limit) for cell in question.cells)
+    return sum(replay.covers(question.model.shape, cell) for cell in question.cells)
 
 
 def accuracy(trainer: Trainer, *, replayed: int, cells: int) -> str:

@@ -16,15 +16,13 @@ from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import gpu_catalog, kind_of, lacking
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, Candidate
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes
 
 MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
-_SMALLER_STATES_BYTES = 8
-"""Bytes a parameter: weights, gradients and both moments in bfloat16, for example."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
     "allocator",
@@ -138,24 +136,12 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
     if TRAINERS[goal.trainer].knows_every_setting:
         yield from _other_trainings(goal)
-    elif goal.memory_limit.state_bytes_per_parameter > _SMALLER_STATES_BYTES:
-        memory_limit = msgspec.structs.replace(
-            goal.memory_limit, state_bytes_per_parameter=_SMALLER_STATES_BYTES
-        )
-        flags = ("--state-bytes-per-param", str(_SMALLER_STATES_BYTES))
-        what = (
-            f"states of {_SMALLER_STATES_BYTES} bytes a parameter, where the trainer has such "
-            "an optimizer"
-        )
-        yield what, flags, (), replace(goal, memory_limit=memory_limit)
 
 
 def _other_trainings(
     goal: Goal,
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
     """Changes after which something else is learned: states of few bits, then adapters alone."""
-    if goal.memory_limit.state_bytes_per_parameter < STATE_BYTES_PER_PARAMETER:
-        return
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}

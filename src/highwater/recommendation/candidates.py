@@ -15,7 +15,6 @@ from highwater.memory.question import predicted_question
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.spec.cluster import Cluster
 from highwater.spec.hardware import kind_of
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.objective import TRAITS
 from highwater.spec.published import PUBLISHED_SETTINGS
 from highwater.spec.recommendation import Candidate
@@ -66,7 +65,7 @@ class Goal:
 
     def known(self, question: Question) -> Calibration | None:
         """What the intervals of predictions are learned from."""
-        return calibration_of(question, self.memory_limit, self.trainer)
+        return calibration_of(question, self.trainer)
 
 
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
@@ -142,7 +141,6 @@ def _candidate(
 def _command(goal: Goal, question: Question, cell: Cell) -> str:
     """The command that predicts this cell again."""
     where, memory_limit, settings = goal.where, goal.memory_limit, cell.settings
-    states = memory_limit.state_bytes_per_parameter
     kind = kind_of(where.device_name)
     gpus = f"{where.gpus}x{where.device_name}" if kind else str(where.gpus)
     words = ["highwater", "predict", goal.model, "--gpus", gpus]
@@ -159,7 +157,6 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         ("--margin", question.margin_bytes),
         ("--reserved", where.device_bytes - memory_limit.device_bytes),
         ("--host-memory", memory_limit.host_bytes or 0),
-        ("--state-bytes-per-param", 0 if states == STATE_BYTES_PER_PARAMETER else states),
     )
     words += [word for flag, value in limits if value for word in (flag, str(value))]
     words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]

@@ -29,7 +29,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import kind_of
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
@@ -50,7 +50,6 @@ def recommend(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
-    state_bytes_per_param: int = STATE_BYTES_PER_PARAMETER,
     **settings: Any,
 ) -> Recommendation:
     """The simplest settings that train ``length`` on ``gpus``.
@@ -68,15 +67,12 @@ def recommend(
     _check(trainer, studies, settings)
     typed = request_from({"model": model, **settings}, keywords=True)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    states = state_bytes_per_param
     goal = Goal(
         model=model,
         where=where,
         trainer=trainer,
         length_tokens=parse_tokens(str(length)),
-        memory_limit=memory_limit_of(
-            where, host_memory=host_memory, reserved=reserved, state_bytes_per_param=states
-        ),
+        memory_limit=memory_limit_of(where, host_memory=host_memory, reserved=reserved),
         settings={name: getattr(typed, name) for name in settings},
     )
     recorded = [read_study(Path(path)) for path in studies]
@@ -108,7 +104,6 @@ def _recommended(
         device_bytes=goal.where.device_bytes,
         reserved_bytes=reserved_bytes,
         host_memory_bytes=goal.memory_limit.host_bytes,
-        state_bytes_per_parameter=goal.memory_limit.state_bytes_per_parameter,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
         chosen=chosen,
@@ -124,7 +119,7 @@ def _recommended(
 
 def _accuracy(goal: Goal, question: Question) -> str:
     """How far off predictions were known to be, by replay, closed form or both, as cells need."""
-    replayed = replayed_cells(question, goal.memory_limit, goal.trainer)
+    replayed = replayed_cells(question, goal.trainer)
     return accuracy(goal.trainer, replayed=replayed, cells=len(question.cells))
 
 

@@ -64,7 +64,7 @@ def predictions_of(study: Study) -> Predictions:
             trials=(None,) * len(study.trials), cells=(None,) * len(question.cells), reason=reason
         )
     memory_limit = MemoryLimit(device_bytes=_device_bytes(question))
-    known = calibration_of(question, memory_limit, OURS)
+    known = calibration_of(question, OURS)
     keys = {
         trial.spec.key
         for trial in study.trials

@@ -22,11 +22,6 @@ MOST_SEQUENCES = 1 << 20
 
 As many as a micro-batch of that many tokens could have.
 """
-MOST_STATE_BYTES = 1 << 10
-"""Bytes of one parameter, its gradient and its optimizer states.
-
-float64 with ten states has 96.
-"""
 MOST_STEPS = 1_000_000
 """Steps of a trial, and micro-batches of a step."""
 MOST_REPEATS = 1_000

@@ -148,39 +148,22 @@ def policy_parameters(shape: ModelShape, settings: Settings) -> int:
     return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
 
 
-def host_state_bytes(
-    shape: ModelShape,
-    settings: Settings,
-    *,
-    layout: Layout,
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
-) -> int:
+def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Host memory that models take, over all ranks of one machine: offloaded states, and the
     reference.
 
     Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
     gradients and both moments, with FSDP1 the moments and the sum of the gradients.
-    ``state_bytes_per_parameter`` scales all states together, as on a device, and leaves the
-    reference as it is.
     """
     trained = shape.parameters
     if settings.lora is not None:
         trained = trained_parameters(shape, settings)
     ordinary = 12 * settings.trained_models * trained if settings.offload else 0
     ordinary *= layout.machine_gpus // layout.shard_degree
-    pinned = pinned_state_bytes(
-        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
-    )
-    return pinned + ordinary * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
+    return pinned_state_bytes(shape, settings, layout=layout) + ordinary
 
 
-def pinned_state_bytes(
-    shape: ModelShape,
-    settings: Settings,
-    *,
-    layout: Layout,
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
-) -> int:
+def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
 
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
@@ -204,21 +187,19 @@ def pinned_state_bytes(
             matrices(shape),
             layout=layout,
             bytes_per_element=4,
-            state_bytes_per_parameter=state_bytes_per_parameter,
         )
     else:
-        pinned = _pinned_units_bytes(shape, layout, state_bytes_per_parameter)
+        pinned = _pinned_units_bytes(shape, layout)
     return reference + settings.trained_models * pinned
 
 
-def _pinned_units_bytes(shape: ModelShape, layout: Layout, state_bytes_per_parameter: int) -> int:
+def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
     """Pinned blocks of FSDP1: of each layer's shard, and of what is outside of layers, for the
     parameters and for a gradient.
     """
 
     def block_bytes(parameters: int) -> int:
-        shard = 4 * -(-parameters // layout.shard_degree)
-        return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
+        return _pinned_bytes(4 * -(-parameters // layout.shard_degree))
 
     of_layers = sum(run.count * block_bytes(run.kind.parameters) for run in shape.runs)
     return 2 * layout.machine_gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
@@ -253,13 +234,11 @@ def _pinned_matrices_bytes(
     *,
     layout: Layout,
     bytes_per_element: int,
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> int:
     """Pinned blocks of these matrices, one for the shard that each GPU has of each."""
 
     def block_bytes(rows: int, row_size: int) -> int:
-        shard = bytes_per_element * -(-rows // layout.shard_degree) * row_size
-        return _pinned_bytes(shard * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER)
+        return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
 
     return layout.machine_gpus * sum(
         number * block_bytes(rows, size) for number, rows, size in sizes

@@ -127,7 +127,6 @@ class Recommendation(Record, frozen=True, kw_only=True):
     """Bytes of it that others take."""
     host_memory_bytes: int | None = None
     """Memory of the machine; None: nobody said, so it ends nothing."""
-    state_bytes_per_parameter: int
     margin_bytes: int = 0
     """Headroom that was asked for."""
     default_sequences: int

@@ -45,7 +45,7 @@ from highwater.spec.footprint import (
 )
 from highwater.spec.layer_kind import LayerKind
 from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, ModelShape
+from highwater.spec.model import Model, ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.spec.working_sizes import CHUNK_BYTES
@@ -102,7 +102,6 @@ class Formula(Protocol):
         *,
         length_tokens: int,
         device: Device = "cuda",
-        state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
     ) -> Footprint:
         """Memory that a step takes on synthetic sequences of this length, on the fullest GPU."""
         ...
@@ -115,27 +114,18 @@ def footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Footprint:
     """Memory that a step of our engine takes on synthetic sequences of this length, in doubt rather
     too much than too little.
-
-    ``state_bytes_per_parameter`` scales parameters, gradients and optimizer states together, for
-    optimizers that are not ours, wherever they lie; gradients on their way to the host it leaves
-    as they are.
     """
     step = busiest_step(shape, settings, layout, length_tokens, device)
-    states = _states(step, state_bytes_per_parameter)
+    states = _states(step)
     phases = _phases(step, states)
     is_gpu = device == "cuda"
     return Footprint(
         phases=phases,
-        outside=outside_terms(
-            shape, settings, layout, device, state_bytes_per_parameter=state_bytes_per_parameter
-        ),
-        host=present(*_host_terms(shape, settings, layout, state_bytes_per_parameter))
-        if is_gpu
-        else (),
+        outside=outside_terms(shape, settings, layout, device),
+        host=present(*_host_terms(shape, settings, layout)) if is_gpu else (),
         filled_share=FILLED_SHARE[settings.allocator] if is_gpu else 1.0,
         cached_bytes=_cached_bytes(step, states, phases) if is_gpu else 0,
     )
@@ -161,7 +151,7 @@ class _States:
         )
 
 
-def _states(step: Step, state_bytes_per_parameter: int) -> _States:
+def _states(step: Step) -> _States:
     """The states on one GPU. Gradients of one micro-batch come late, and FSDP1's offloaded ones;
     of a policy and a critic one's at a time, since each is updated before the other goes forward.
     """
@@ -169,16 +159,13 @@ def _states(step: Step, state_bytes_per_parameter: int) -> _States:
     states_bytes = device_state_bytes(
         step.shape, settings, device=step.device, shards=step.layout.shard_degree
     )
-    whole_bytes = (
-        states_bytes // step.layout.shard_degree * state_bytes_per_parameter
-    ) // STATE_BYTES_PER_PARAMETER
+    whole_bytes = states_bytes // step.layout.shard_degree
     is_offloaded = settings.offload and step.device == "cuda"
     all_bytes = 0
     if is_offloaded and settings.strategy == "fsdp":
         all_bytes = whole_bytes
     elif not settings.keeps_gradients:
-        gradients = gradient_bytes(step.shape, settings) // step.layout.shard_degree
-        all_bytes = gradients * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER
+        all_bytes = gradient_bytes(step.shape, settings) // step.layout.shard_degree
     return _States(
         lasting_bytes=whole_bytes - all_bytes,
         coming_bytes=all_bytes // settings.trained_models,
@@ -269,7 +256,6 @@ def likely_footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Footprint:
     """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
     to be enough. Intervals lie around it, and a search begins with it.
@@ -280,7 +266,6 @@ def likely_footprint(
         layout,
         length_tokens=length_tokens,
         device=device,
-        state_bytes_per_parameter=state_bytes_per_parameter,
     )
     if device == "cpu":
         return enough
@@ -443,13 +428,9 @@ def _root_reduction(step: Step, states: _States) -> Term:
     return Term(name=reduced.name, bytes=reduced.bytes + left)
 
 
-def _host_terms(
-    shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
-) -> tuple[Term, ...]:
+def _host_terms(shape: ModelShape, settings: Settings, layout: Layout) -> tuple[Term, ...]:
     """Terms of the host's memory, over all GPUs of one machine."""
-    states = host_state_bytes(
-        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
-    )
+    states = host_state_bytes(shape, settings, layout=layout)
     return (
         Term(name="offloaded states and reference", bytes=states),
         Term(

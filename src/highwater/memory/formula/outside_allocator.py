@@ -15,7 +15,7 @@ from highwater.memory.formula.constants import (
 )
 from highwater.spec.footprint import pinned_state_bytes, staged_gradient_bytes
 from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 
@@ -31,8 +31,6 @@ def outside_terms(
     layout: Layout,
     device: Device,
     own: MachineConstants | None = None,
-    *,
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> tuple[Term, ...]:
     """Device memory that the allocator does not hold, of one GPU.
 
@@ -57,19 +55,15 @@ def outside_terms(
         Term(name="context", bytes=context),
         Term(
             name="page tables of pinned memory",
-            bytes=_page_table_bytes(shape, settings, layout, state_bytes_per_parameter),
+            bytes=_page_table_bytes(shape, settings, layout),
         ),
         *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
     )
 
 
-def _page_table_bytes(
-    shape: ModelShape, settings: Settings, layout: Layout, state_bytes_per_parameter: int
-) -> int:
+def _page_table_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
     """Bytes in which a GPU maps its rank's pinned host memory."""
-    states = pinned_state_bytes(
-        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
-    )
+    states = pinned_state_bytes(shape, settings, layout=layout)
     pinned = states + staged_gradient_bytes(shape, settings, layout=layout)
     return -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES)) * PAGE_TABLE_BYTES
 

@@ -15,7 +15,6 @@ from fractions import Fraction
 from highwater.memory.interval.residuals import PredictionMethod, Residual, traits_of
 from highwater.spec.codec import Record
 from highwater.spec.hardware import kind_name
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Question
 
@@ -86,7 +85,6 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
     coverage: float = COVERAGE,
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Calibration:
     """The intervals of a question's predictions. A trial that is in both ``bundled`` and ``own``,
     or twice in one, counts once.
@@ -116,7 +114,7 @@ def calibrate(
         model_names=_distinct(residual.model_name for residual in used),
         gpus=tuple(sorted({residual.gpus for residual in used})),
         objectives=_distinct(residual.objective for residual in used),
-        unlike=_unlike(question, used, state_bytes_per_parameter),
+        unlike=_unlike(question, used),
     )
 
 
@@ -179,11 +177,9 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _unlike(
-    question: Question, residuals: Sequence[Residual], state_bytes_per_parameter: int
-) -> tuple[str, ...]:
+def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
     """Words for what is predicted and none of these trials had: the GPU, the model, traits of the
-    cells, and other bytes of states.
+    cells.
     """
     known = {
         (field, getattr(residual, field))
@@ -202,6 +198,4 @@ def _unlike(
     unlike = [
         words for words, field, value in asked if value is not False and (field, value) not in known
     ]
-    if state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
-        unlike.append(f"states of {state_bytes_per_parameter} bytes a parameter")
     return _distinct(unlike)

@@ -22,7 +22,7 @@ from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.memory.trinity.closed_form import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Record, from_json
 from highwater.spec.layout import Layout
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.model import ModelShape
 from highwater.spec.packing import least_packed
 from highwater.spec.settings import Allocator
 from highwater.spec.study import Cell, Question
@@ -50,16 +50,16 @@ class BundledTrace(Record, frozen=True, kw_only=True):
     log: ScaledTrace
 
 
-def covers(shape: ModelShape, cell: Cell, memory_limit: MemoryLimit) -> bool:
+def covers(shape: ModelShape, cell: Cell) -> bool:
     """Whether a bundled trace speaks of a model's cell."""
-    return bundled_trace(shape, cell, memory_limit) is not None
+    return bundled_trace(shape, cell) is not None
 
 
-def bundled_trace(shape: ModelShape, cell: Cell, memory_limit: MemoryLimit) -> ScaledTrace | None:
+def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in
     float32.
     """
-    if cell.settings.offload or memory_limit.state_bytes_per_parameter != STATE_BYTES_PER_PARAMETER:
+    if cell.settings.offload:
         return None
     return _logs().get((shape, cell.layout))
 

@@ -15,7 +15,7 @@ from highwater.memory.formula.breakdown import Footprint, Phase, Term
 from highwater.spec.footprint import device_state_bytes, host_state_bytes, layer_input_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.logit_transform import reads_a_transform
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
+from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 
@@ -53,7 +53,6 @@ def footprint(
     *,
     length_tokens: int,
     device: Device = "cuda",
-    state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER,
 ) -> Footprint:
     """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
     settings say otherwise.
@@ -71,11 +70,9 @@ def footprint(
     tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    host = host_state_bytes(
-        shape, settings, layout=layout, state_bytes_per_parameter=state_bytes_per_parameter
-    )
+    host = host_state_bytes(shape, settings, layout=layout)
     terms = (
-        Term(name="states", bytes=states * state_bytes_per_parameter // STATE_BYTES_PER_PARAMETER),
+        Term(name="states", bytes=states),
         Term(name="logits", bytes=round(_LOGITS_BYTES * tokens * shape.vocab_size)),
         Term(name="kept by recompute", bytes=tokens * layer_input_bytes(shape)),
         Term(name="embedding and head, gathered", bytes=_EMBEDDING_BYTES * embeddings),

@@ -29,7 +29,7 @@ from highwater.pages.guide.recorded_answers import known_recommendation
 from highwater.recommendation.recommend import recommend
 from highwater.run.probe import gpus_meant
 from highwater.spec.capacities import Capacity
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
@@ -273,7 +273,6 @@ def _explained(
             where,
             host_memory=None,
             reserved=query.reserved_bytes,
-            state_bytes_per_param=STATE_BYTES_PER_PARAMETER,
         )
         question, _ = predicted_question(query.model, where, query.trainer, length_tokens, settings)
         return predict_cells(question, memory_limit, MEMORY[query.trainer].formula)

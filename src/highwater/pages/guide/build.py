@@ -20,7 +20,6 @@ from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import from_json
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.files import CONFIG_BYTES, read_file
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER
 from highwater.spec.published import table_capacities
 from highwater.spec.query import Query
 from highwater.spec.trainer import OURS, Trainer
@@ -246,10 +245,8 @@ def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
 
     What is reserved of a GPU is in the GPU's name.
     """
-    states, host = memory_limit.state_bytes_per_parameter, memory_limit.host_bytes
+    host = memory_limit.host_bytes
     found: dict[str, str] = {}
-    if states != STATE_BYTES_PER_PARAMETER:
-        found["--state-bytes-per-param"] = f"{states} bytes of states a parameter"
     if host is not None:
         found["--host-memory"] = f"{format_bytes(host)} of host memory"
     if memory_limit.constants is not None:

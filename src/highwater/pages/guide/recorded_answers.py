@@ -12,7 +12,7 @@ from highwater.recommendation.candidates import token_budget
 from highwater.spec.capacities import Capacity, in_order
 from highwater.spec.hardware import kind_of
 from highwater.spec.ladder import simplicity
-from highwater.spec.model import STATE_BYTES_PER_PARAMETER, load_model
+from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.rope import Yarn, yarn, yarn_parameters
 from highwater.spec.study import counted_ranks
@@ -38,7 +38,6 @@ def known_recommendation(
         gpus=first.cell.layout.gpus,
         device_name=first.device_name,
         device_bytes=0 if kind is None else kind.usable_bytes or 0,
-        state_bytes_per_parameter=STATE_BYTES_PER_PARAMETER,
         margin_bytes=first.margin_bytes,
         default_sequences=first.cell.settings.sequences_per_micro_batch,
         chosen=chosen,
