@@ -26,6 +26,17 @@ from transformers import (
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Norm-relative. In float32 both sides round, and of A's gradient both of its products."""
+from highwater.attention.registry import register
+from highwater.errors import ModelError
+from highwater.models.adapters import is_adapter
+from highwater.models.build import build, read_config
+from highwater.models.decoder import Decoder
+from highwater.models.weight_names import name_in_files
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.spec.layout import Layout
+from highwater.spec.lora import Lora
+
 KINDS = ("went-on", "resumed")
 
 
@@ -131,3 +142,40 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
     if len(logits) != ids.shape[1]:
         return logits
     return logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("targets", ["lm_head", "q_proj,nonsense", "embed_tokens", "mlp", "norm"])
+def test_what_is_no_linear_layer_has_no_adapter(models: Path, targets: str) -> None:
+    with pytest.raises(ModelError, match="names no linear layer") as refused:
+        built(models / "llama", Lora(rank=2, alpha=4, targets=targets))
+    named = refused.value.hint.split("--lora-targets ")[1].split("`")[0]
+    assert len(adapters(built(models / "llama", Lora(rank=2, alpha=4, targets=named)))) == 28
+
+
+def test_files_of_the_backbone_alone_are_read_beside_adapters(models: Path, tmp_path: Path) -> None:
+    """Their names lack the prefix that the model's have."""
+    whole = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32)
+    whole.model.save_pretrained(tmp_path)
+    model = built(tmp_path, Lora(rank=2, alpha=4))
+    assert model.weights == "saved"
+    ours = {name_in_files(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(local_shard(ours[name]), parameter), name
+
+
+def built(directory: Path, lora: Lora) -> Decoder:
+    with process_mesh.alone(torch.device("cpu")):
+        return build(
+            read_config(str(directory), length_tokens=64, rope="auto"),
+            directory=str(directory),
+            mesh=process_mesh.shard_mesh(Layout(), torch.device("cpu")),
+            attention=register("flash"),
+            loss="chunked",
+            recompute="layer",
+            compute_dtype=torch.float32,
+            lora=lora,
+        )
+
+
+def adapters(model: Decoder) -> list[str]:
+    return [name for name, _ in model.named_parameters() if is_adapter(name)]

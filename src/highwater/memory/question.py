@@ -24,7 +24,6 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import kind_of
 from highwater.spec.layout import Layout
-from highwater.spec.lora import refuse_no_target
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
@@ -50,8 +49,6 @@ def predicted_question(
         for request in _requests(model, where, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
-    for adapters in {each for cell in cells if (each := cell.settings.adapters) is not None}:
-        refuse_no_target(plans[0].question.model.shape, adapters)
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
     notes += _machine_notes(cells)

@@ -32,17 +32,20 @@ A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
 def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) -> None:
     """Freeze a model without storage, and put adapters in ``dtype`` on its linear layers, in place.
 
-    Raises ModelError where no layer has a name that is asked for, MachineError without peft.
+    Raises ModelError for a name that is no linear layer's, MachineError without peft.
     """
     peft = _peft()
-    causal_lm.requires_grad_(requires_grad=False)
-    try:
-        peft.inject_adapter_in_model(peft_config(lora), causal_lm, low_cpu_mem_usage=True)
-    except ValueError as error:
+    linear = _linear_names(causal_lm)
+    offered = f"use `--lora-targets {','.join(linear)}`, or some of these"
+    wrong = [name for name in lora.names or () if name not in linear]
+    if wrong:
         raise ModelError(
-            f"LoRA finds none of {lora.targets} in {causal_lm.config.model_type}: {error}",
-            hint="use `--lora-targets all-linear`",
-        ) from error
+            f"{wrong[0]} names no linear layer in the decoder layers of "
+            f"{causal_lm.config.model_type}",
+            hint=offered,
+        )
+    causal_lm.requires_grad_(requires_grad=False)
+    peft.inject_adapter_in_model(peft_config(lora), causal_lm, low_cpu_mem_usage=True)
     layer_type = peft.tuners.lora.Linear
     _prove(peft)
     for parent in list(causal_lm.modules()):
@@ -52,13 +55,26 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
                     raise ModelError(
                         f"LoRA on {name} of {causal_lm.config.model_type}, which is a "
                         f"{type(layer.base_layer).__name__} and no linear layer",
-                        hint="name others: `--lora-targets q_proj,v_proj`",
+                        hint=offered,
                     )
                 setattr(parent, name, AdaptedLinear(layer, scale=lora.scale))
     for name, parameter in causal_lm.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_adapter(name))
+
+
+def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
+    """Names that linear layers have, the head apart, and no other module."""
+    head = causal_lm.get_output_embeddings()
+    named: dict[str, list[nn.Module]] = {}
+    for name, module in causal_lm.named_modules():
+        named.setdefault(name.rpartition(".")[2], []).append(module)
+    return sorted(
+        name
+        for name, modules in named.items()
+        if all(type(module) is nn.Linear and module is not head for module in modules)
+    )
 
 
 def peft_config(lora: Lora, *, base: str | None = None) -> Any:

@@ -89,17 +89,17 @@ def build(
     # Without recomputation the products that tiles compute twice would cost time: only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
-    if lora is not None:
-        _adapt(model, lora, dtype=torch.promote_types(master_dtype, torch.float32))
-    # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
-    if recompute != "none":
-        keeps = recompute == "all-but-attention"
-        recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:
         saved = (
             None if files is None else files.renamed(names_in_model(model.causal_lm, files.names))
         )
+        if lora is not None:  # after names are read: a layer with an adapter has others
+            _adapt(model, lora, dtype=torch.promote_types(master_dtype, torch.float32))
+        # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
+        if recompute != "none":
+            keeps = recompute == "all-but-attention"
+            recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
         fill = Fill(model, saved, device=device, seed=seed)
         on = _on_fsdp1 if strategy == "fsdp" else _on_fsdp2
         model = on(model, fill, mesh=mesh, compute_dtype=compute_dtype, offload=offload)

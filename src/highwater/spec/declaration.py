@@ -100,7 +100,7 @@ class Setting:
 
     def label_of(self, value: Any) -> str:
         """The part of a rung's label for this value; empty where a label says nothing of it."""
-        return self.labels.get(value, self.other_label.format(value))
+        return self.labels[value] if value in self.labels else self.other_label.format(value)
 
 
 def flag_of(name: str) -> str:

@@ -200,11 +200,11 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "lora_alpha",
             NUMBER,
             _ALL,
-            "weight of the adapters, times their rank; default: twice the rank",
+            "adapters are multiplied by this over their rank; default: twice the rank",
             metavar="ALPHA",
             example=32,
             labels={None: ""},
-            other_label="alpha-{}",
+            other_label="alpha-{:g}",
         ),
         Setting(
             "lora_targets",

@@ -28,6 +28,11 @@ SHARDED_BYTES_PER_PARAMETER = 12
 """Bytes on disk for each parameter: float32 weights and both moments, in float32 too."""
 
 
+_SAVED_TENSOR_BYTES, _NAME_BYTES, _CONFIG_BYTES = 3072, 256, 4096
+"""Bytes on disk besides the numbers: of a tensor in a sharded checkpoint, with what its metadata
+says; of one in a file of safetensors; of an adapter's configuration. Rounded up from files."""
+
+
 class CheckpointBytes(NamedTuple):
     """Bytes that one trial has on disk at the most, over all ranks."""
 
@@ -45,6 +50,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
             * (shape.parameters if settings.lora is None else trained_parameters(shape, settings))
             - _saved_by_moments(shape, settings)
             - _saved_by_narrow(1, shape, settings)
+            + 3 * _SAVED_TENSOR_BYTES * _adapter_tensors(shape, settings)
         )
         * settings.trained_models
         * (settings.checkpoint == "sharded"),
@@ -56,7 +62,13 @@ def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
     """Bytes of weights for others: of adapters in float32, or of a model with all that is in it."""
     if settings.lora is None or settings.lora_merged:
         return ELEMENT_BYTES[device] * shape.parameters
-    return 4 * trained_parameters(shape, settings)
+    tensors = _adapter_tensors(shape, settings)
+    return 4 * trained_parameters(shape, settings) + _NAME_BYTES * tensors + _CONFIG_BYTES
+
+
+def _adapter_tensors(shape: ModelShape, settings: Settings) -> int:
+    """Matrices of all adapters, small enough for what a file says of them to count."""
+    return sum(each.number for each in _adapters(shape, settings))
 
 
 def device_state_bytes(

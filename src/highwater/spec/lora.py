@@ -5,6 +5,7 @@ A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank
 ``W x + alpha / rank * B A x``.
 """
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -14,7 +15,7 @@ from highwater.spec.layer_kind import LayerKind, Matrices
 from highwater.spec.model import ModelShape
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the head, as peft has it; experts that are one tensor are none."""
+"""Every linear layer but the head."""
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 MOST_RANK = 4096
 BASE_PREFIX = "base_layer."
@@ -29,6 +30,11 @@ _FUSED = {
     }
 }
 """Model types that have several of the usual matrices in one."""
+_USUAL_NAMES = (
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral"),
+    *("mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+)
+"""Model types whose linear layers have the usual names, or those of ``_FUSED``."""
 
 
 class Lora(Record, frozen=True, kw_only=True):
@@ -54,7 +60,7 @@ def check_lora(lora: Lora) -> None:
     """Raise UsageError for a rank, a weight or names that cannot be."""
     if not 1 <= lora.rank <= MOST_RANK:
         raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
-    if not lora.alpha > 0:
+    if not 0 < lora.alpha < math.inf:
         raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
     names = lora.names or ()
     if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
@@ -91,7 +97,17 @@ def adapted(kind: LayerKind, model_type: str, lora: Lora) -> int:
 
 
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
-    """Raise UsageError where no linear layer of a model has a name that is asked for."""
+    """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
+    family's names are known, and for every linear layer of a model with experts: peft has adapters
+    on experts of some families, which are not trained here.
+    """
+    if lora.names is None and any(run.kind.mlp.experts > 1 for run in shape.runs):
+        raise UsageError(
+            f"LoRA on all of {shape.model_type}, whose experts have no adapters here",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
+    if shape.model_type not in _USUAL_NAMES:
+        return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
     missing = [name for name in lora.names or () if name not in known]
     if missing:

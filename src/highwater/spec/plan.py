@@ -10,6 +10,7 @@ from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.hardware import Machine
+from highwater.spec.lora import refuse_no_target
 from highwater.spec.model import Model, load_model
 from highwater.spec.pieces import pieces
 from highwater.spec.plan_notes import (
@@ -60,6 +61,8 @@ def plan(
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
     _refuse_narrow_copies(request)
+    if request.common_settings.adapters is not None:
+        refuse_no_target(model.shape, request.common_settings.adapters)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)

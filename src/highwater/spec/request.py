@@ -164,7 +164,9 @@ class Request(Record, frozen=True, kw_only=True):
     def common_settings(self) -> Settings:
         """What all rungs have in common; the ladder sets the others."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
-        return Settings(**{field: getattr(self, field) for field in fields})
+        settings = Settings(**{field: getattr(self, field) for field in fields})
+        is_usual = settings.lora is not None and settings.lora_alpha == 2 * settings.lora
+        return msgspec.structs.replace(settings, lora_alpha=None) if is_usual else settings
 
     @property
     def hyperparameters(self) -> Hyperparameters:

@@ -283,6 +283,11 @@ def _check_lora(settings: Settings) -> None:
     adapters = settings.adapters
     if adapters is not None:
         check_lora(adapters)
+        if settings.lora_merged and settings.save_hf == "never":
+            raise UsageError(
+                "merged adapters, and nothing is saved",
+                hint="add `--save-hf last`, or leave `--lora-merged` out",
+            )
         if settings.strategy != "fsdp2":
             raise UsageError(
                 "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",

@@ -1,0 +1,79 @@
+"""LoRA as it is asked for: what is refused before anything starts, and what it is called."""
+
+import math
+
+import pytest
+
+import highwater
+from highwater.errors import UsageError
+from highwater.spec.lora import Lora, adapter_parameters
+from highwater.spec.model import load_model
+from highwater.spec.request import request_from
+from highwater.spec.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem", "hint"),
+    [
+        ({"lora": 0}, "a LoRA rank of 0", "use 1 to 4096: `--lora 32`"),
+        ({"lora": 4, "lora_alpha": math.inf}, "a LoRA alpha of inf", "use `--lora-alpha 4`"),
+        ({"lora": 4, "lora_alpha": math.nan}, "a LoRA alpha of nan", "use `--lora-alpha 4`"),
+        ({"lora": 4, "lora_alpha": -1}, "a LoRA alpha of -1", "use `--lora-alpha 4`"),
+        ({"lora": 4, "lora_targets": "q proj"}, "no names of linear layers", None),
+        ({"lora": 4, "lora_targets": ""}, "no names of linear layers", None),
+        ({"lora_alpha": 8.0}, "no LoRA", "add `--lora 32`, or leave `--lora-alpha` out"),
+        ({"lora_targets": "q_proj"}, "no LoRA", "add `--lora 32`, or leave `--lora-targets` out"),
+        ({"lora": 4, "strategy": "fsdp"}, "FSDP1", "use `--strategy fsdp2`"),
+        ({"lora": 4, "lora_merged": True}, "nothing is saved", None),
+        (
+            {
+                "lora": 4,
+                "optimizer": "adamw-8bit",
+                "parameters": "bf16",
+                "accumulates": False,
+            },
+            "adapters are trained in float32",
+            "leave `--parameters` out",
+        ),
+    ],
+)
+def test_what_adapters_are_not_trained_with_is_refused(
+    asked: dict[str, object], problem: str, hint: str | None
+) -> None:
+    with pytest.raises(UsageError, match=problem) as refused:
+        Settings(**asked)  # pyright: ignore[reportArgumentType]
+    assert hint in (None, refused.value.hint)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "norm", "embed_tokens", "self_attn", "nonsense"])
+def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(UsageError, match=f"no linear layer {name}") as refused:
+        highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", lora=4, lora_targets=f"q_proj,{name}")
+    assert "q_proj" in refused.value.hint
+
+
+def test_experts_have_no_adapters_and_the_hint_names_what_has() -> None:
+    with pytest.raises(UsageError, match="experts have no adapters") as refused:
+        highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4)
+    targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
+    found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
+    assert any(cell.capacity_tokens for cell in found.cells)
+
+
+def test_the_usual_weight_is_the_same_question_as_none() -> None:
+    asked = {"model": "Qwen3-0.6B", "lora": 4}
+    usual, same, other = (
+        request_from({**asked, **more}, keywords=True).common_settings
+        for more in ({}, {"lora_alpha": 8}, {"lora_alpha": 6})
+    )
+    assert usual == same
+    assert other.label.endswith("LoRA-4 + alpha-6")
+    assert usual.slug.endswith("lora-4")
+
+
+def test_adapters_are_as_many_numbers_as_peft_says_of_llama() -> None:
+    """Source: 83,886,080 trainable parameters of rank 32 on all linear layers of Llama-3.1-8B."""
+    shape = load_model("Llama-3.1-8B").shape
+    assert adapter_parameters(shape, Lora(rank=32, alpha=64)) == 83_886_080
+    only = Lora(rank=16, alpha=32, targets="q_proj,v_proj")
+    assert adapter_parameters(shape, only) == 32 * 16 * (4096 + 4096 + 4096 + 1024)
