@@ -111,7 +111,7 @@ def test_the_flags_of_a_rung_name_it_again(row: Setting) -> None:
     if row.name in PATTERN_FIELDS:
         usual = msgspec.structs.replace(usual, attention="block_sparse")
     if row.name.startswith("lora_"):
-        usual = msgspec.structs.replace(usual, lora=8)
+        usual = msgspec.structs.replace(usual, lora=8, save_hf="last")
     if row.name == "parameters":
         usual = msgspec.structs.replace(usual, optimizer="adamw-bf16", accumulates=False)
     asked = request_from({"model": "Qwen3-0.6B", row.name: value_of(row)}, keywords=True)
