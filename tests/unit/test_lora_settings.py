@@ -6,6 +6,7 @@ import pytest
 
 import highwater
 from highwater.errors import UsageError
+from highwater.spec.flops import step_flops
 from highwater.spec.lora import Lora, adapter_parameters
 from highwater.spec.model import load_model
 from highwater.spec.request import request_from
@@ -77,3 +78,14 @@ def test_adapters_are_as_many_numbers_as_peft_says_of_llama() -> None:
     assert adapter_parameters(shape, Lora(rank=32, alpha=64)) == 83_886_080
     only = Lora(rank=16, alpha=32, targets="q_proj,v_proj")
     assert adapter_parameters(shape, only) == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
+    shape = load_model("Llama-3.1-8B").shape
+    asked = {"length_tokens": 4096, "sequences": 1}
+    whole = step_flops(shape, **asked, settings=Settings())
+    adapters = step_flops(shape, **asked, settings=Settings(lora=32))
+    saved = 2 * shape.matmul_parameters * 4096 - 6 * 83_886_080 * 4096
+    assert whole - adapters == saved
+    reference = step_flops(shape, **asked, settings=Settings(lora=32, objective="grpo"))
+    assert reference - adapters == step_flops(shape, **asked, settings=Settings()) // 3

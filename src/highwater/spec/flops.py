@@ -3,6 +3,7 @@ work.
 """
 
 from highwater.spec.layer_kind import AttentionKind
+from highwater.spec.lora import adapter_parameters
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.sparse_costs import kept_pairs
@@ -15,16 +16,21 @@ def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, setting
     Forward and backward of every trained model, and the passes that the objective asks for
     beforehand: the reference's, the critic's values; each a third of them.
 
-    6 per matmul weight and token, and the attention of every layer and document. Source: Chowdhery
-    et al., PaLM, appendix B, with the causal half counted, as FlashAttention does.
+    6 per matmul weight and token, of which a frozen one has 4: its own gradient is not computed;
+    and the attention of every layer and document. Source: Chowdhery et al., PaLM, appendix B, with
+    the causal half counted, as FlashAttention does.
     """
-    linear = 6 * shape.matmul_parameters * length_tokens
+    forward = 2 * shape.matmul_parameters
+    linear = 3 * forward
+    if settings.adapters is not None:
+        linear = 2 * forward + 6 * adapter_parameters(shape, settings.adapters)
     attention = sum(
         run.count * _attention_flops(run.kind.attention, length_tokens, settings.pattern)
         for run in shape.runs
     )
-    beforehand = (settings.traits.has_reference) + settings.critic
-    return sequences * (linear + attention) * (3 * settings.trained_models + beforehand) // 3
+    beforehand = settings.traits.has_reference + settings.critic
+    trained = settings.trained_models * (linear * length_tokens + attention)
+    return sequences * (trained + beforehand * (forward * length_tokens + attention // 3))
 
 
 def _attention_flops(

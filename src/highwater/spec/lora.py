@@ -91,11 +91,6 @@ def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) ->
     return _numbers(adapter_matrices(kind, model_type, lora))
 
 
-def adapted(kind: LayerKind, model_type: str, lora: Lora) -> int:
-    """Linear layers with an adapter in one layer of a kind."""
-    return len(_targets(kind, model_type, lora))
-
-
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
     family's names are known, and for every linear layer of a model with experts: peft has adapters

@@ -121,10 +121,8 @@ def _save_adapters(
     written_bytes = 0
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad():
-            contiguous = {name: tensor.contiguous() for name, tensor in whole.items()}
         written_bytes = write_adapters(
-            directory, contiguous, lora, base=str(source), gives_scalars=model.gives_scalars
+            directory, whole, lora, base=str(source), gives_scalars=model.gives_scalars
         )
     if mesh.size() > 1:
         dist.barrier(group=all_ranks(mesh))

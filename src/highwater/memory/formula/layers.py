@@ -23,7 +23,7 @@ from highwater.memory.formula.moments import (
 )
 from highwater.spec.layer_kind import LayerKind, LayerRun
 from highwater.spec.layout import Layout
-from highwater.spec.lora import adapted, adapter_parameters_of_layer
+from highwater.spec.lora import adapter_parameters_of_layer
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
 from highwater.spec.trial import PROMPT_TOKENS, Device
@@ -224,14 +224,6 @@ class Layer:
         """
         is_frozen = self.step.is_frozen
         return self.step.trained_of(self.kind) if is_frozen else self.mlp_parameters
-
-    @property
-    def adapter_products(self) -> int:
-        """Numbers per token of what all adapters make of their inputs, and of their gradients."""
-        step, adapters = self.step, self.step.settings.adapters
-        if adapters is None:
-            return 0
-        return 2 * adapters.rank * adapted(self.kind, step.shape.model_type, adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
