@@ -7,7 +7,6 @@ A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank
 
 import math
 import re
-from collections.abc import Iterable
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
@@ -81,14 +80,15 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     """Numbers of all adapters of a model."""
     return sum(
-        run.count * _numbers(adapter_matrices(run.kind, shape.model_type, lora))
+        run.count * adapter_parameters_of_layer(run.kind, shape.model_type, lora)
         for run in shape.runs
     )
 
 
 def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) -> int:
     """Numbers of the adapters of one layer of a kind."""
-    return _numbers(adapter_matrices(kind, model_type, lora))
+    matrices = adapter_matrices(kind, model_type, lora)
+    return sum(each.number * each.rows * each.row_size for each in matrices)
 
 
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
@@ -136,7 +136,3 @@ def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
         fused = _FUSED.get(model_type, {}).get(name, name)
         sizes[fused] = (sizes.get(fused, (0, 0))[0] + outputs, inputs)
     return sizes
-
-
-def _numbers(matrices: Iterable[Matrices]) -> int:
-    return sum(each.number * each.rows * each.row_size for each in matrices)
