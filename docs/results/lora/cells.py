@@ -1,12 +1,12 @@
-"""Capacities of LoRA and of optimizers with few bits: predicted, then found by memory-only trials.
+"""Capacities of LoRA and of optimizers with few bits: predicted, then tried.
 
 ``python docs/results/lora/cells.py --predict`` (no GPU) writes ``cells/predicted.json``, which is
-committed before anything is measured; ``--find --minutes 9`` goes on with the studies beside it on
-the GPU of this machine, each search until it is answered or time is up; ``--table`` prints both.
+committed before anything is measured; ``--try --minutes 9`` tries two lengths of each cell on this
+machine's GPU, memory-only. Without either it prints both. Trials of ``cells/trials.jsonl`` with
+another length of attention than one layer were made by ``highwater find --proof memory``.
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import time
@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-import highwater
-from highwater.spec.trial import Outcome
+from highwater.spec.trial import Outcome, TrialResult
 from highwater.units import GIB
 
 HERE = Path(__file__).parent / "cells"
+LEAST_S = 40.0
+"""Seconds that a trial takes at the least."""
 PREDICTED = HERE / "predicted.json"
 _ONE = "--micro-batches 1 --loss chunked --allocator expandable --rope yarn"
 _LORA, _FEW = f"--lora 32 {_ONE}", f"--optimizer adamw-8bit {_ONE}"
@@ -44,20 +45,20 @@ CELLS = {
 
 
 def main() -> None:
-    """Predict, find or print, as the flags say."""
+    """Predict, try or print, as the flags say."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--predict", action="store_true", help="write what is predicted")
-    parser.add_argument("--find", action="store_true", help="search on this machine's GPU")
+    parser.add_argument("--try", action="store_true", dest="tries", help="measure, on a GPU")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this long")
     parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS))
-    parser.add_argument("--out", type=Path, default=HERE, help="where the studies are written")
+    parser.add_argument("--out", type=Path, default=HERE, help="where trials are written")
     arguments = parser.parse_args()
     if arguments.predict:
         predict(arguments.only)
-    if arguments.find:
-        find(arguments.only, arguments.out, deadline=time.monotonic() + 60 * arguments.minutes)
+    if arguments.tries:
+        measure(arguments.only, arguments.out, deadline=time.monotonic() + 60 * arguments.minutes)
     print(table(arguments.out))
 
 
@@ -91,27 +92,37 @@ def _predicted() -> dict[str, Any]:
     return msgspec.json.decode(PREDICTED.read_bytes()) if PREDICTED.is_file() else {}
 
 
-def find(names: list[str], out: Path, *, deadline: float) -> None:
-    """Search cell after cell; when time is up the running search is interrupted as a person
-    would.
+def measure(names: list[str], out: Path, *, deadline: float) -> None:
+    """Try the longest likely length of each cell, then the next one, or the one before where that
+    ran out; each trial is a line of ``trials.jsonl``.
     """
     for name in names:
-        model, memory, step, flags = CELLS[name]
-        words = ["find", model, "--gpus", "1", "--memory", memory, "--proof", "memory"]
-        study = ["--study", str(out / f"{name}.jsonl"), "--log-dir", f"/tmp/logs/{name}"]
-        with subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "highwater.cli.app"),
-                *(*words, *_grid(step), *flags.split(), *study, "--no-diagnose"),
-                *("--timeout", "3m"),
-            ]
-        ) as search:
-            try:
-                search.wait(max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                search.send_signal(signal.SIGINT)
-        if time.monotonic() > deadline:
-            return
+        step = CELLS[name][2]
+        length = _predicted()[name]["likely_tokens"]
+        first = _try(name, length, out, deadline)
+        if first is not None:
+            _try(name, length + step if first.is_fit else length - step, out, deadline)
+
+
+def _try(name: str, length: int, out: Path, deadline: float) -> Outcome | None:
+    """One memory-only trial; None where its time is not there."""
+    left = deadline - time.monotonic()
+    if left < LEAST_S:
+        return None
+    model, memory, _, flags = CELLS[name]
+    words = ["try", model, "--json", "--gpus", "1", "--memory", memory, "--length", str(length)]
+    more = ["--attention-depth", "1", "--log-dir", "logs", "--timeout", f"{left:.0f}s"]
+    said = subprocess.run(
+        [*(sys.executable, "-P", "-m", "highwater.cli.app"), *words, *more, *flags.split()],
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    trial = msgspec.json.decode(said.stdout)
+    for unkept in ("log", "log_path"):
+        trial.pop(unkept, None)
+    with (out / "trials.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode({"cell": name, "length_tokens": length, **trial}) + b"\n")
+    return Outcome(trial["result"]["outcome"])
 
 
 def table(out: Path) -> str:
@@ -121,28 +132,32 @@ def table(out: Path) -> str:
     for name, (model, memory, _, _) in CELLS.items():
         said = _predicted().get(name, {})
         row = [name, model, memory, *(_tokens(said.get(f"{k}_tokens")) for k in _SAID)]
-        rows.append("| " + " | ".join([*row, *_measured(out / f"{name}.jsonl")]) + " |")
+        rows.append("| " + " | ".join([*row, *_measured(name, out)]) + " |")
     return "\n".join(rows)
 
 
 _SAID = ("capacity", "likely")
 
 
-def _measured(path: Path) -> list[str]:
-    if not path.is_file():
-        return ["-", "-", "-"]
-    results = {
-        trial.spec.length_tokens: trial.result
-        for trial in highwater.open_study(path).trials
-        if trial.result is not None
-    }
-    fits = [n for n, r in results.items() if r.outcome is Outcome.MEMORY_ONLY_FIT]
-    longest = max(fits, default=None)
-    out = [n for n, r in results.items() if r.outcome.is_memory]
+def _measured(name: str, out: Path) -> list[str]:
+    results = _results(name, out)
+    longest = max((n for n, r in results.items() if r.outcome.is_fit), default=None)
+    ran_out = min((n for n, r in results.items() if r.outcome.is_memory), default=None)
     peak = "-"
     if longest is not None:
         peak = f"{(results[longest].peak_reserved_bytes or 0) / GIB:.2f} GiB"
-    return [_tokens(longest), _tokens(min(out, default=None)), peak]
+    return [_tokens(longest), _tokens(ran_out), peak]
+
+
+def _results(name: str, out: Path) -> dict[int, TrialResult]:
+    """By length: what became of the trials of a cell."""
+    path = out / "trials.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return {
+        line["length_tokens"]: msgspec.convert(line["result"], TrialResult)
+        for line in map(msgspec.json.decode, lines)
+        if line["cell"] == name
+    }
 
 
 def _tokens(number: int | None) -> str:
