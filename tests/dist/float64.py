@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 _READS_BYTES = {torch.Tensor.view, torch.frombuffer, torch.asarray}
 """What files are read with: a dtype that says what bytes are, no cast."""
 _PACKAGES = ("transformers", "highwater")
+_ROUNDS = "nf4.py:"
+"""Where numbers of four bits are made of float32, and float32 of them, whatever the dtype."""
 
 
 class Lifted(TorchFunctionMode):
@@ -38,6 +40,8 @@ class Lifted(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        if _place().startswith(_ROUNDS):
+            return function(*arguments, **keywords)
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         elif function not in _READS_BYTES and any(

@@ -19,6 +19,7 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from cases import RecordGradients
 from float64 import Lifted
 from torch import Tensor, nn
@@ -62,7 +63,15 @@ LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
     "some": Lora(rank=5, alpha=4, targets="v_proj,down_proj"),
+    "packed": Lora(rank=3, alpha=6, base="nf4"),
+    "packed, some": Lora(rank=5, alpha=4, targets="v_proj,down_proj", base="nf4"),
 }
+PACKED_LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"replicate_degree": 2}, {"replicate_degree": 2, "ulysses_degree": 2}],
+    4: [],
+}
+"""Those of a model in NF4, of which each rank has all."""
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"offload": True}],
     2: [{}, {"ulysses_degree": 2}, {"ring_degree": 2}, {"offload": True}],
@@ -105,7 +114,25 @@ def cases_for(processes: int) -> list[Case]:
         for number, family in enumerate(FAMILIES)
         for lora in LORAS
         if not (layout.get("ring_degree") and family == "gemma3_text")
-        if lora == "all" or (processes == 1 and not layout and family != "phi3")
+        if lora == "all" or (processes == 1 and not layout and (lora, family) != ("some", "phi3"))
+        if not (lora == "packed, some" and family == "phi3")
+    ]
+    cases += [
+        Case(
+            family=family,
+            lora="packed",
+            recompute=recompute,
+            loss="chunked",
+            layout=json.dumps(layout),
+            dtype=dtype,
+        )
+        for layout in PACKED_LAYOUTS[processes]
+        for family in ("llama", "phi3")
+        for dtype, recompute in (
+            ("float64", "layer"),
+            ("float32", "layer"),
+            ("float32", "all-but-attention"),
+        )
     ]
     return cases + [
         Case(
@@ -157,10 +184,11 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     of_ranks = dict(case.of_ranks)
     offload = of_ranks.pop("offload", False)
     layout = Layout(gpus=dist.get_world_size(), **of_ranks)
+    rounded = nf4_of(directory) if LORAS[case.lora].base == "nf4" else {}
     with Lifted() if dtype == torch.float64 else nullcontext():
         loss, norm, found = ours(case, directory, dtype, layout, offload=offload)
         expected_loss, expected_norm, expected = theirs(
-            directory, dtype, case.lora, layout.data_parallel_degree
+            directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
         )
     assert set(found) == set(expected), sorted(set(found) ^ set(expected))
     deviations = {
@@ -242,13 +270,19 @@ def adapter_values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 @cache
 def theirs(
-    directory: Path, dtype: torch.dtype, lora: str, data_ranks: int
+    directory: Path,
+    dtype: torch.dtype,
+    lora: str,
+    data_ranks: int,
+    rounded: tuple[tuple[str, Tensor], ...],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
     base = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
     chosen = LORAS[lora]
+    for name, weight in rounded:
+        base.get_parameter(name).data.copy_(weight)
     config = peft.LoraConfig(
         r=chosen.rank,
         lora_alpha=int(chosen.alpha),
@@ -273,6 +307,20 @@ def theirs(
     loss.backward()
     norm = nn.utils.clip_grad_norm_(trained.values(), Hyperparameters().max_grad_norm)
     return loss.detach(), norm, {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+
+@cache
+def nf4_of(directory: Path) -> dict[str, Tensor]:
+    """By name what bitsandbytes makes of the weight of every linear layer but the head."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found: dict[str, Tensor] = {}
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear) and name != "lm_head":
+            weight = linear.weight.detach()
+            codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+            found[f"{name}.weight"] = dequantize_4bit(codes, state)
+            assert not torch.equal(found[f"{name}.weight"], weight)
+    return found
 
 
 if __name__ == "__main__":

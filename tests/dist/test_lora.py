@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
 peft = pytest.importorskip("peft", reason="LoRA needs the lora extra")
 sys.path.insert(0, str(Path(__file__).parent))
 

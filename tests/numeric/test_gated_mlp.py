@@ -186,11 +186,11 @@ def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one() 
 
 
 def test_a_tile_holds_what_its_bytes_allow() -> None:
-    down = torch.empty(8, 96)
-    rows = tile_rows(10_000, down, tiles=None)
+    tokens = torch.empty(10_000, 8)
+    rows = tile_rows(tokens, 96, tiles=None)
     assert rows % 128 == 0
     assert rows * 96 * 4 <= gated_mlp.TILE_BYTES["cpu"] < (rows + 128) * 96 * 4
-    assert tile_rows(10, down, tiles=3) == 4
+    assert tile_rows(tokens[:10], 96, tiles=3) == 4
 
 
 def test_no_token_gives_zero_gradients() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 pytest.importorskip("peft", reason="LoRA needs the lora extra")
+pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from traces import alive_at, traced, trial
@@ -48,6 +49,7 @@ PHI = SHAPE | {
 WIDE = LLAMA | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
 """Most of its parameters are those of embedding and head, which are gathered first."""
 LORA = {"lora": 16, "loss": "chunked"}
+QLORA = LORA | {"lora_base": "nf4"}
 TRIALS: dict[str, dict[str, Any]] = {
     "alone": {},
     "fused projections": {"config": PHI},
@@ -59,6 +61,13 @@ TRIALS: dict[str, dict[str, Any]] = {
     "reference": {"settings": Settings(**LORA, objective="grpo")},
     "pairs": {"settings": Settings(lora=16, objective="rw", sequences_per_micro_batch=2)},
     "whole logits": {"settings": Settings(lora=16), "config": WIDE},
+    "nf4": {"settings": Settings(**QLORA)},
+    "nf4, fused projections": {"settings": Settings(**QLORA), "config": PHI},
+    "nf4, no recompute": {"settings": Settings(**QLORA, recompute="none")},
+    "nf4, two copies": {
+        "settings": Settings(**QLORA),
+        "layout": Layout(gpus=2, ulysses_degree=2, replicate_degree=2),
+    },
     "two": {"layout": Layout(gpus=2)},
     "two, shared": {"layout": Layout(gpus=2, ulysses_degree=2)},
     "two, ring": {"layout": Layout(gpus=2, ring_degree=2)},
@@ -95,7 +104,7 @@ def test_a_step_peaks_where_the_formula_says(
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["alone", "some", "fused projections", "two", "offload"])
+@pytest.mark.parametrize("name", ["alone", "some", "fused projections", "nf4", "two", "offload"])
 def test_what_lasts_is_the_frozen_model_and_the_adapters(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
 ) -> None:
@@ -109,4 +118,8 @@ def test_what_lasts_is_the_frozen_model_and_the_adapters(
         assert adapters is not None
         trained = 16 * adapter_parameters(shape, adapters) // spec.layout.shard_degree
         frozen = 2 * shape.parameters // spec.layout.shard_degree
+        if adapters.base == "nf4":
+            linear = 8 * (2 * 512 * 256 + 2 * 128 * 256 + 3 * 768 * 256)
+            means = 4 * 8 * 7
+            frozen += linear // 2 + linear // 64 + linear // 64 // 64 + means - 2 * linear
         assert expected == pytest.approx(frozen + trained, rel=1e-6)

@@ -90,8 +90,10 @@ def _requests(
         **MEMORY[trainer].fixed_fields(settings),
     }
     ladders = [{**common, **settings}]
-    is_exact = settings.get("optimizer", "adamw") == "adamw"  # others do not update on the host
-    if is_exact and "offload" not in settings and settings.get("allocator") != "native":
+    # other optimizers do not update on the host, and a model in nf4 does not come from there
+    may_offload = settings.get("optimizer", "adamw") == "adamw"
+    may_offload &= settings.get("lora_base", "bf16") == "bf16"
+    if may_offload and "offload" not in settings and settings.get("allocator") != "native":
         offloaded = {"allocator": "expandable", "strategy": "fsdp2", "offload": True}
         ladders.append({**common, **offloaded, **settings})
     return [request_from(fields, keywords=True) for fields in ladders]

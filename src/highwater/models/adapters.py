@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from highwater.errors import MachineError, ModelError
 from highwater.models.fused.adapted_linear import AdaptedLinear
+from highwater.models.fused.nf4 import prepare
 from highwater.models.random_weights import draw
 from highwater.models.weight_names import name_in_files
 from highwater.parallel.fsdp2 import local_shard, own_rows
@@ -62,6 +63,8 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_adapter(name))
+    if lora.base == "nf4":
+        prepare(causal_lm, causal_lm.get_output_embeddings())
 
 
 def _linear_names(causal_lm: PreTrainedModel) -> list[str]:

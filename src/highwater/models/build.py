@@ -20,6 +20,7 @@ from highwater.models.adapters import add_adapters
 from highwater.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.models.fill import Fill
 from highwater.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.models.fused.nf4 import pack, scale_table
 from highwater.models.head_proof import prove_head
 from highwater.models.requirements import refuse_other_mixing, refuse_shared_parameters
 from highwater.models.rope import scale_rope
@@ -79,8 +80,8 @@ def build(
     more than its own shards; FSDP1 cuts one layer after the other (parallel/fsdp1.py), and its
     model is a wrapper in which every attribute of the model is found. ``attention`` is what
     registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
-    With ``lora`` the model is frozen in ``master_dtype``, and its adapters are trained, with a
-    ScalarModel's number: in float32, or in what is wider.
+    With ``lora`` the model is frozen in ``master_dtype``, or its linear layers in NF4, and its
+    adapters are trained, with a ScalarModel's number: in float32, or in what is wider.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     transform = getattr(model, "logit_transform", PLAIN)
@@ -141,9 +142,20 @@ def _on_fsdp2(
 ) -> Decoder:
     """Cut without storage, which the shards alone then get."""
     shard(model, list(model.layers), mesh=mesh, compute_dtype=compute_dtype, offload=offload)
+    if model.lora is not None and model.lora.base == "nf4":
+        _fill_packed(model, fill, device=torch.device(mesh.device_type))
+        return model
     model.to_empty(device="cpu" if offload else torch.device(mesh.device_type))
     fill.values(model)
     return model
+
+
+def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
+    """Fill one layer after the other and pack it: the model is never there whole."""
+    table = scale_table(device)
+    for unit in (*model.layers, model):
+        fill.one_unit(unit)
+        pack(unit, table)
 
 
 def build_on_meta(

@@ -91,7 +91,8 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         several, one = f"{fewer:g} times the micro-batches", f"1/{fewer:g} of a step's tokens"
         said.append(several if settings.accumulates else one)
     if settings.lora is not None:
-        said.append("another training: adapters beside a frozen model")
+        base = " in 4 bits: lossy" if settings.lora_base == "nf4" else ""
+        said.append(f"another training: adapters beside a frozen model{base}")
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
     if settings.offload:

@@ -141,7 +141,8 @@ def _changes(goal: Goal) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]
 def _other_trainings(
     goal: Goal,
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
-    """Changes after which something else is learned: states of few bits, then adapters alone."""
+    """Changes after which something else is learned: states of few bits, then adapters alone, then
+    beside a model in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
@@ -151,6 +152,10 @@ def _other_trainings(
     if "lora" not in goal.settings:
         what = f"LoRA, another training: adapters of rank {_LORA_RANK} beside a frozen model"
         others.append((what, {"lora": _LORA_RANK}))
+    if "lora_base" not in goal.settings and goal.where.gpus == 1:
+        rank = goal.settings.get("lora", _LORA_RANK)
+        what = f"QLoRA, which is lossy: adapters of rank {rank} beside a frozen model in 4 bits"
+        others.append((what, {"lora": rank, "lora_base": "nf4"}))
     for what, settings in others:
         changed = replace(goal, settings={**goal.settings, **settings})
         yield what, tuple(words_of(settings)), (), changed

@@ -267,6 +267,8 @@ def refuse_missing_package(settings: Settings) -> None:
     needed = [(settings.optimizer, settings.optimizer_traits.package, "use `--optimizer adamw`")]
     if settings.lora is not None:
         needed.append(("LoRA", "peft", "leave `--lora` out"))
+    if settings.lora_base == "nf4":
+        needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
     for what, package, other in needed:
         if package is not None and find_spec(package) is None:
             raise MachineError(

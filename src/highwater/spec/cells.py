@@ -49,7 +49,8 @@ def cells_of(
     pattern = request.common_settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
-        shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern
+        *(shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern),
+        is_packed=request.lora_base == "nf4",
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
@@ -171,6 +172,8 @@ class _Bounds(NamedTuple):
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
     """What attention keeps of the keys; None: all."""
+    is_packed: bool
+    """Whether the model is frozen in NF4."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Why so many GPUs cannot be laid out so, in words; None when they can."""
@@ -182,6 +185,8 @@ class _Bounds(NamedTuple):
             return f"{asked.copies} copies do not divide {ranks}"
         if asked.copies > 1 and self.strategy != "fsdp2":
             return "FSDP1 keeps no copies of its shards"
+        if self.is_packed and asked.copies < asked.gpus:
+            return "a model in nf4 is not sharded, each GPU has a copy"
         if asked.ring > 1:
             why = ring_obstacle(self.shape, self.longest_tokens)
             if why is not None:

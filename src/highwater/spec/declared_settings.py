@@ -215,6 +215,14 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             other_label="on-{}",
         ),
         Setting(
+            "lora_base",
+            CHOICE,
+            _ALL,
+            "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
+            "which is QLoRA, by bitsandbytes, and lossy",
+            labels={"bf16": "", "nf4": "NF4"},
+        ),
+        Setting(
             "optimizer",
             CHOICE,
             _ALL,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from highwater.spec.layer_kind import Matrices
 from highwater.spec.layout import Layout
-from highwater.spec.lora import adapter_matrices, adapter_parameters
+from highwater.spec.lora import adapter_matrices, adapter_parameters, saved_by_base
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.spec.optimizer import MOMENTS, PIECE
 from highwater.spec.settings import Settings
@@ -87,8 +87,10 @@ def device_state_bytes(
     if settings.offload and device == "cuda":
         per_parameter = GRADIENT_BYTES_PER_PARAMETER if settings.strategy == "fsdp" else 0
     frozen = 0
-    if settings.lora is not None and per_parameter:
-        frozen = ELEMENT_BYTES[device] * policy_parameters(shape, settings)
+    if settings.adapters is not None and per_parameter:
+        element = ELEMENT_BYTES[device]
+        frozen = element * policy_parameters(shape, settings)
+        frozen -= saved_by_base(shape, settings.adapters, element=element)
     trained = per_parameter * trained_parameters(shape, settings)
     saved = _saved_by_narrow(2, shape, settings)
     saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0

@@ -7,6 +7,7 @@ A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank
 
 import math
 import re
+from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.spec.codec import Record
@@ -17,6 +18,9 @@ ALL_LINEAR = "all-linear"
 """Every linear layer but the head."""
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 MOST_RANK = 4096
+LoraBase = Literal["bf16", "nf4"]
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+"""Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
 BASE_PREFIX = "base_layer."
 """What peft puts into the name of a layer's own parameters where it has an adapter."""
 _FUSED = {
@@ -43,6 +47,8 @@ class Lora(Record, frozen=True, kw_only=True):
     alpha: float
     targets: str = ALL_LINEAR
     """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
+    base: LoraBase = "bf16"
+    """What the frozen model is in: what it computes in, or its linear layers in NF4."""
 
     @property
     def scale(self) -> float:
@@ -77,6 +83,23 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
     return tuple(found)
 
 
+def nf4_bytes(numbers: int) -> int:
+    """Bytes of a weight in NF4: two numbers a byte, a scale a block, and what scales share."""
+    blocks = -(-numbers // NF4_BLOCK)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK) + 4
+
+
+def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
+    """Bytes that a frozen model's linear layers take less than in numbers of so many bytes."""
+    if lora.base == "bf16":
+        return 0
+    return sum(
+        run.count * (element * outputs * inputs - nf4_bytes(outputs * inputs))
+        for run in shape.runs
+        for outputs, inputs in _sizes(run.kind, shape.model_type).values()
+    )
+
+
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     """Numbers of all adapters of a model."""
     return sum(
@@ -94,12 +117,17 @@ def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) ->
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
     family's names are known, and for every linear layer of a model with experts: peft has adapters
-    on experts of some families, which are not trained here.
+    on experts of some families, which are not trained here. Experts are not packed, either.
     """
     if lora.names is None and any(run.kind.mlp.experts > 1 for run in shape.runs):
         raise UsageError(
             f"LoRA on all of {shape.model_type}, whose experts have no adapters here",
             hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
+    if lora.base == "nf4" and any(run.kind.mlp.experts > 1 for run in shape.runs):
+        raise UsageError(
+            f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
+            hint="leave `--lora-base` out",
         )
     if shape.model_type not in _USUAL_NAMES:
         return

@@ -16,6 +16,7 @@ from highwater.spec.pieces import pieces
 from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
     attention_notes,
+    base_notes,
     offload_notes,
     optimizer_notes,
     weights_notes,
@@ -85,6 +86,7 @@ def plan(
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     of_settings = (
         *optimizer_notes(cells[0].settings),
+        *base_notes(cells[0].settings),
         *offload_notes(cells[0].settings, device),
     )
     of_weights = weights_notes(model, cells[0].settings, simulated=request.dry_run)

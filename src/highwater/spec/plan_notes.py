@@ -33,6 +33,13 @@ def optimizer_notes(settings: Settings) -> tuple[str, ...]:
     )
 
 
+def base_notes(settings: Settings) -> tuple[str, ...]:
+    """What a frozen model in four bits has lost."""
+    if settings.lora_base == "bf16":
+        return ()
+    return ("nf4 is lossy: the frozen model's weights are rounded to 4 bits, once",)
+
+
 def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) -> tuple[str, ...]:
     """What bounds each process of a trial on the CPU where no memory limit is named."""
     if is_named or device != "cpu" or budget_bytes is None:

@@ -15,6 +15,7 @@ from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
+from highwater.spec.lora import LoraBase
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.profiling import SETTING, Profiling, loose_profiling, refuse_late_steps
 from highwater.spec.refusals import KEYWORDS, TYPED, RefusedError, Spelling, in_file, nearest
@@ -91,6 +92,7 @@ class Request(Record, frozen=True, kw_only=True):
     lora: int | None = _RUNG.lora
     lora_alpha: float | None = _RUNG.lora_alpha
     lora_targets: str = _RUNG.lora_targets
+    lora_base: LoraBase = _RUNG.lora_base
     lora_merged: bool = _RUNG.lora_merged
     objective: Objective = _RUNG.objective
     critic: bool = _RUNG.critic

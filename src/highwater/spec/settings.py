@@ -8,7 +8,7 @@ from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_SEQUENCES
 from highwater.spec.codec import Record
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
-from highwater.spec.lora import ALL_LINEAR, Lora, check_lora
+from highwater.spec.lora import ALL_LINEAR, Lora, LoraBase, check_lora
 from highwater.spec.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.spec.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
 from highwater.spec.sparse_pattern import (
@@ -68,6 +68,9 @@ class Settings(Record, frozen=True, kw_only=True):
     """What adapters are multiplied by, times their rank. None: twice the rank."""
     lora_targets: str = ALL_LINEAR
     """Linear layers with an adapter: every one but the head, or names with commas between them."""
+    lora_base: LoraBase = "bf16"
+    """What LoRA's frozen model is in: what it computes in, or its linear layers in ``nf4``, four
+    bits a number (QLoRA)."""
     lora_merged: bool = False
     """What ``save_hf`` writes is the model with its adapters added to it. False: the adapters."""
     objective: Objective = "sft"
@@ -143,7 +146,7 @@ class Settings(Record, frozen=True, kw_only=True):
         if self.lora is None:
             return None
         alpha = 2 * self.lora if self.lora_alpha is None else self.lora_alpha
-        return Lora(rank=self.lora, alpha=alpha, targets=self.lora_targets)
+        return Lora(rank=self.lora, alpha=alpha, targets=self.lora_targets, base=self.lora_base)
 
     @property
     def has_second_model(self) -> bool:
@@ -293,13 +296,30 @@ def _check_lora(settings: Settings) -> None:
                 "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
                 hint="use `--strategy fsdp2`",
             )
+        _check_base(settings)
         return
-    for name in ("lora_alpha", "lora_targets", "lora_merged"):
-        if getattr(settings, name) not in (None, ALL_LINEAR, False):
+    for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
+        if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
             raise UsageError(
                 f"{DECLARED[name].words} {getattr(settings, name)}, and no LoRA",
                 hint=f"add `--lora 32`, or leave `{DECLARED[name].flag}` out",
             )
+
+
+def _check_base(settings: Settings) -> None:
+    """Raise UsageError for what a model in NF4 is not used with."""
+    if settings.lora_base == "bf16":
+        return
+    if settings.offload:
+        raise UsageError(
+            "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
+            hint="leave `--offload` out, or `--lora-base`",
+        )
+    if settings.lora_merged:
+        raise UsageError(
+            "adapters were trained beside a model in nf4, and would be merged into another one",
+            hint="leave `--lora-merged` out: peft merges them into the model of your choice",
+        )
 
 
 def _check_optimizer(settings: Settings) -> None:

@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +70,8 @@ def trace(order: TraceOrder) -> EventLog:
     What lies in host memory is not in it.
     """
     spec = order.spec
+    if spec.settings.lora is not None:
+        _import_adapters()
     fake_cuda.install()
     kernel_stubs.put(order.kernel)
     if spec.settings.optimizer != "adamw":
@@ -110,6 +113,14 @@ def trace(order: TraceOrder) -> EventLog:
         modules=tuple(recorder.modules),
         events=tuple(recorder.events),
     )
+
+
+def _import_adapters() -> None:
+    """Import what would look for a GPU while there seems to be one: peft, and bitsandbytes with it
+    where that is installed. Who needs what is missing says so.
+    """
+    with suppress(ImportError):
+        import peft  # noqa: F401
 
 
 def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:

@@ -218,6 +218,13 @@ class Layer:
         return 3 * mlp.experts * self.kind.hidden_size * mlp.width
 
     @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of a weight of the MLP that is made whole for a product; 0 where all are."""
+        step, mlp = self.step, self.kind.mlp
+        is_packed = step.settings.lora_base == "nf4"
+        return step.element * self.kind.hidden_size * mlp.width if is_packed else 0
+
+    @property
     def trained_mlp_parameters(self) -> int:
         """Parameters that have a gradient when the MLP has gone backward, in doubt the attention's
         adapters too.
@@ -347,7 +354,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
-    return max(most, _fetching_bytes(layer))
+    return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
@@ -371,12 +378,14 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
     beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
     if not layer.has_tiles:
-        return max(_mlp_moments(layer, beside))
+        return max(_mlp_moments(layer, beside)) + layer.unpacked_bytes
     tile = step.element * layer.tile
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
-    # three products; the gradients of the weights, which are summed in float32.
+    # three products; the gradients of the weights, which are summed in float32, and one of the
+    # weights that are packed.
     beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
-    return step.tokens * max(0, beside) + 3 * tile + _NUMBER_BYTES * layer.trained_mlp_parameters
+    weights = _NUMBER_BYTES * layer.trained_mlp_parameters + layer.unpacked_bytes
+    return step.tokens * max(0, beside) + 3 * tile + weights
 
 
 def _fetching_bytes(layer: Layer) -> int:

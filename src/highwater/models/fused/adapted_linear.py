@@ -1,7 +1,8 @@
 """A linear layer with a LoRA adapter, ``x W^T + scale * (x A^T) B^T``: the adapter's share is added
 to the frozen layer's output, and nothing of its size is made or kept besides.
 
-Where the frozen weight and its bias need no gradient, none is made of them.
+Where the frozen weight and its bias need no gradient, none is made of them. A frozen weight may be
+packed (nf4.py).
 
 Shapes:  T tokens  I inputs  O outputs  R rank
 """
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from highwater.models.fused.nf4 import Weight, as_tensor, weight_of, whole
 from highwater.models.fused.weight_gradient import WeightGradient
 
 
@@ -49,16 +51,17 @@ class AdaptedLinear(nn.Module):
         """The layer's output for ``x``, of shape (..., I)."""
         base, adapter = cast(nn.Linear, self.base_layer), self.adapter
         if adapter is None:
-            return F.linear(x, base.weight, base.bias)
-        out_TO: Tensor = _AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, *adapter)
+            return base(x)
+        weight = weight_of(base)
+        out_TO: Tensor = _AdaptedLinear.apply(x.flatten(0, -2), weight, base.bias, *adapter)
         return out_TO.view(*x.shape[:-1], out_TO.shape[-1])
 
 
 def adapted_product(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, adapter: Adapter | None
+    x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
 ) -> Tensor:
     """The output of a linear layer, with its adapter's share where it has one."""
-    out_TO = F.linear(x_TI, weight_OI, bias_O)
+    out_TO = F.linear(x_TI, whole(weight_OI), bias_O)
     if adapter is not None:
         out_TO.addmm_(x_TI @ adapter.a_RI.T, adapter.b_OR.T, alpha=adapter.scale)
     return out_TO
@@ -71,14 +74,16 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TI: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Weight,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
         scale: float,
     ) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR)
+        ctx.scale, ctx.packed = scale, weight_OI
+        if isinstance(weight_OI, Tensor):  # kept as autograd keeps tensors
+            ctx.packed = None
+        ctx.save_for_backward(x_TI, as_tensor(weight_OI), a_RI, b_OR)
         return adapted_product(x_TI, weight_OI, bias_O, Adapter(a_RI, b_OR, scale))
 
     @staticmethod
@@ -89,6 +94,7 @@ class _AdaptedLinear(torch.autograd.Function):
         of_product_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
         x_gradient_TI = None
         if of_input:
+            weight_OI = whole(ctx.packed) if weight_OI is None else weight_OI
             x_gradient_TI = (gradient_TO @ weight_OI).addmm_(of_product_TR, a_RI)
         return (
             x_gradient_TI,

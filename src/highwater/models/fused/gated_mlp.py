@@ -5,7 +5,7 @@ are dropped; backward, they are computed again and overwritten by their own grad
 recomputation that costs nothing: the recomputation of a layer ends where the last tensor was kept,
 which is here before the MLP computes anything, so that gate and up are computed as often as they
 would be without tiles. Adapters of its projections go in the same tiles; what is frozen has no
-gradient.
+gradient, and may be packed (nf4.py): it is made whole for each product of a tile, one at a time.
 
 Shapes:  T tokens  t tokens of one tile  E hidden size  F intermediate size  R rank of an adapter
 """
@@ -24,6 +24,7 @@ from highwater.models.fused.adapted_linear import (
     AdapterGradient,
     adapted_product,
 )
+from highwater.models.fused.nf4 import Weight, as_tensor, halves, weight_of, whole
 from highwater.models.fused.weight_gradient import WeightGradient
 from highwater.spec.working_sizes import TILE_BYTES
 
@@ -49,7 +50,7 @@ class GatedMlp(nn.Module):
         """Compute the MLP of ``hidden``, of shape (..., E)."""
         weights, scale = self._weights()
         x_TE = hidden.flatten(0, -2)
-        rows = tile_rows(len(x_TE), weights.down_EF, tiles=self.tiles)
+        rows = tile_rows(x_TE, weights.down_EF.shape[1], tiles=self.tiles)
         # Two functions, so that what is kept, and with it the end of a recomputation, comes before
         # what is computed.
         kept_TE: Tensor = _Keep.apply(x_TE, rows, scale, *weights)
@@ -61,7 +62,7 @@ class GatedMlp(nn.Module):
         down, down_adapter = _parts(self.down_proj)
         if hasattr(self, "gate_up_proj"):
             fused, adapter = _parts(self.gate_up_proj)
-            gate, up = fused.weight.chunk(2)
+            gate, up = halves(weight_of(fused))
             has_bias = "bias" in dict(fused.named_parameters())
             gate_bias, up_bias = fused.bias.chunk(2) if has_bias else (None, None)
             gate_adapter, up_adapter = (None, None)
@@ -74,8 +75,8 @@ class GatedMlp(nn.Module):
                 _parts(self.gate_proj),
                 _parts(self.up_proj),
             )
-            gate, gate_bias = gate_layer.weight, gate_layer.bias
-            up, up_bias = up_layer.weight, up_layer.bias
+            gate, gate_bias = weight_of(gate_layer), gate_layer.bias
+            up, up_bias = weight_of(up_layer), up_layer.bias
         adapters = (gate_adapter, up_adapter, down_adapter)
         matrices = (
             matrix
@@ -83,7 +84,8 @@ class GatedMlp(nn.Module):
             for matrix in ((None, None) if adapter is None else adapter[:2])
         )
         scale = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
-        return _Weights(gate, up, down.weight, gate_bias, up_bias, down.bias, *matrices), scale
+        biases = (gate_bias, up_bias, down.bias)
+        return _Weights(gate, up, weight_of(down), *biases, *matrices), scale
 
 
 def _parts(projection: Any) -> tuple[nn.Linear, Adapter | None]:
@@ -93,18 +95,18 @@ def _parts(projection: Any) -> tuple[nn.Linear, Adapter | None]:
     return projection, None
 
 
-def tile_rows(tokens: int, down_EF: Tensor, *, tiles: int | None) -> int:
-    """Tokens of one tile; the last tile may be smaller."""
+def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None) -> int:
+    """Tokens of one tile of an MLP of this width; the last tile may be smaller."""
     if tiles is not None:
-        return max(1, -(-tokens // tiles))
-    row_bytes = down_EF.shape[1] * down_EF.element_size()
-    return max(_ROWS, TILE_BYTES[down_EF.device.type] // row_bytes // _ROWS * _ROWS)
+        return max(1, -(-len(x_TE) // tiles))
+    row_bytes = width * x_TE.element_size()
+    return max(_ROWS, TILE_BYTES[x_TE.device.type] // row_bytes // _ROWS * _ROWS)
 
 
 class _Weights(NamedTuple):
-    gate_FE: Tensor
-    up_FE: Tensor
-    down_EF: Tensor
+    gate_FE: Weight
+    up_FE: Weight
+    down_EF: Weight
     gate_bias_F: Tensor | None = None
     up_bias_F: Tensor | None = None
     down_bias_E: Tensor | None = None
@@ -115,15 +117,15 @@ class _Weights(NamedTuple):
     down_a_RF: Tensor | None = None
     down_b_ER: Tensor | None = None
 
-    def projection(self, index: int, scale: float) -> tuple[Tensor, Tensor | None, Adapter | None]:
+    def projection(self, index: int, scale: float) -> tuple[Weight, Tensor | None, Adapter | None]:
         """Weight, bias and adapter of gate (0), up (1) or down (2)."""
-        a, b = self[6 + 2 * index : 8 + 2 * index]
+        a, b = map(as_tensor, self[6 + 2 * index : 8 + 2 * index])
         adapter = None if a is None or b is None else Adapter(a, b, scale)
         return self[index], self[3 + index], adapter  # pyright: ignore[reportReturnType]
 
 
 def _detached(weights: _Weights) -> _Weights:
-    return _Weights(*(None if w is None else w.detach() for w in weights))  # pyright: ignore[reportArgumentType]
+    return _Weights(*(w.detach() if isinstance(w, Tensor) else w for w in weights))  # pyright: ignore[reportArgumentType]
 
 
 class _Keep(torch.autograd.Function):
@@ -134,15 +136,17 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *weights: Weight | None) -> Tensor:
         ctx.rows, ctx.scale = rows, scale
-        ctx.save_for_backward(x_TE, *weights)
+        ctx.packed = tuple(None if isinstance(each, Tensor) else each for each in weights)
+        ctx.save_for_backward(x_TE, *map(as_tensor, weights))
         return x_TE.view_as(x_TE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TE, *saved = ctx.saved_tensors
-        weights = _Weights(*saved)
+        kept = (one if two is None else two for one, two in zip(saved, ctx.packed, strict=True))
+        weights = _Weights(*kept)
         gradient_TE = gradients[0].contiguous()
         x_gradient_TE = torch.empty_like(x_TE)
         sums = _Sums(weights, ctx.scale, ctx.needs_input_grad[3:])
@@ -161,7 +165,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     # It keeps nothing in ctx.
-    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *tensors: Tensor | None) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x_TE: Tensor, rows: int, scale: float, *tensors: Weight | None) -> Tensor:  # noqa: ARG004
         weights = _Weights(*tensors)  # pyright: ignore[reportArgumentType]
         out_TE = torch.empty_like(x_TE)
         for x, out in zip(x_TE.split(rows), out_TE.split(rows), strict=True):
@@ -181,7 +185,7 @@ class _Sums:
     def __init__(self, weights: _Weights, scale: float, needed: Sequence[bool]) -> None:
         self.scale, self.dtype = scale, weights.down_EF.dtype
         self._matrices = [
-            WeightGradient(weight) if is_needed else None
+            WeightGradient(weight) if is_needed and isinstance(weight, Tensor) else None
             for weight, is_needed in zip(weights[:3], needed[:3], strict=True)
         ]
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -218,7 +222,7 @@ def _tile_forward(x_tE: Tensor, out_tE: Tensor, weights: _Weights, scale: float)
     product_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, scale)) for i in (0, 1))
     gate_kernels.product_(product_tF, up_tF)
     down_EF, bias_E, adapter = weights.projection(2, scale)
-    torch.mm(product_tF, down_EF.T, out=out_tE)
+    torch.mm(product_tF, whole(down_EF).T, out=out_tE)
     if bias_E is not None:
         out_tE += bias_E
     if adapter is not None:
@@ -230,15 +234,17 @@ def _tile_backward(
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     gate_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, sums.scale)) for i in (0, 1))
-    product_tF = gradient_tE @ weights.down_EF  # the product's gradient, then the product itself
+    product_tF = gradient_tE @ whole(
+        weights.down_EF
+    )  # the product's gradient, then the product itself
     if weights.down_a_RF is not None and weights.down_b_ER is not None:
         product_tF.addmm_(gradient_tE @ weights.down_b_ER, weights.down_a_RF, alpha=sums.scale)
     gate_kernels.backward_(gate_tF, up_tF, product_tF)
     # After backward_: gate and up hold their gradients, product the product.
     sums.add(2, gradient_tE, product_tF)
     of_gate_tR, of_up_tR = sums.add(0, gate_tF, x_tE), sums.add(1, up_tF, x_tE)
-    torch.mm(gate_tF, weights.gate_FE, out=x_gradient_tE)
-    x_gradient_tE.addmm_(up_tF, weights.up_FE)
+    torch.mm(gate_tF, whole(weights.gate_FE), out=x_gradient_tE)
+    x_gradient_tE.addmm_(up_tF, whole(weights.up_FE))
     for of_adapter_tR, a_RE in ((of_gate_tR, weights.gate_a_RE), (of_up_tR, weights.up_a_RE)):
         if of_adapter_tR is not None and a_RE is not None:
             x_gradient_tE.addmm_(of_adapter_tR, a_RE)
