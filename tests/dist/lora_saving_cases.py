@@ -39,7 +39,8 @@ from highwater.train.optimizers import make_optimizer
 from highwater.train.step import Training, train_step
 
 LORA = Lora(rank=4, alpha=8)
-MODELS = ("llama", "phi3", "scalar")
+PACKED = Lora(rank=4, alpha=8, base="nf4")
+MODELS = ("llama", "phi3", "scalar", "packed")
 LENGTHS = (17, 9, 24, 8)
 TOKENS = tuple(range(3, 40))
 
@@ -48,8 +49,11 @@ def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     process_mesh.join(torch.device("cpu"))
-    mesh = process_mesh.shard_mesh(Layout(gpus=dist.get_world_size()), torch.device("cpu"))
+    ranks = dist.get_world_size()
     for name in MODELS:
+        # of a model in NF4 each rank has all
+        layout = Layout(gpus=ranks, replicate_degree=ranks if name == "packed" else 1)
+        mesh = process_mesh.shard_mesh(layout, torch.device("cpu"))
         {"save": save, "resume": resume}[mode](name, folder, mesh)
     process_mesh.leave()
 
@@ -60,7 +64,9 @@ def save(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     save_sharded(model, optimizer, folder / f"shards-{name}", mesh=mesh)
     how: dict[str, Any] = {"mesh": mesh, "dtype": torch.float32, "source": folder / name}
     written = save_pretrained(model, folder / f"adapter-{name}", **how)
-    merged = save_pretrained(model, folder / f"merged-{name}", **how, merged=True)
+    merged = 0
+    if name != "packed":
+        merged = save_pretrained(model, folder / f"merged-{name}", **how, merged=True)
     if dist.get_rank() == 0:
         (folder / f"bytes-{name}").write_text(f"{written} {merged}")
         save_file({"told": told(model)}, folder / f"told-{name}.safetensors")
@@ -94,7 +100,7 @@ def made(name: str, folder: Path, mesh: dist.DeviceMesh) -> tuple[Decoder, torch
         loss=None if name == "scalar" else "chunked",
         recompute="layer",
         compute_dtype=torch.float32,
-        lora=LORA,
+        lora=PACKED if name == "packed" else LORA,
     )
     for each, parameter in model.named_parameters():
         if is_adapter(each):
@@ -138,7 +144,9 @@ def write(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     if dist.get_rank() == 0:
-        save_file({name: torch.cat([each[name] for each in ranks]) for name in own}, path)
+        is_packed = model.lora is not None and model.lora.base == "nf4"
+        shards = ranks[:1] if is_packed else ranks
+        save_file({name: torch.cat([each[name] for each in shards]) for name in own}, path)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.lora import Lora
 
 
 class HuggingFacePeer:
@@ -20,8 +21,8 @@ class HuggingFacePeer:
     Master weights and moments are float32.
     """
 
-    def __init__(self, directory: str, *, trains: bool = True) -> None:
-        self.model: Any = _load(directory).train()
+    def __init__(self, directory: str, *, trains: bool = True, packed: bool = False) -> None:
+        self.model: Any = _load(directory, packed=packed).train()
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
@@ -67,8 +68,8 @@ class LigerPeer(HuggingFacePeer):
     there during this peer's own work alone, so that nobody else is timed with them.
     """
 
-    def __init__(self, directory: str, *, trains: bool = True) -> None:
-        super().__init__(directory, trains=trains)
+    def __init__(self, directory: str, *, trains: bool = True, packed: bool = False) -> None:
+        super().__init__(directory, trains=trains, packed=packed)
         family = self.model.config.model_type
         self._module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         with _attributes_restored(self._module):
@@ -85,14 +86,18 @@ class LigerPeer(HuggingFacePeer):
 
 class LoraPeer:
     """peft's LoRA on all linear layers, of Hugging Face with Liger's kernels: a frozen model in
-    bfloat16, adapters and their moments in float32, autocast, per-layer recompute.
+    bfloat16, or its linear layers in bitsandbytes' NF4; adapters and their moments in float32,
+    autocast, per-layer recompute.
     """
 
-    def __init__(self, directory: str, rank: int) -> None:
-        base = LigerPeer(directory, trains=False)
+    def __init__(self, directory: str, lora: Lora) -> None:
+        base = LigerPeer(directory, trains=False, packed=lora.base == "nf4")
         peft: Any = importlib.import_module("peft")
         config = peft.LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=lora.rank,
+            lora_alpha=int(lora.alpha),
+            target_modules=lora.targets,
+            task_type="CAUSAL_LM",
         )
         self._base = base
         base.model = peft.get_peft_model(base.model, config).train()
@@ -122,13 +127,45 @@ def _attributes_restored(module: ModuleType) -> Generator[None]:
         vars(module).update(before)
 
 
-def _load(directory: str) -> Any:
-    """The model on the GPU in bfloat16, with the directory's weights if it has any, else random."""
+def _load(directory: str, *, packed: bool) -> Any:
+    """The model on the GPU in bfloat16, with the directory's weights if it has any, else random;
+    its linear layers ``packed`` by bitsandbytes.
+    """
     kind = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     if any(Path(directory).glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, device_map="cuda", **kind
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, **kind)
+    else:
+        config = AutoConfig.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, **kind)
+    if packed:
+        _pack(model)
+    return model
+
+
+def _pack(model: Any) -> None:
+    """Put bitsandbytes' layers in the place of all linear ones but the head, as transformers does
+    with ``load_in_4bit``, in NF4 with scales in 8 bits.
+    """
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    head = model.get_output_embeddings()
+    how = {"compress_statistics": True, "quant_type": "nf4"}
+    for parent in list(model.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear and linear is not head:
+                has_bias = "bias" in dict(linear.named_parameters())
+                packed = bitsandbytes.nn.Linear4bit(
+                    *(linear.in_features, linear.out_features, has_bias),
+                    **(how | {"compute_dtype": torch.bfloat16, "device": "meta"}),
+                )
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.detach(), requires_grad=False, module=packed, **how
+                ).to("cuda")
+                packed.bias = linear.bias
+                setattr(parent, name, packed)
+    model.is_loaded_in_4bit = True
+    torch.cuda.empty_cache()

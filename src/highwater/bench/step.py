@@ -6,7 +6,7 @@ per micro-batch, ``--micro-batches`` of them per step. Losses are printed side b
 from the same weights, so that a ratio is only shown for the same work. ``--alone`` names lengths at
 which the contenders do not fit on the card together: there each is timed in the process that
 measures its memory, and the row says so. ``--lora 32`` trains adapters in the place of the models,
-of Hugging Face with peft and Liger.
+of Hugging Face with peft and Liger, and ``--lora-base nf4`` packs the weights beside them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from highwater.parallel import mesh as process_mesh
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
-from highwater.spec.lora import Lora
+from highwater.spec.lora import Lora, LoraBase
 from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
@@ -95,7 +95,7 @@ def time_side_by_side(arguments: argparse.Namespace) -> dict[int, dict[str, obje
     with tempfile.TemporaryDirectory() as folder:
         directory = same_weights(arguments.model, Path(folder))
         steps = {
-            name: _step_of(name, directory, max(arguments.lengths), arguments.lora)
+            name: _step_of(name, directory, max(arguments.lengths), _lora(arguments))
             for name in arguments.contenders
         }
         rows: dict[int, dict[str, object]] = {}
@@ -117,7 +117,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     """
     lengths = sorted({*arguments.lengths, *arguments.alone})
     directory = load_model(arguments.model).directory
-    step = _step_of(contender, directory, max(lengths), arguments.lora)
+    step = _step_of(contender, directory, max(lengths), _lora(arguments))
     for length in lengths:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -131,15 +131,20 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
 
 
-def _step_of(contender: str, directory: str, longest: int, rank: int | None) -> TimedStep:
-    """A contender's step: of the model, or of adapters of this rank."""
-    if rank is None:
+def _step_of(contender: str, directory: str, longest: int, lora: Lora | None) -> TimedStep:
+    """A contender's step: of the model, or of adapters."""
+    if lora is None:
         return CONTENDERS[contender](directory, longest)
     if contender == "liger":
-        return LoraPeer(directory, rank).step
-    lora = Lora(rank=rank, alpha=2 * rank)
+        return LoraPeer(directory, lora).step
     recompute: Recompute = "all-but-attention" if contender == "attention-kept" else "layer"
     return ours(directory, longest, loss="chunked", recompute=recompute, lora=lora)
+
+
+def _lora(arguments: argparse.Namespace) -> Lora | None:
+    """The adapters that are trained; None where the model is."""
+    rank: int | None = arguments.lora
+    return None if rank is None else Lora(rank=rank, alpha=2 * rank, base=arguments.lora_base)
 
 
 def ours(
@@ -229,6 +234,9 @@ def _parse() -> argparse.Namespace:
         help="who takes part; speeds are ratios over the first",
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank")
+    parser.add_argument(
+        "--lora-base", choices=get_args(LoraBase), default="bf16", help="what is frozen beside them"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -316,7 +324,8 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     """
     words = [arguments.model, "--memory-of", contender]
     words += ["--micro-batches", str(arguments.micro_batches)]
-    words += [] if arguments.lora is None else ["--lora", str(arguments.lora)]
+    if arguments.lora is not None:
+        words += ["--lora", str(arguments.lora), "--lora-base", arguments.lora_base]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]

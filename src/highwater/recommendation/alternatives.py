@@ -142,7 +142,8 @@ def _other_trainings(
     goal: Goal,
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], Goal]]:
     """Changes after which something else is learned: states of few bits, then adapters alone, then
-    beside a model in few bits."""
+    beside a model in few bits.
+    """
     others: list[tuple[str, dict[str, object]]] = []
     if "optimizer" not in goal.settings and "lora" not in goal.settings:
         few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}

@@ -10,6 +10,7 @@ all of them, of as many rows wherever a router sends the tokens.
 """
 
 import gc
+import importlib
 import os
 import sys
 import traceback
@@ -120,7 +121,7 @@ def _import_adapters() -> None:
     where that is installed. Who needs what is missing says so.
     """
     with suppress(ImportError):
-        import peft  # noqa: F401
+        importlib.import_module("peft")
 
 
 def _mute_while_shapes_are_asked(recorder: AllocationRecorder) -> None:
