@@ -38,6 +38,8 @@ CELLS = {
     "4b-8bit": ("Qwen3-4B", "56GiB", 8192, _FEW),
     "4b-8bit-bf16": ("Qwen3-4B", "40GiB", 8192, f"--parameters bf16 {_FEW}"),
     "8b-8bit-bf16": ("Llama-3.1-8B", "79.15GiB", 16384, f"--parameters bf16 {_FEW}"),
+    "8b-nf4": ("Llama-3.1-8B", "79.15GiB", 32768, f"--lora-base nf4 {_LORA}"),
+    "8b-nf4-24gib": ("Llama-3.1-8B", "24GiB", 8192, f"--lora-base nf4 {_LORA}"),
     "8b-lora": ("Llama-3.1-8B", "79.15GiB", 32768, _LORA),
     "8b-lora-offload": ("Llama-3.1-8B", "79.15GiB", 32768, f"--offload {_LORA}"),
 }
