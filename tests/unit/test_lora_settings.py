@@ -7,7 +7,7 @@ import pytest
 import highwater
 from highwater.errors import UsageError
 from highwater.spec.flops import step_flops
-from highwater.spec.lora import Lora, adapter_parameters
+from highwater.spec.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.spec.model import load_model
 from highwater.spec.request import request_from
 from highwater.spec.settings import Settings
@@ -26,6 +26,13 @@ from highwater.spec.settings import Settings
         ({"lora_targets": "q_proj"}, "no LoRA", "add `--lora 32`, or leave `--lora-targets` out"),
         ({"lora": 4, "strategy": "fsdp"}, "FSDP1", "use `--strategy fsdp2`"),
         ({"lora": 4, "lora_merged": True}, "nothing is saved", None),
+        ({"lora_base": "nf4"}, "no LoRA", "add `--lora 32`, or leave `--lora-base` out"),
+        ({"lora": 4, "lora_base": "nf4", "offload": True}, "stays on the GPU", None),
+        (
+            {"lora": 4, "lora_base": "nf4", "lora_merged": True, "save_hf": "last"},
+            "merged into another one",
+            None,
+        ),
         (
             {
                 "lora": 4,
@@ -59,6 +66,37 @@ def test_experts_have_no_adapters_and_the_hint_names_what_has() -> None:
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
     found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
     assert any(cell.capacity_tokens for cell in found.cells)
+
+
+def test_experts_are_not_packed() -> None:
+    with pytest.raises(UsageError, match="qwen3_moe in nf4") as refused:
+        highwater.predict(
+            "Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_targets="q_proj", lora_base="nf4"
+        )
+    assert refused.value.hint == "leave `--lora-base` out"
+
+
+def test_a_packed_model_is_not_sharded_and_the_hint_works() -> None:
+    asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "rope": "yarn"}
+    with pytest.raises(UsageError, match="not sharded") as refused:
+        highwater.predict("Llama-3.1-8B", **asked)
+    assert refused.value.hint == "use `--copies 4`"
+    found = highwater.predict("Llama-3.1-8B", copies=4, **asked)
+    shared = {each.cell.layout.ulysses_degree: each.capacity_tokens or 0 for each in found.cells}
+    assert shared[4] > shared[1] > 0
+
+
+def test_a_base_in_four_bits_takes_a_quarter_and_is_labelled() -> None:
+    """Source: bitsandbytes' 0.5 bytes a number, and one and 4 bytes for each 64 and 16,384."""
+    assert nf4_bytes(4096 * 4096) == 2**23 + 2**18 + 4 * 2**10 + 4
+    settings = Settings(lora=32, lora_base="nf4")
+    assert settings.label == "LoRA-32 + NF4"
+    shape = load_model("Llama-3.1-8B").shape
+    lora = settings.adapters
+    assert lora is not None
+    linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    saved = saved_by_base(shape, lora, element=2)
+    assert saved == pytest.approx(linear * (2 - 0.5 - 1 / 64), rel=2e-4)
 
 
 def test_the_usual_weight_is_the_same_question_as_none() -> None:
