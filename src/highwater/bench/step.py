@@ -7,6 +7,7 @@ from the same weights, so that a ratio is only shown for the same work. ``--alon
 which the contenders do not fit on the card together: there each is timed in the process that
 measures its memory, and the row says so. ``--lora 32`` trains adapters in the place of the models,
 of Hugging Face with peft and Liger, and ``--lora-base nf4`` packs the weights beside them.
+A length without a peak ran out of memory.
 """
 
 import argparse
@@ -38,8 +39,10 @@ from highwater.spec.model import load_model
 from highwater.spec.settings import Loss, Recompute
 from highwater.spec.trial import PROMPT_TOKENS
 from highwater.train.data import UNTRAINED, Document, pack
+from highwater.train.memory_log import divide_budget
 from highwater.train.optimizers import make_optimizer
 from highwater.train.step import Training, train_step
+from highwater.units import parse_bytes
 
 LOSS_TOLERANCE = 5e-4
 """Relative tolerance of losses.
@@ -117,6 +120,8 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     """
     lengths = sorted({*arguments.lengths, *arguments.alone})
     directory = load_model(arguments.model).directory
+    if arguments.memory is not None:
+        divide_budget(torch.device("cuda"), budget_bytes=arguments.memory, nccl_bytes=0)
     step = _step_of(contender, directory, max(lengths), _lora(arguments))
     for length in lengths:
         torch.cuda.empty_cache()
@@ -237,6 +242,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--lora-base", choices=get_args(LoraBase), default="bf16", help="what is frozen beside them"
     )
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="SIZE", help="bound on the GPU's memory for --alone"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -326,6 +334,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     words += ["--micro-batches", str(arguments.micro_batches)]
     if arguments.lora is not None:
         words += ["--lora", str(arguments.lora), "--lora-base", arguments.lora_base]
+    words += [] if arguments.memory is None else ["--memory", str(arguments.memory)]
     for flag, lengths in (("--lengths", arguments.lengths), ("--alone", arguments.alone)):
         words += [flag, *map(str, lengths)] if lengths else []
     command = [sys.executable, "-P", "-m", "highwater.bench.step", *words]
