@@ -110,8 +110,8 @@ def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendatio
         trainer=trainer,
         allocator=case.allocator,
         ulysses=[case.degree],
-        ring=[case.ring],
-        copies=[case.copies],
+        **({"ring": [case.ring]} if case.ring > 1 else {}),
+        **({"copies": [case.copies]} if case.copies > 1 else {}),
         **({"offload": True} if case.offload else {}),
     )
 
