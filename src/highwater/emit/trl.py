@@ -20,6 +20,7 @@ from highwater.emit.accelerate import (
     layout_obstacle,
     padded_to,
 )
+from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -32,7 +33,6 @@ from highwater.emit.emitted import (
     refusals,
     refuse_obstacle,
 )
-from highwater.errors import UsageError
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
@@ -183,13 +183,8 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     lora = settings.adapters
     if lora is None:
         return {}
-    if lora.alpha != int(lora.alpha):
-        raise UsageError(
-            f"TRL's lora_alpha is a whole number, and {lora.alpha} is not",
-            hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
-        )
     values: dict[str, Value] = {"use_peft": True, "lora_r": lora.rank}
-    values["lora_alpha"] = int(lora.alpha)
+    values["lora_alpha"] = whole_alpha(lora, name="TRL")
     values |= {
         f"lora_target_modules.{number}": name
         for number, name in enumerate(lora.names or (lora.targets,))

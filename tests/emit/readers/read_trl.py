@@ -39,6 +39,15 @@ for folder in sys.argv[1:]:
                 "length": training.max_length,
                 "budget": training.per_device_train_batch_size * training.max_length // how["sp"],
                 "path": model.model_name_or_path,
+                "lora": {
+                    "rank": model.lora_r,
+                    "alpha": model.lora_alpha,
+                    "targets": model.lora_target_modules,
+                    "dropout": model.lora_dropout,
+                }
+                if model.use_peft
+                else None,
+                "dtype": model.dtype,
                 "rope": config.rope_parameters,
                 "longest": config.max_position_embeddings,
                 "environment": {
