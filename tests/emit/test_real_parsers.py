@@ -51,8 +51,8 @@ class Case:
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
-    lora: tuple[tuple[str, Any], ...] = ()
-    """What is asked of adapters."""
+    asked: tuple[tuple[str, Any], ...] = ()
+    """What else is asked."""
 
 
 CASES = {
@@ -115,7 +115,7 @@ def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendatio
         **({"ring": [case.ring]} if case.ring > 1 else {}),
         **({"copies": [case.copies]} if case.copies > 1 else {}),
         **({"offload": True} if case.offload else {}),
-        **dict(case.lora),
+        **dict(case.asked),
     )
 
 
@@ -230,7 +230,7 @@ DTYPES = {"verl": "fp32", "areal": "float32", "torchtitan": "float32", "trl": "b
 @pytest.mark.parametrize("target", EVERY_LAYER)
 def test_adapters_are_read_as_they_were_asked_for(target: Target) -> None:
     asked = (("lora", 16), ("lora_alpha", 48))
-    parsed = read_alone(target, Case(length="16k", lora=asked, directory=None))
+    parsed = read_alone(target, Case(length="16k", asked=asked, directory=None))
     expected = {"rank": 16, "alpha": 48, **EVERY_LAYER[target]}
     found = parsed["lora"]
     if target == "torchtitan":
@@ -243,10 +243,15 @@ def test_adapters_are_read_as_they_were_asked_for(target: Target) -> None:
     assert parsed.get("strategy", "fsdp2") == "fsdp2"
 
 
+def test_moments_of_8_bits_are_an_optimizer_of_trls() -> None:
+    parsed = read_alone("trl", Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
+    assert parsed["optim"] == "adamw_torch_8bit"
+
+
 @pytest.mark.parametrize("target", ["verl", "areal", "trl"])
 def test_layers_with_adapters_are_read_by_their_names(target: Target) -> None:
     asked = (("lora", 16), ("lora_targets", "q_proj,v_proj"))
-    parsed = read_alone(target, Case(length="16k", lora=asked))
+    parsed = read_alone(target, Case(length="16k", asked=asked))
     assert parsed["lora"]["targets"] == ["q_proj", "v_proj"]
 
 

@@ -69,7 +69,10 @@ TARGETS: Mapping[Target, EmitTarget] = {
     "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL | _LORA),
     "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL | _LORA),
     "trl": EmitTarget(
-        name="TRL", emit=trl, predicted_for="highwater", knows=_OF_THE_ENGINE | _LORA
+        name="TRL",
+        emit=trl,
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"optimizer"},
     ),
     "torchtitan": EmitTarget(
         name="torchtitan",
@@ -81,7 +84,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
         name="accelerate",
         emit=accelerate,
         predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"critic"},
+        knows=_OF_THE_ENGINE | _LORA | {"critic", "optimizer"},
     ),
 }
 """The trainers, by the name that ``highwater emit --for`` takes."""

@@ -48,6 +48,7 @@ for folder in sys.argv[1:]:
                 if model.use_peft
                 else None,
                 "dtype": model.dtype,
+                "optim": str(getattr(training.optim, "value", training.optim)),
                 "rope": config.rope_parameters,
                 "longest": config.max_position_embeddings,
                 "environment": {
