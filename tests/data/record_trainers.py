@@ -67,11 +67,12 @@ def annotated(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> dict[str,
 
 def nested_fields(name: str, classes: dict[str, ast.ClassDef], prefix: str = "") -> dict[str, str]:
     """The fields of a class by their dotted names, through those whose type is another; of a tuple
-    its first.
+    or a list its first.
     """
     found: dict[str, str] = {}
     for field, annotation in annotated(classes[name], classes).items():
         one = annotation.removeprefix("tuple[").removesuffix(", ...]")
+        one = one.removeprefix("Optional[List[").removesuffix("]]")
         kind = one.removesuffix(" | None")
         if kind in classes and kind != name:
             found |= nested_fields(kind, classes, f"{prefix}{field}.{'0.' * (one != annotation)}")
@@ -91,7 +92,7 @@ def verl(wheel: ZipFile) -> dict[str, str]:
 
 def trinity(wheel: ZipFile) -> dict[str, str]:
     fields = nested_fields("Config", classes_of(wheel.read("trinity/common/config.py").decode()))
-    kept = ("mode", "model.", "cluster.", "explorer.rollout_model.", "trainer.")
+    kept = ("mode", "model.", "cluster.", "explorer.rollout_model.", "trainer.", "synchronizer.")
     return {name: kind for name, kind in fields.items() if name.startswith(kept)}
 
 
@@ -176,6 +177,7 @@ def torchtitan(wheel: ZipFile) -> dict[str, str]:
     sections |= {
         "rope": ("models/common/rope", "RoPE.Config"),
         "trainer": ("trainer", "Trainer.Config"),
+        "lora": ("components/lora", "LoRAConverter.Config"),
     }
     for section, (path, name) in sections.items():
         classes = classes_of(wheel.read(f"torchtitan/{path}.py").decode())
@@ -184,6 +186,7 @@ def torchtitan(wheel: ZipFile) -> dict[str, str]:
         }
     backend = "torchtitan.experiments.transformers_modeling_backend"
     modules = (
+        "components.lora",
         "components.loss",
         "components.optimizer",
         "config",

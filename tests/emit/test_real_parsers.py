@@ -51,6 +51,8 @@ class Case:
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
+    asked: tuple[tuple[str, Any], ...] = ()
+    """What else is asked."""
 
 
 CASES = {
@@ -110,9 +112,10 @@ def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendatio
         trainer=trainer,
         allocator=case.allocator,
         ulysses=[case.degree],
-        ring=[case.ring],
-        copies=[case.copies],
+        **({"ring": [case.ring]} if case.ring > 1 else {}),
+        **({"copies": [case.copies]} if case.copies > 1 else {}),
         **({"offload": True} if case.offload else {}),
+        **dict(case.asked),
     )
 
 
@@ -193,6 +196,74 @@ def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name
         assert parsed["length"] == found.length_tokens
         assert parsed["path"] == str(model)
         assert_rope(parsed, found)
+
+
+def read_alone(target: Target, case: Case) -> dict[str, Any]:
+    """What the trainer's own parser made of one case."""
+    done = run(target, [written(target, case)[0]])
+    assert done.returncode == 0, done.stderr[-3000:]
+    (parsed,) = json.loads(done.stdout.splitlines()[-1])
+    return parsed
+
+
+EVERY_LAYER: Mapping[Target, dict[str, Any]] = {
+    "trinity": {"targets": "all-linear", "name": "lora", "sent_by": "checkpoint"},
+    "verl": {"targets": "all-linear"},
+    "areal": {
+        "targets": ["all-linear"],
+        "served": [True, True],
+        "served_rank": 16,
+        "name": "default_lora",
+        "sent_by": "disk",
+    },
+    "trl": {"targets": "all-linear", "dropout": 0.0},
+    # wqkv of 2560 inputs and 6144 outputs, wo, w1, w2, w3, in 36 layers
+    "torchtitan": {
+        "targets": ["w2", "w3", "w1", "wo", "wqkv"],
+        "trained": 36 * 16 * ((2560 + 6144) + (4096 + 2560) + 3 * (2560 + 9728)),
+    },
+}
+"""What each trainer calls adapters on every linear layer but the head, besides rank and alpha."""
+DTYPES = {"verl": "fp32", "areal": "float32", "torchtitan": "float32", "trl": "bfloat16"}
+
+
+@pytest.mark.parametrize("target", EVERY_LAYER)
+def test_adapters_are_read_as_they_were_asked_for(target: Target) -> None:
+    asked = (("lora", 16), ("lora_alpha", 48))
+    parsed = read_alone(target, Case(length="16k", asked=asked, directory=None))
+    expected = {"rank": 16, "alpha": 48, **EVERY_LAYER[target]}
+    found = parsed["lora"]
+    if target == "torchtitan":
+        found, expected = (
+            {**each, "targets": sorted(each["targets"])} for each in (found, expected)
+        )
+    assert found == expected
+    assert parsed.get("dtype") == DTYPES.get(target)
+    assert parsed.get("load_format", "safetensors") == "safetensors"
+    assert parsed.get("strategy", "fsdp2") == "fsdp2"
+
+
+def test_moments_of_8_bits_are_an_optimizer_of_trls() -> None:
+    parsed = read_alone("trl", Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
+    assert parsed["optim"] == "adamw_torch_8bit"
+
+
+def test_a_packed_model_is_trls_to_load() -> None:
+    asked = (("lora", 16), ("lora_base", "nf4"))
+    parsed = read_alone("trl", Case(gpus=1, length="16k", asked=asked))
+    assert parsed["packed"] == [True, "nf4", True, "bfloat16"]
+
+
+@pytest.mark.parametrize("target", ["verl", "areal", "trl"])
+def test_layers_with_adapters_are_read_by_their_names(target: Target) -> None:
+    asked = (("lora", 16), ("lora_targets", "q_proj,v_proj"))
+    parsed = read_alone(target, Case(length="16k", asked=asked))
+    assert parsed["lora"]["targets"] == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("target", EVERY_LAYER)
+def test_without_lora_there_are_no_adapters(target: Target) -> None:
+    assert all(parsed["lora"] is None for parsed in read(target).values())
 
 
 def assert_rope(parsed: dict[str, Any], found: Recommendation) -> None:

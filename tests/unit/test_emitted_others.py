@@ -154,6 +154,51 @@ def test_a_weight_of_adapters_that_is_none_of_trls_is_refused_with_a_hint_that_w
     assert trl(*goal(length="16k", lora=8, lora_alpha=12)).values["lora_alpha"] == 12
 
 
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+def test_moments_of_8_bits_are_torchaos_in_trl(objective: str) -> None:
+    asked = {"length": "16k", "ulysses": [1], "objective": objective}
+    emitted = trl(*goal(**asked, optimizer="adamw-8bit"))
+    assert emitted.values["optim"] == "adamw_torch_8bit"
+    assert is_a("adamw_torch_8bit", recorded("trl", trl_file.VERSION)[f"{objective}.optim"])
+    assert any("moments of 8 bits" in each for each in emitted.cannot)
+    assert "optim" not in trl(*goal(**asked)).values
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "adamw-bf16"}, "TRL has no adamw-bf16"),
+        ({"optimizer": "adamw-bf16", "ulysses": [2]}, "TRL has no adamw-bf16"),
+        ({"optimizer": "adamw-8bit", "ulysses": [2]}, "flat shards"),
+        (
+            {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
+            "parameters in bf16",
+        ),
+    ],
+)
+def test_optimizers_that_trl_does_not_have_are_refused_with_hints_that_work(
+    changes: dict, said: str
+) -> None:
+    asked = {"length": "16k", "ulysses": [1]} | changes
+    with pytest.raises(UsageError, match=said) as refused:
+        trl(*goal(**asked))
+    for verb, way in re.findall("(use|leave) `(.+?)`", refused.value.hint):
+        if verb == "use":
+            assert way == "--ulysses 1"
+            assert trl(*goal(**asked | {"ulysses": [1]}))
+        else:
+            left_out = [flag.removeprefix("--") for flag in way.split()[::2]]
+            kept = {name: value for name, value in asked.items() if name not in left_out}
+            assert trl(*goal(**kept))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
+def test_with_accelerate_the_script_makes_the_optimizer(optimizer: str) -> None:
+    found, chosen = goal("accelerate", "16k", ulysses=[1], optimizer=optimizer)
+    emitted = configured("accelerate", found, chosen, model="Qwen3-4B")
+    assert any("the script makes the optimizer" in each for each in emitted.cannot)
+
+
 def test_the_reference_of_trls_dpo_takes_no_memory_while_it_trains():
     found, chosen = goal(objective="dpo", length="16k", ulysses=[1])
     emitted = trl(found, chosen)

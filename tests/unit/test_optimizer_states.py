@@ -217,6 +217,6 @@ def test_a_lossy_optimizer_fits_longer_lengths() -> None:
 def test_trainers_without_words_for_an_optimizer_refuse_it() -> None:
     found = recommend("Qwen3-8B", length="64k", gpus="4xH20-96GB", optimizer="adamw-8bit")
     assert found.chosen is not None
-    with pytest.raises(UsageError, match="TRL's configuration has no words for") as refused:
-        configured("trl", found, found.chosen, model="Qwen3-8B")
+    with pytest.raises(UsageError, match="torchtitan's configuration has no words") as refused:
+        configured("torchtitan", found, found.chosen, model="Qwen3-8B")
     assert "--optimizer adamw-8bit" in str(refused.value)

@@ -122,7 +122,10 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
         "the script's",
     ]
     if settings.lora is not None:
-        said.append(f"LoRA of rank {settings.lora}: adapters are put on by the script")
+        base = ", and the model is packed in NF4" if settings.lora_base == "nf4" else ""
+        said.append(f"LoRA of rank {settings.lora}: adapters are put on{base} by the script")
+    if settings.optimizer != "adamw":
+        said.append(f"{settings.optimizer_traits.words}: the script makes the optimizer")
     if is_ulysses(chosen) and settings.recompute != "none":
         said.append(
             "recomputation with DeepSpeed: the script calls the model's "

@@ -4,9 +4,13 @@ AReaL's FSDP engine is FSDP2 with Ulysses, which it calls context parallelism
 (``areal/engine/fsdp_engine.py``). A micro-batch is cut before a sequence is shared, so
 ``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
 
+SGLang takes new adapters from files alone, so ``weight_update_mode`` is ``disk`` with LoRA
+(``areal/engine/sglang_remote.py``).
+
 Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
 """
 
+from highwater.emit.adapter_words import one_dtype, whole_alpha
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -19,11 +23,15 @@ from highwater.emit.emitted import (
     yarn_lines,
 )
 from highwater.errors import UsageError
+from highwater.spec.lora import Lora
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "1.0.4"
 DATASET = "${oc.env:DATASET}"
 _COMMAND = "python3 train.py --config areal.yaml"
+_UNTESTED = (
+    "AReaL calls LoRA with an optimizer_dtype of float32 untested (areal/engine/fsdp_engine.py)"
+)
 _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 """Sections that want the names of what is run."""
 
@@ -31,7 +39,8 @@ _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """Write a whole file, but for the data.
 
-    Raises UsageError where no GPUs are set aside, since AReaL's rollout has its own.
+    Raises UsageError where no GPUs are set aside, since AReaL's rollout has its own, and for an
+    alpha that is no whole number.
     """
     if not found.rollout_gpus:
         raise UsageError(
@@ -53,6 +62,8 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
         f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part "
         "of the recommendation"
     )
+    if chosen.cell.settings.lora is not None:
+        said += [one_dtype(name="AReaL", field="actor.optimizer_dtype"), _UNTESTED]
     said += refusals(cannot, name="AReaL")
     said += yarn_lines(found, why="trainer and rollout read the model itself")
     said.append(f"start: {_COMMAND}")
@@ -72,6 +83,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "rollout.backend": f"sglang:d{found.rollout_gpus}",
         "sglang.model_path": "${actor.path}",
         "sglang.context_length": found.length_tokens,
+        **_lora_values(chosen.cell.settings.adapters),
         "train_dataset.path": DATASET,
         "train_dataset.type": "rl",
     }
@@ -80,6 +92,24 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         values |= {f"{section}.{name}": f"${{{name}}}" for name in names}
         values |= {f"{section}.fileroot": "${cluster.fileroot}"} if section != "actor" else {}
     return values
+
+
+def _lora_values(lora: Lora | None) -> dict[str, Value]:
+    """Adapters, of the actor and as its rollout serves them."""
+    if lora is None:
+        return {}
+    names = enumerate(lora.names or (lora.targets,))
+    return {
+        "actor.use_lora": True,
+        "actor.peft_type": "lora",
+        "actor.lora_rank": lora.rank,
+        "actor.lora_alpha": whole_alpha(lora, name="AReaL"),
+        **{f"actor.target_modules.{number}": name for number, name in names},
+        "actor.weight_update_mode": "disk",
+        "rollout.use_lora": True,
+        "sglang.enable_lora": True,
+        "sglang.max_lora_rank": lora.rank,
+    }
 
 
 def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:

@@ -63,20 +63,28 @@ _LORA = {"lora", "lora_alpha", "lora_targets"}
 _OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
 
 TARGETS: Mapping[Target, EmitTarget] = {
-    "trinity": EmitTarget(name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL),
-    "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL),
-    "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL),
+    "trinity": EmitTarget(
+        name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL | _LORA
+    ),
+    "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL | _LORA),
+    "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL | _LORA),
     "trl": EmitTarget(
-        name="TRL", emit=trl, predicted_for="highwater", knows=_OF_THE_ENGINE | _LORA
+        name="TRL",
+        emit=trl,
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
     ),
     "torchtitan": EmitTarget(
-        name="torchtitan", emit=torchtitan, predicted_for="highwater", knows=_OF_THE_ENGINE
+        name="torchtitan",
+        emit=torchtitan,
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA,
     ),
     "accelerate": EmitTarget(
         name="accelerate",
         emit=accelerate,
         predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"critic"},
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "critic", "optimizer"},
     ),
 }
 """The trainers, by the name that ``highwater emit --for`` takes."""

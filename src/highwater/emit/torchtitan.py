@@ -4,11 +4,16 @@ A model of the catalog is torchtitan's own of that name; any other goes through 
 transformers' models, which reads the model's ``config.json``. Its context parallelism gathers keys
 and values instead of sharing heads or passing them round a ring.
 
-Source of the names: ``torchtitan/trainer.py`` and ``config`` of torchtitan 0.3.0.
+LoRA is a converter of its own models' configurations. Their queries, keys and values come from one
+layer, ``wqkv``, which has one adapter.
+
+Source of the names: ``torchtitan/trainer.py``, ``config``, ``components/lora.py`` and
+``models/common`` of torchtitan 0.3.0.
 """
 
 from collections.abc import Mapping
 
+from highwater.emit.adapter_words import lora_words
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -25,9 +30,14 @@ from highwater.emit.emitted import (
     shared_copies,
     yarn_lines,
 )
+from highwater.errors import UsageError
+from highwater.spec.footprint import policy_parameters
 from highwater.spec.layout import Layout
+from highwater.spec.lora import ATTENTION, MLP, Lora
+from highwater.spec.model import load_model
 from highwater.spec.objective import Objective
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.units import GIB, format_bytes
 
 VERSION = "0.3.0"
 _QWEN3_SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
@@ -36,12 +46,21 @@ FLAVORS: Mapping[str, tuple[str, str]] = {
     "Llama-3.1-8B": ("llama3", "8B"),
 }
 """The module and flavor in torchtitan of a model, by its name in the catalog."""
+_LAYERS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "wqkv"),
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+"""A linear layer of its own models, by what transformers' models call it."""
+_FUSED = ATTENTION[:3]
 _MODULE = "torchtitan_settings"
 _OWN = """\
 import os
 from dataclasses import replace
 
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+{imports}from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -51,7 +70,7 @@ from torchtitan.trainer import Trainer
 
 
 def train() -> Trainer.Config:
-    model = model_registry({flavor!r})
+{lora}    model = model_registry({flavor!r}{converters})
 {rope}    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model))
     return Trainer.Config(
         model_spec=model,
@@ -64,6 +83,10 @@ _ROPE = """\
         layer.attention.rope = replace(
             layer.attention.rope,
 {rope}        )
+"""
+_LORA = """\
+    lora = LoRAConverter.Config(
+{lora}    )
 """
 _TRANSFORMERS = """\
 from torchtitan.components.loss import CrossEntropyLoss
@@ -89,12 +112,17 @@ def torchtitan(
 ) -> Emitted:
     """Write a module with a function that returns the configuration.
 
-    Raises UsageError for objectives other than ``sft``, and for copies that share sequences.
+    Raises UsageError for objectives other than ``sft``, for copies that share sequences, and for
+    adapters that it cannot have.
     """
     refuse_obstacle(chosen, _obstacle)
     own = None if model_path else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
+    lora = chosen.cell.settings.adapters
+    if lora is not None:
+        _refuse_adapters(found, chosen, lora, is_own=own is not None)
+        values |= _lora_values(lora)
     start = f"torchrun --nproc_per_node={chosen.cell.layout.gpus} -m torchtitan.train"
     command = f"{start} --module {_MODULE} --config train"
     cannot = _cannot(found, chosen, is_own=own is not None)
@@ -144,7 +172,77 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
         )
     if found.yarn is not None and is_own:
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
+    if settings.adapters is not None:
+        said += _of_adapters(found, chosen, settings.adapters)
     return (*said, *engine_alone(settings, name="torchtitan"))
+
+
+def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
+    """How its LoRA differs from what is predicted."""
+    where = "host memory" if chosen.cell.settings.offload else "each GPU"
+    more = format_bytes(_wider_bytes(found, chosen))
+    said = [
+        f"a frozen model in bf16: it has one dtype, float32, for adapters and model, which takes "
+        f"{more} more of {where}"
+    ]
+    if set(_FUSED) <= set(_targets(lora)):
+        said.append(
+            f"adapters on {', '.join(_FUSED)}: they are one layer, wqkv, with one adapter of rank "
+            f"{lora.rank}"
+        )
+    return said
+
+
+def _targets(lora: Lora) -> tuple[str, ...]:
+    """The layers with an adapter, by the names of transformers' models."""
+    return (*ATTENTION, *MLP) if lora.names is None else lora.names
+
+
+def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is_own: bool) -> None:
+    """Raise UsageError for adapters that torchtitan does not have, and where the headroom does not
+    hold a model in float32.
+    """
+    if not is_own:
+        raise UsageError(
+            "torchtitan has adapters on models of its own, not on transformers'",
+            hint=f"leave `{lora_words(lora)}` out, or name one of {', '.join(FLAVORS)}",
+        )
+    fused = [name for name in _FUSED if name in _targets(lora)]
+    if fused and len(fused) < len(_FUSED):
+        others = [name for name in _targets(lora) if name not in _FUSED]
+        raise UsageError(
+            f"torchtitan has {', '.join(_FUSED)} in one layer, and adapters are asked for on "
+            f"{', '.join(fused)}",
+            hint=f"use `--lora-targets {','.join((*_FUSED, *others))}`",
+        )
+    more, headroom = _wider_bytes(found, chosen), chosen.headroom_bytes
+    if chosen.cell.settings.offload or headroom is None:
+        return
+    if more > headroom + found.reserved_bytes:
+        raise UsageError(
+            f"torchtitan has a frozen model in float32, {format_bytes(more)} more of each GPU, of "
+            f"which {format_bytes(headroom)} are left",
+            hint=f"add `--reserved {-(-more // GIB)}GiB`",
+        )
+
+
+def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
+    """Bytes that a frozen model takes more in float32 than in bfloat16: of a GPU, or offloaded of
+    the machine.
+    """
+    layout = chosen.cell.layout
+    shards = layout.shard_degree // (layout.machine_gpus if chosen.cell.settings.offload else 1)
+    return 2 * policy_parameters(load_model(found.model_name).shape, chosen.cell.settings) // shards
+
+
+def _lora_values(lora: Lora) -> dict[str, Value]:
+    """The converter's: without names it would take the head, too."""
+    layers = dict.fromkeys(_LAYERS[name] for name in _targets(lora))
+    return {
+        "lora.rank": lora.rank,
+        "lora.alpha": float(lora.alpha),
+        **{f"lora.target_modules.{number}": name for number, name in enumerate(layers)},
+    }
 
 
 def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
@@ -205,13 +303,27 @@ def _program(
         return imports + _TRANSFORMERS.format(path=path, settings=written)
     rope = _arguments("rope", values)
     loss = "ChunkedLossWrapper.Config(loss_fn=loss)" if settings.loss == "chunked" else "loss"
+    lora = _converter(values)
     return _OWN.format(
         module=own[0],
         flavor=own[1],
+        imports="from torchtitan.components.lora import LoRAConverter\n" if lora else "",
+        lora=_LORA.format(lora=lora) if lora else "",
+        converters=", converters=[lora]" if lora else "",
         rope=_ROPE.format(rope=rope) if rope else "",
         loss=loss,
         settings=written,
     )
+
+
+def _converter(values: Mapping[str, Value]) -> str:
+    """The converter's arguments, its layers as one list."""
+    names = [value for name, value in values.items() if name.startswith("lora.target_modules.")]
+    if not names:
+        return ""
+    rank, alpha = values["lora.rank"], values["lora.alpha"]
+    arguments = {"rank": rank, "alpha": alpha, "target_modules": names}
+    return "".join(f"        {name}={value!r},\n" for name, value in arguments.items())
 
 
 def _arguments(section: str, values: Mapping[str, Value]) -> str:

@@ -4,9 +4,13 @@ Its trainer is verl's actor. In version 0.6.0 ``model.rope_scaling`` reaches the
 trainer reads the model's own ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to
 be in both.
 
+With LoRA it writes every checkpoint's adapters for its rollout, and under FSDP2 trains them in
+bfloat16 (``_maybe_patch_lora_fsdp2`` and ``_save_lora`` in ``trinity/trainer/verl/workers.py``).
+
 Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
 """
 
+from highwater.emit.adapter_words import lora_words, whole_alpha
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -15,18 +19,32 @@ from highwater.emit.emitted import (
     exports,
     heading,
     model_lies,
+    refusals,
     yaml_path,
     yarn_lines,
 )
+from highwater.errors import UsageError
+from highwater.spec.lora import ALL_LINEAR, Lora
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.6.0"
 _COMMAND = "trinity run --config trinity.yaml"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can be told of, ``MaxLoRARanks`` in its ``config/lora.py``: Trinity-RFT tells it
+the adapters' own."""
+_NARROW_ADAPTERS = (
+    "adapters in float32: with FSDP2 it trains them in bf16, where updates below 0.2 % of a number "
+    "are lost; the frozen model is in float32"
+)
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the sections that a length depends on."""
+    """Write the sections that a length depends on.
+
+    Raises UsageError for adapters that it cannot have.
+    """
     values = _values(found, chosen, yaml_path(model_path))
+    cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
     variables = environment(chosen)
     said = heading(found, chosen, name="Trinity-RFT", version=VERSION, is_predicted=True)
     said += exports(variables, before="`ray start`")
@@ -40,8 +58,11 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
             f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not "
             "part of the recommendation"
         )
+    said += refusals(cannot, name="Trinity-RFT")
     said.append(f"start: {_COMMAND}")
-    return emitted("trinity", VERSION, said, values, command=_COMMAND, environment=variables)
+    return emitted(
+        "trinity", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot
+    )
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
@@ -56,6 +77,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         values |= {f"model.rope_scaling.{name}": value for name, value in scaling.items()}
         if theta is not None:
             values["model.rope_theta"] = float(theta)
+    lora = chosen.cell.settings.adapters
+    values |= {} if lora is None else _lora_values(lora, is_served=found.rollout_gpus > 0)
     values |= {"cluster.node_num": 1, "cluster.gpu_per_node": found.gpus + found.rollout_gpus}
     if found.rollout_gpus:
         values |= {
@@ -70,4 +93,29 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "trainer.use_remove_padding": True,
         "trainer.max_token_len_per_gpu": chosen.token_budget_tokens,
         "trainer.offload_policy": chosen.cell.settings.offload,
+    }
+
+
+def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
+    """Adapters on every linear layer: names would have to be one pattern, which it saves letter by
+    letter in the adapters' configuration.
+    """
+    if lora.targets != ALL_LINEAR:
+        raise UsageError(
+            f"Trinity-RFT has no adapters on layers by their names, such as {lora.targets}",
+            hint=f"leave `--lora-targets {lora.targets}` out, or for a model with experts "
+            f"`{lora_words(lora)}`",
+        )
+    if is_served and lora.rank not in _RANKS:
+        served = min((rank for rank in _RANKS if rank > lora.rank), default=_RANKS[-1])
+        raise UsageError(
+            f"vLLM, Trinity-RFT's rollout, has no adapters of rank {lora.rank}",
+            hint=f"use `--lora {served}`",
+        )
+    return {
+        "model.lora_configs.0.name": "lora",
+        "model.lora_configs.0.lora_rank": lora.rank,
+        "model.lora_configs.0.lora_alpha": whole_alpha(lora, name="Trinity-RFT"),
+        "model.lora_configs.0.target_modules": lora.targets,
+        "synchronizer.sync_method": "checkpoint",
     }

@@ -7,6 +7,7 @@
 """
 
 import math
+import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from highwater.emit.accelerate import (
     layout_obstacle,
     padded_to,
 )
+from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -33,9 +35,11 @@ from highwater.emit.emitted import (
     refuse_obstacle,
 )
 from highwater.errors import UsageError
+from highwater.spec.declaration import words_of
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
 from highwater.spec.objective import Objective
+from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 
@@ -64,6 +68,17 @@ COMMANDS: Mapping[Objective, Subcommand] = {
 """TRL's subcommands, by objective; it has none for the others."""
 GENERATIONS = 8
 """``num_generations`` of GRPOConfig: a generation batch is a multiple of it."""
+OPTIMIZERS: Mapping[OptimizerName, str | None] = {
+    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` by optimizer: the other is torchao's ``AdamW8bit``, whose update
+tests/numeric/test_low_bit.py compares with ours. It has none with moments in bfloat16 beside
+parameters in float32."""
+_WHOLE_MATRICES = (
+    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
+    "takes 8 bytes for each number of the largest"
+)
 _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
@@ -79,11 +94,12 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The file of one of TRL's commands, and accelerate's beside it.
 
-    Raises UsageError for an objective that it has no command for, and for sequences shared among
-    GPUs in others than ``sft``.
+    Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
+    in others than ``sft``, and for an optimizer that it does not have.
     """
     settings = chosen.cell.settings
     refuse_obstacle(chosen, _obstacle)
+    _refuse_optimizer(chosen)
     trained = COMMANDS[settings.objective]
     cannot = (*_cannot(chosen), *instead(chosen), *engine_alone(settings, name="TRL"))
     said = [*_said(found, chosen, model_path), *refusals(cannot, name="TRL")]
@@ -109,6 +125,23 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
         command = COMMANDS[objective].name
         return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
     return layout_obstacle(layout, name="TRL")
+
+
+def _refuse_optimizer(chosen: Candidate) -> None:
+    """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
+    settings, optimizer = chosen.cell.settings, chosen.cell.settings.optimizer
+    asked: dict[str, object] = {"optimizer": optimizer}
+    is_narrow = settings.parameters != "float32"
+    asked |= {"parameters": settings.parameters} if is_narrow else {}
+    without = f"leave `{shlex.join(words_of(asked))}` out"
+    if is_narrow or optimizer not in OPTIMIZERS:
+        what = "parameters in bf16 with its rounding" if is_narrow else optimizer
+        raise UsageError(f"TRL has no {what}", hint=without)
+    if is_ulysses(chosen) and OPTIMIZERS[optimizer] is not None:
+        raise UsageError(
+            f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
+            hint=f"use `--ulysses 1`, or {without}",
+        )
 
 
 def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> list[str]:
@@ -146,6 +179,8 @@ def _about_rollout(found: Recommendation) -> list[str]:
 def _cannot(chosen: Candidate) -> tuple[str, ...]:
     settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
     said: list[str] = []
+    if settings.optimizer_traits.is_quantized:
+        said.append(_WHOLE_MATRICES)
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
     if is_ulysses(chosen):
@@ -168,6 +203,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str | None) ->
     base = "float32" if settings.lora is None else "bfloat16"
     values |= {"dtype": base, "attn_implementation": attention(chosen), "bf16": True}
     values |= _lora_values(settings)
+    optimizer = OPTIMIZERS[settings.optimizer]
+    values |= {} if optimizer is None else {"optim": optimizer}
     values |= _rope_values(found)
     values |= _batch_values(found, chosen, COMMANDS[settings.objective])
     if layout.context_degree > 1:
@@ -183,17 +220,15 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     lora = settings.adapters
     if lora is None:
         return {}
-    if lora.alpha != int(lora.alpha):
-        raise UsageError(
-            f"TRL's lora_alpha is a whole number, and {lora.alpha} is not",
-            hint=f"use `--lora-alpha {max(1, round(lora.alpha))}`",
-        )
     values: dict[str, Value] = {"use_peft": True, "lora_r": lora.rank}
-    values["lora_alpha"] = int(lora.alpha)
+    values["lora_alpha"] = whole_alpha(lora, name="TRL")
     values |= {
         f"lora_target_modules.{number}": name
         for number, name in enumerate(lora.names or (lora.targets,))
     }
+    if lora.base == "nf4":
+        values |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+        values["bnb_4bit_quant_storage"] = "bfloat16"  # which FSDP handles as it does the model
     if settings.traits.gives_scalars:
         values |= {"lora_task_type": "SEQ_CLS", "lora_modules_to_save.0": "score"}
     return values | {"lora_dropout": 0.0}

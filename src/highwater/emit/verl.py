@@ -4,12 +4,18 @@ verl turns expandable segments on by itself after each exchange of weights
 (``verl/workers/engine_workers.py``); in the environment they would end vLLM's sleep mode, whose
 memory pool refuses them (https://github.com/pytorch/pytorch/issues/147851).
 
+With LoRA the rollout loads the model from its own files, by ``load_format``, and is sent adapters
+alone; else the actor would gather all of the model once. FSDP2 sends them without
+``layered_summon``, which is for FSDP1's flat pieces (``collect_lora_params`` in
+``verl/utils/fsdp_utils.py``).
+
 Source of the names: ``_generated_ppo_trainer.yaml`` of verl 0.9.1.
 """
 
 import re
 import shlex
 
+from highwater.emit.adapter_words import one_dtype, whole_alpha
 from highwater.emit.emitted import (
     Emitted,
     Value,
@@ -22,6 +28,7 @@ from highwater.emit.emitted import (
 )
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ENV_IN_WORDS
+from highwater.spec.lora import Lora
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "0.9.1"
@@ -30,14 +37,19 @@ MODEL_PATH = "$MODEL_PATH"
 _PROGRAM = "python3 -m verl.trainer.main_ppo"
 _PATH = "actor_rollout_ref.model.path"
 _ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MOST_RANK = 512
+"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in
+``verl/workers/rollout/vllm_rollout/utils.py``)."""
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """Write the overrides that a length depends on.
 
-    Raises UsageError for GPUs set aside: verl's actor and rollout share theirs.
+    Raises UsageError for GPUs set aside, since verl's actor and rollout share theirs, and for
+    adapters that it cannot have.
     """
     if found.rollout_gpus:
         raise UsageError(
@@ -56,6 +68,8 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
             "expandable segments: verl turns them on after each exchange of weights; "
             f"{ENV_IN_WORDS} would end vLLM's sleep mode"
         )
+    if chosen.cell.settings.lora is not None:
+        said.append(one_dtype(name="verl", field="fsdp_config.model_dtype"))
     said += model_lies(model_path, before="it starts")
     said += yarn_lines(
         found, why="no override reaches rope parameters, which are a mapping in the model's config"
@@ -75,8 +89,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": found.gpus,
         _PATH: model_path,
-        "actor_rollout_ref.model.use_remove_padding": True,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+        f"{_MODEL}.use_remove_padding": True,
+        f"{_MODEL}.enable_gradient_checkpointing": True,
         f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
         f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
         f"{_ACTOR}.use_dynamic_bsz": True,
@@ -87,6 +101,25 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
         f"{_ROLLOUT}.max_model_len": found.length_tokens,
+        **_lora_values(chosen.cell.settings.adapters),
+    }
+
+
+def _lora_values(lora: Lora | None) -> dict[str, Value]:
+    """Adapters, whose names are a list in Hydra's words."""
+    if lora is None:
+        return {}
+    if lora.rank > _MOST_RANK:
+        raise UsageError(
+            f"verl's rollout serves adapters up to rank {_MOST_RANK}, not {lora.rank}",
+            hint=f"use `--lora {_MOST_RANK}`",
+        )
+    return {
+        f"{_MODEL}.lora_rank": lora.rank,
+        f"{_MODEL}.lora_alpha": whole_alpha(lora, name="verl"),
+        f"{_MODEL}.target_modules": f"[{','.join(lora.names)}]" if lora.names else lora.targets,
+        f"{_ACTOR}.fsdp_config.model_dtype": "fp32",
+        f"{_ROLLOUT}.load_format": "safetensors",
     }
 
 

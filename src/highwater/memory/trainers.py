@@ -43,6 +43,8 @@ class TrainerMemory:
     """The trainer's memory in closed form."""
     accuracy: str
     """What is known of the formula's errors, besides what intervals say."""
+    of_adapters: str | None = None
+    """What is known besides of the formula's errors, of LoRA."""
     residuals: Callable[[], tuple[Residual, ...]] | None = None
     """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
     replay: BundledReplay | None = None
@@ -68,6 +70,7 @@ MEMORY: Mapping[Trainer, TrainerMemory] = {
     "trinity": TrainerMemory(
         formula=closed_form.footprint,
         accuracy=closed_form.ACCURACY,
+        of_adapters=closed_form.OF_ADAPTERS,
         replay=BundledReplay(
             covers=bundled_traces.covers,
             predict=bundled_traces.replay_cell,
@@ -106,7 +109,8 @@ def by_formula(prediction: Prediction, question: Question) -> Prediction:
     notes = prediction.notes
     if MEMORY[trainer].replay is not None:
         notes = (*notes, by_replay(replayed, len(cells)))
-    known = accuracy(trainer, replayed=replayed, cells=len(cells))
+    has_adapters = question.cells[0].settings.lora is not None
+    known = accuracy(trainer, replayed=replayed, cells=len(cells), has_adapters=has_adapters)
     return msgspec.structs.replace(prediction, cells=cells, accuracy=known, notes=notes)
 
 
@@ -139,11 +143,13 @@ def replayed_cells(question: Question, trainer: Trainer) -> int:
     return sum(replay.covers(question.model.shape, cell) for cell in question.cells)
 
 
-def accuracy(trainer: Trainer, *, replayed: int, cells: int) -> str:
+def accuracy(trainer: Trainer, *, replayed: int, cells: int, has_adapters: bool) -> str:
     """What is known of the errors where ``replayed`` of so many cells were answered by replay, and
     the others by formula.
     """
     row = MEMORY[trainer]
+    if has_adapters and row.of_adapters is not None:
+        return f"{row.accuracy_alone}; {row.of_adapters}"
     if row.replay is None or not replayed:
         return row.accuracy_alone
     others = _NO_INTERVAL if replayed == cells else f"the others {row.accuracy_alone}"

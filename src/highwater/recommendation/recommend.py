@@ -120,7 +120,9 @@ def _recommended(
 def _accuracy(goal: Goal, question: Question) -> str:
     """How far off predictions were known to be, by replay, closed form or both, as cells need."""
     replayed = replayed_cells(question, goal.trainer)
-    return accuracy(goal.trainer, replayed=replayed, cells=len(question.cells))
+    cells = question.cells
+    has_adapters = cells[0].settings.lora is not None
+    return accuracy(goal.trainer, replayed=replayed, cells=len(cells), has_adapters=has_adapters)
 
 
 def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:

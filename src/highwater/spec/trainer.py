@@ -64,6 +64,7 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
             (
                 *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
                 *("rope", "margin", "start_length", "resolution", "max_length"),
+                *("lora", "lora_alpha", "lora_targets"),
             )
         ),
         traces="bundled",

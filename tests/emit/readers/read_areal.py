@@ -31,6 +31,18 @@ for folder in sys.argv[1:]:
             "offload": actor.fsdp.offload_params,
             "recompute": actor.gradient_checkpointing,
             "path": actor.path,
+            "lora": {
+                "rank": actor.lora_rank,
+                "alpha": actor.lora_alpha,
+                "targets": list(actor.target_modules),
+                "served": (config.rollout.use_lora, config.sglang.enable_lora),
+                "served_rank": config.sglang.max_lora_rank,
+                "name": config.rollout.lora_name,
+                "sent_by": actor.weight_update_mode,
+            }
+            if actor.use_lora
+            else None,
+            "dtype": actor.optimizer_dtype,
             "rope": model.rope_parameters,
             "longest": model.max_position_embeddings,
             "environment": actor.scheduling_spec[0].env_vars,

@@ -6,9 +6,31 @@ import json
 import os
 import sys
 
+import torch
 from torchtitan.config import ConfigManager
+from torchtitan.models.common.linear import Linear
 
 MODULE = "torchtitan_settings"
+
+
+def adapters(model):
+    """Rank, alpha and layers of its adapters, and how many numbers are trained; None without."""
+    linear = [(name, each) for name, each, *_ in model.traverse(Linear.Config)]
+    found = {name.rsplit(".", 1)[-1]: each for name, each in linear if hasattr(each, "rank")}
+    if not found:
+        return None
+    with torch.device("meta"):
+        built = model.build()
+    trained = {name: p.numel() for name, p in built.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    (numbers,) = {(each.rank, each.alpha) for each in found.values()}
+    return {
+        "rank": numbers[0],
+        "alpha": numbers[1],
+        "targets": list(found),
+        "trained": sum(trained.values()),
+    }
+
 
 answers = []
 for folder in sys.argv[1:]:
@@ -35,6 +57,8 @@ for folder in sys.argv[1:]:
             "offload": training.enable_cpu_offload,
             "recompute": type(config.activation_checkpoint).__qualname__ == "FullAC.Config",
             "path": config.hf_assets_path,
+            "lora": adapters(model) if is_own else None,
+            "dtype": training.dtype,
             "rope": {
                 "rope_type": rope.scaling,
                 "factor": rope.rope_factor,

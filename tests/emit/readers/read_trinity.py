@@ -13,6 +13,7 @@ for folder in sys.argv[1:]:
     os.chdir(folder)
     config = load_config("trinity.yaml")
     trainer, rope = config.trainer, config.model.rope_scaling
+    (lora,) = config.model.lora_configs or [None]
     answers.append(
         {
             "length": config.model.max_model_len,
@@ -22,6 +23,14 @@ for folder in sys.argv[1:]:
             "offload": trainer.offload_policy,
             "strategy": trainer.trainer_strategy,
             "path": config.model.model_path,
+            "lora": lora
+            and {
+                "rank": lora.lora_rank,
+                "alpha": lora.lora_alpha,
+                "targets": lora.target_modules,
+                "name": lora.name,
+                "sent_by": config.synchronizer.sync_method.value,
+            },
             "rope": rope and {**rope, "rope_theta": config.model.rope_theta},
         }
     )

@@ -39,6 +39,22 @@ for folder in sys.argv[1:]:
                 "length": training.max_length,
                 "budget": training.per_device_train_batch_size * training.max_length // how["sp"],
                 "path": model.model_name_or_path,
+                "lora": {
+                    "rank": model.lora_r,
+                    "alpha": model.lora_alpha,
+                    "targets": model.lora_target_modules,
+                    "dropout": model.lora_dropout,
+                }
+                if model.use_peft
+                else None,
+                "packed": [
+                    model.load_in_4bit,
+                    model.bnb_4bit_quant_type,
+                    model.use_bnb_nested_quant,
+                    model.bnb_4bit_quant_storage,
+                ],
+                "dtype": model.dtype,
+                "optim": str(getattr(training.optim, "value", training.optim)),
                 "rope": config.rope_parameters,
                 "longest": config.max_position_embeddings,
                 "environment": {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 def composed(words):
     from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
     from transformers import AutoConfig
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -38,6 +39,15 @@ def composed(words):
         "strategy": checked.strategy,
         "recompute": worker.model.enable_gradient_checkpointing,
         "path": worker.model.path,
+        "lora": {
+            "rank": worker.model.lora_rank,
+            "alpha": worker.model.lora_alpha,
+            "targets": OmegaConf.to_container(worker.model).get("target_modules"),
+        }
+        if worker.model.lora_rank
+        else None,
+        "dtype": checked.fsdp_config.model_dtype,
+        "load_format": worker.rollout.load_format,
         "rope": model.rope_parameters,
         "longest": model.max_position_embeddings,
     }

@@ -57,9 +57,9 @@ def covers(shape: ModelShape, cell: Cell) -> bool:
 
 def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in
-    float32.
+    float32, all of the model trained.
     """
-    if cell.settings.offload:
+    if cell.settings.offload or cell.settings.lora is not None:
         return None
     return _logs().get((shape, cell.layout))
 

@@ -6,13 +6,22 @@ included: fitted to those tables, of which it gives 69 of the 80 cells with expa
 30 of the 40 others exactly, the rest within a step of the grid.
 
 T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters
+
+With LoRA its first term is ``(4 P + 16 A) / shards`` for A parameters of adapters. It has one dtype
+for all of a model, float32, in which adapters are trained: the frozen model is in that too.
+Source: ``_build_lora_module`` in ``verl/workers/engine/fsdp/transformer_impl.py`` of verl 0.9.1.
 """
 
 from collections.abc import Mapping
 
 from highwater.errors import ModelError
 from highwater.memory.formula.breakdown import Footprint, Phase, Term
-from highwater.spec.footprint import device_state_bytes, host_state_bytes, layer_input_bytes
+from highwater.spec.footprint import (
+    device_state_bytes,
+    host_state_bytes,
+    layer_input_bytes,
+    policy_parameters,
+)
 from highwater.spec.layout import Layout
 from highwater.spec.logit_transform import reads_a_transform
 from highwater.spec.model import ModelShape
@@ -24,6 +33,8 @@ ACCURACY = (
     "expandable segments and 30 of 40 without, the others within one step of the grid"
 )
 """What is known of the closed form's errors."""
+OF_ADAPTERS = "the table is of whole models: LoRA has other states there, which nobody measured"
+"""What is known of them besides, where adapters are trained."""
 _LOGITS_BYTES = 8.0
 """Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
 in place through a view. Measured, torch 2.11."""
@@ -33,6 +44,9 @@ to the published A100 tables."""
 _EMBEDDING_BYTES = 4
 """Bytes per element of embedding and head, whole on every GPU while in use. Fitted to the published
 A100 tables."""
+_WIDER_BYTES = 2
+"""Bytes per element of a frozen model that float32 takes more than bfloat16, which our own engine
+has it in."""
 _FILLED_SHARE: Mapping[str, float] = {"expandable": 1.0, "native": 0.86}
 """Share of the allocator's memory that live tensors can fill. Fitted to the published A100 tables,
 where the native allocator loses 12 to 14 %."""
@@ -68,9 +82,12 @@ def footprint(
             "4xH100-80GB --trainer trinity`",
         )
     tokens = tokens_of_a_gpu(settings, layout, length_tokens)
-    states = device_state_bytes(shape, settings, device=device) // layout.shard_degree
+    wider = 0 if settings.lora is None else _WIDER_BYTES * policy_parameters(shape, settings)
+    on_device = device_state_bytes(shape, settings, device=device)
+    states = (on_device + (0 if settings.offload else wider)) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     host = host_state_bytes(shape, settings, layout=layout)
+    host += wider * settings.offload * (layout.machine_gpus // layout.shard_degree)
     terms = (
         Term(name="states", bytes=states),
         Term(name="logits", bytes=round(_LOGITS_BYTES * tokens * shape.vocab_size)),

@@ -12,7 +12,8 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are not asked about, where ``named`` are.
 
     With offload it shards by FSDP2 and has expandable segments: no published rung offloads
-    otherwise, and its configuration offloads by FSDP2 alone.
+    otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
+    published, FSDP2 keeps frozen and trained parameters apart.
     """
     is_offloaded = bool(named.get("offload"))
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
@@ -21,4 +22,5 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
         *(("allocator",) if is_offloaded else ()),
         *(() if "token_budget" in named else ("sequences_per_micro_batch",)),
     )
-    return {name: getattr(published, name) for name in names}
+    fields = {name: getattr(published, name) for name in names}
+    return fields if named.get("lora") is None else {**fields, "strategy": "fsdp2"}

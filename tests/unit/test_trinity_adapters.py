@@ -1,0 +1,76 @@
+"""LoRA as verl's actor, which is Trinity-RFT's, is predicted to train it."""
+
+import pytest
+
+import highwater
+from highwater.memory.trinity.bundled_traces import covers
+from highwater.memory.trinity.closed_form import OF_ADAPTERS, footprint
+from highwater.spec.layout import Layout
+from highwater.spec.lora import adapter_parameters
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+
+SHAPE = load_model("Qwen3-4B").shape
+RANK = 16
+SETTINGS = {"objective": "grpo", "entropy": "full"}
+
+
+def test_a_frozen_model_is_in_float32_and_adapters_have_states() -> None:
+    whole, adapted = (
+        footprint(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
+        for lora in (None, RANK)
+    )
+    lora = Settings(lora=RANK).adapters
+    assert lora is not None
+    of_whole, of_adapted = (
+        {term.name: term.bytes for term in each.peak.terms} for each in (whole, adapted)
+    )
+    trained = adapter_parameters(SHAPE, lora)
+    assert of_adapted.pop("states") == (4 * SHAPE.parameters + 16 * trained) // 4
+    assert of_whole.pop("states") == 16 * SHAPE.parameters // 4
+    assert of_adapted == of_whole
+
+
+def test_offloaded_all_of_it_is_in_host_memory() -> None:
+    layout = Layout(gpus=4)
+    on_gpus, on_host = (
+        footprint(
+            SHAPE,
+            Settings(**SETTINGS, lora=RANK, offload=offload),
+            layout,
+            length_tokens=16_384,
+        )
+        for offload in (False, True)
+    )
+    states = next(term.bytes for term in on_gpus.peak.terms if term.name == "states")
+    assert next(term.bytes for term in on_host.peak.terms if term.name == "states") == 0
+    assert on_gpus.host_bytes == 0
+    assert 4 * states < on_host.host_bytes < 5 * states  # in pinned blocks of powers of two
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B"])
+def test_no_bundled_trace_speaks_of_adapters(model: str) -> None:
+    asked = {"gpus": "4xA100-80GB", "trainer": "trinity"}
+    whole, adapted = (highwater.predict(model, **asked, **lora) for lora in ({}, {"lora": RANK}))
+    assert any(cell.replayed for cell in whole.cells)
+    assert not any(cell.replayed for cell in adapted.cells)
+    assert {cell.cell.settings.strategy for cell in adapted.cells} == {"fsdp2"}
+    assert OF_ADAPTERS in adapted.accuracy
+    assert OF_ADAPTERS not in whole.accuracy
+    shape = load_model(model).shape
+    of_whole = whole.cells[0].cell
+    assert covers(shape, of_whole)
+    assert not covers(shape, Cell(layout=of_whole.layout, settings=Settings(lora=RANK)))
+
+
+def test_longer_sequences_fit_where_adapters_alone_are_trained() -> None:
+    asked = {"gpus": "4xA100-80GB", "trainer": "trinity", "allocator": "expandable"}
+    longest = [
+        max(
+            cell.capacity_tokens
+            for cell in highwater.predict("Qwen3-14B", **asked, **lora, offload=False).cells
+        )
+        for lora in ({}, {"lora": RANK})
+    ]
+    assert longest[0] < longest[1]
