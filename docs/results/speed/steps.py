@@ -1,0 +1,136 @@
+"""Step times that were recorded on H200s, and which of them the model of speed was fitted to.
+
+``python docs/results/speed/steps.py`` prints the trials by split. The split is by model and number
+of GPUs, and was written down before anything was fitted: Qwen3-0.6B on any number of GPUs and 4B on
+one or two are there to fit, 1.7B, 8B and what came later are held out. Apart are trials with
+offload, which ran beside others on their host, and those of an engine before norm and rotation were
+one kernel.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
+
+import msgspec
+
+import highwater
+from highwater.spec.layout import Layout
+from highwater.spec.lora import LoraBase
+from highwater.spec.settings import Recompute, Settings
+from highwater.spec.trial import Outcome, TrialResult
+
+RESULTS = Path(__file__).parents[1]
+Split = Literal["fitted", "held out", "beside others", "older engine"]
+FITTED = (("Qwen3-0.6B", 1), ("Qwen3-0.6B", 2), ("Qwen3-0.6B", 4), ("Qwen3-4B", 1), ("Qwen3-4B", 2))
+OLDER = "qwen3-"
+"""How studies of that engine begin (docs/results/lab/searches.md, the first table)."""
+
+
+class TimedStep(NamedTuple):
+    """One trial whose steps were timed."""
+
+    source: str
+    model_name: str
+    settings: Settings
+    layout: Layout
+    length_tokens: int
+    micro_batches: int
+    seconds: float
+    split: Split
+
+
+def steps() -> Iterator[TimedStep]:
+    """Every full trial on H200s that is on record, its last step."""
+    for path in sorted((RESULTS / "find").glob("*.jsonl")):
+        for trial in highwater.open_study(path).trials:
+            spec = trial.spec
+            if trial.result is None or not _is_timed(trial.result):
+                continue
+            how = (spec.model_name, spec.settings, spec.layout, spec.length_tokens)
+            yield _step(path.stem, *how, spec.micro_batches, _seconds(trial.result))
+    for row in json.loads((RESULTS / "speed" / "speeds.json").read_text()):
+        if row["outcome"] == "FIT":
+            settings = Settings(
+                loss="chunked",
+                allocator="expandable",
+                offload=row["offload"],
+                recompute=row["recompute"],
+            )
+            layout = Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"])
+            how = (row["model"], settings, layout, row["length_tokens"])
+            yield _step("speeds", *how, 2, row["step_time_s"])
+    for line in (RESULTS / "lora" / "cells" / "trials.jsonl").read_text().splitlines():
+        trial = json.loads(line)
+        result, spec = msgspec.convert(trial["result"], TrialResult), trial["spec"]
+        if _is_timed(result):
+            settings = msgspec.convert(spec["settings"], Settings)
+            layout = msgspec.convert(spec["layout"], Layout)
+            how = (spec["model_name"], settings, layout, spec["length_tokens"])
+            yield _step("lora", *how, spec["micro_batches"], _seconds(result))
+    bases: tuple[LoraBase, ...] = ("bf16", "nf4")
+    kept: tuple[tuple[str, Recompute], ...] = (
+        ("chunked", "layer"),
+        ("attention-kept", "all-but-attention"),
+    )
+    for base in bases:
+        name = "step_32k.json" if base == "bf16" else "step_32k_nf4.json"
+        (row,) = json.loads((RESULTS / "lora" / name).read_text())["rows"]
+        for contender, recompute in kept:
+            settings = Settings(
+                loss="chunked",
+                allocator="expandable",
+                recompute=recompute,
+                lora=32,
+                lora_base=base,
+                accumulates=False,
+            )
+            how = ("Llama-3.1-8B", settings, Layout(), row["length_tokens"])
+            yield _step("lora", *how, 1, median(row["step_times_s"][contender]))
+
+
+def _is_timed(result: TrialResult) -> bool:
+    return result.outcome is Outcome.FIT and bool(result.ranks[0].step_times_s)
+
+
+def _seconds(result: TrialResult) -> float:
+    return max(rank.step_times_s[-1] for rank in result.ranks)
+
+
+def _step(
+    source: str,
+    model_name: str,
+    settings: Settings,
+    layout: Layout,
+    length_tokens: int,
+    micro_batches: int,
+    seconds: float,
+) -> TimedStep:
+    split: Split = "held out"
+    if source.startswith(OLDER):
+        split = "older engine"
+    elif settings.offload:
+        split = "beside others"
+    elif source != "lora" and (model_name, layout.gpus) in FITTED:
+        split = "fitted"
+    return TimedStep(
+        source, model_name, settings, layout, length_tokens, micro_batches, seconds, split
+    )
+
+
+def main() -> None:
+    """Print how many trials each split has, and those that are held out."""
+    every = list(steps())
+    print(dict(Counter(step.split for step in every)))
+    for step in every:
+        if step.split == "held out":
+            print(
+                f"{step.source} {step.model_name} {step.settings.label} {step.layout.gpus} GPUs "
+                f"{step.length_tokens:,} {step.seconds:.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()
