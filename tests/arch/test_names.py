@@ -10,7 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
-    *("cli", "pages", "recommendation", "search", "run", "store", "emit", "memory", "spec"),
+    *(
+        "cli",
+        "pages",
+        "recommendation",
+        "search",
+        "run",
+        "store",
+        "emit",
+        "memory",
+        "speed",
+        "spec",
+    ),
     *("bench", "tracer", "train", "models", "activations", "kernels", "attention", "parallel"),
 }
 GIVEN_UP_FILES = {

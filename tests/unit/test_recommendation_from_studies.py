@@ -318,8 +318,10 @@ def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_noth
         )
 
 
-def test_a_step_is_timed_by_a_trial_and_unknown_without_one():
-    assert {each.step_time for each in recommend(length="8k", **HERE).candidates} == {None}
+def test_a_step_is_timed_by_a_trial_and_predicted_without_one():
+    alone = [each for each in recommend(length="8k", **HERE).candidates if each.fits]
+    assert {each.step_time.source for each in alone} == {"predicted"}
+    assert {each.step_time.measured_length_tokens for each in alone} == {None}
     found = by_label(recommend(length=196_608, studies=[STUDY], **HERE))
     step = found["Env, 1 GPU"].step_time
     assert (step.source, step.tokens_per_s, step.step_tokens) == (
@@ -328,7 +330,7 @@ def test_a_step_is_timed_by_a_trial_and_unknown_without_one():
         2 * 196_608,
     )
     assert step.time_s == pytest.approx(2 * 196_608 / step.tokens_per_s)
-    assert found["Env + chunked, 1 GPU"].step_time is None
+    assert found["Env + chunked, 1 GPU"].step_time.measured_length_tokens is None
 
 
 def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_says_so():

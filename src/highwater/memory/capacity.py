@@ -19,6 +19,7 @@ from highwater.spec.hardware import gpu_catalog
 from highwater.spec.optimizer import OPTIMIZERS
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
+from highwater.speed.step_seconds import PredictedStep
 
 Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked
@@ -83,6 +84,9 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     interval: Interval | None = None
     """Interval of the GPU's memory, at that length; None where nobody has recorded trials to learn
     it from."""
+    step: PredictedStep | None = None
+    """The time of a step at that length; None where nothing fits, of GPUs whose rates nobody knows,
+    and of another trainer."""
 
     @property
     def likely_edge_tokens(self) -> int:

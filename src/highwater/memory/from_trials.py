@@ -82,7 +82,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
         ),
         capacity_source="measured",
         is_at_least=all(each.does_not_fit_tokens is None for each in capacities),
-        step_time=step_time(study, candidate, length_tokens),
+        step_time=step_time(study, candidate, length_tokens) or candidate.step_time,
     )
 
 

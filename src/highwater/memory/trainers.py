@@ -19,6 +19,7 @@ from highwater.memory.trinity.published_fields import published_fields
 from highwater.spec.model import ModelShape
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
+from highwater.speed.step_seconds import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
 
@@ -91,13 +92,32 @@ def predict_by_formula(
     row = MEMORY[trainer]
     guessed = predict_cells(question, memory_limit, row.formula, known)
     if row.replay is None:
-        return guessed
+        return with_steps(question, guessed)
     shape, replay = question.model.shape, row.replay
     return tuple(
         replay.predict(question, cell, memory_limit, by_formula)
         if replay.covers(shape, cell)
         else by_formula
         for cell, by_formula in zip(question.cells, guessed, strict=True)
+    )
+
+
+def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:
+    """Cells that our engine trains, with the time of a step of each that fits."""
+    return tuple(
+        msgspec.structs.replace(
+            each,
+            step=predicted_step(
+                question.model.shape,
+                each.cell.settings,
+                each.cell.layout,
+                length_tokens=each.capacity_tokens,
+                device_name=question.device_name,
+            ),
+        )
+        if each.capacity_tokens
+        else each
+        for each in cells
     )
 
 

@@ -18,7 +18,8 @@ from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.study import counted_ranks
 from highwater.spec.trainer import OURS
-from highwater.units import GIB, format_bytes, format_tokens
+from highwater.speed.rates import BASIS_IN_WORDS
+from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
 _BAR = 16
 """Characters of the longest bar."""
@@ -53,6 +54,7 @@ def prediction_table(prediction: Prediction) -> TextTable:
                 "ended by",
                 "predicted GPU memory",
             ),
+            *(("a step", "tokens/s") if _is_timed(prediction) else ()),
             *("headroom, at least" if learned else "headroom", "host memory", "peak in"),
         ),
         rows=tuple(_row(prediction, cell) for cell in prediction.cells),
@@ -208,7 +210,9 @@ def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
     return (
         *(cell.settings.label, str(cell.layout.gpus), cell.layout.sharing),
         *((answer,) if prediction.calibration is None else (answer, likely)),
-        *(ended, _device_memory(predicted), format_bytes(predicted.headroom_bytes)),
+        *(ended, _device_memory(predicted)),
+        *(_speed(predicted) if _is_timed(prediction) else ()),
+        format_bytes(predicted.headroom_bytes),
         *(format_bytes(footprint.host_bytes), predicted.peak_phase),
     )
 
@@ -219,6 +223,17 @@ def _length(tokens: int, native_length_tokens: int) -> str:
         if tokens
         else "none"
     )
+
+
+def _is_timed(prediction: Prediction) -> bool:
+    return any(each.step is not None for each in prediction.cells)
+
+
+def _speed(predicted: CellPrediction) -> tuple[str, str]:
+    """Seconds of a step and tokens per second; ``-`` where nothing fits."""
+    if predicted.step is None:
+        return "-", "-"
+    return format_seconds(predicted.step.time_s), f"{predicted.step.tokens_per_s:,.0f}"
 
 
 def _device_memory(predicted: CellPrediction) -> str:
@@ -241,6 +256,9 @@ def _footnotes(prediction: Prediction) -> list[str]:
         )
     if prediction.calibration is not None:
         notes += learned(prediction.calibration)
+    if _is_timed(prediction):
+        steps = (each.step for each in prediction.cells if each.step is not None)
+        notes += dict.fromkeys(BASIS_IN_WORDS[step.basis] for step in steps)
     if prediction.memory_limit.constants is not None:
         notes.append(_constants(prediction.memory_limit.constants, prediction.gpus))
     notes.append(prediction.accuracy)

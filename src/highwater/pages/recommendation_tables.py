@@ -250,12 +250,14 @@ def _step(step: StepTime | None) -> str:
 
 def _step_in_words(step: StepTime | None) -> str:
     if step is None:
-        return "unknown: no study here measured the speed of this rung"
+        return "unknown: no study here measured the speed of this rung, nor of such a GPU"
     figure = (
         f"{format_seconds(step.time_s)} for {format_tokens(step.step_tokens)} tokens, {step.source}"
     )
     if step.source == "measured":
         return f"{figure}: {step.tokens_per_s:,.0f} tokens/s"
+    if step.measured_length_tokens is None:
+        return f"{figure}: {step.tokens_per_s:,.0f} tokens/s, by no trial of this rung"
     at = format_tokens(step.measured_length_tokens)
     return (
         f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the "

@@ -17,7 +17,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.hardware import kind_of
 from highwater.spec.objective import TRAITS
 from highwater.spec.published import PUBLISHED_SETTINGS
-from highwater.spec.recommendation import Candidate
+from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.request import setting_flags
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
@@ -135,6 +135,20 @@ def _candidate(
         capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
         capacity_source="predicted",
         is_at_least=longest is None or longest.binding == "ceiling",
+        step_time=_step_time(predicted),
+    )
+
+
+def _step_time(predicted: CellPrediction) -> StepTime | None:
+    """The predicted time of a step; None where the length does not fit, or nobody knows."""
+    if predicted.step is None:
+        return None
+    return StepTime(
+        time_s=predicted.step.time_s,
+        source="predicted",
+        step_tokens=predicted.step.step_tokens,
+        tokens_per_s=predicted.step.tokens_per_s,
+        measured_length_tokens=None,
     )
 
 

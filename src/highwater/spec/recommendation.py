@@ -17,17 +17,20 @@ AlternativeKind = Literal["more GPUs", "a larger GPU", "technique"]
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Time of a step, from a trial whose speed was measured."""
+    """Time of a step, from a trial whose speed was measured, or from what such GPUs do in a
+    second.
+    """
 
     time_s: float
     source: Source
-    """``measured`` at this very length; ``predicted`` from another one at the same FLOP/s."""
+    """``measured`` at this very length; ``predicted`` from another one at the same FLOP/s, or
+    without a trial."""
     step_tokens: int
     """Tokens of that step: every micro-batch of every data-parallel rank."""
     tokens_per_s: float
-    """Measured tokens per second, over all GPUs."""
-    measured_length_tokens: int
-    """Length of the trial that the time was measured in."""
+    """Tokens per second, over all GPUs: those of the trial, or without one of this step."""
+    measured_length_tokens: int | None
+    """Length of the trial that the time was measured in; None where there is none."""
 
 
 class Candidate(Record, frozen=True, kw_only=True):
@@ -73,7 +76,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     Nothing longer was tried or asked about, or it ended otherwise than by memory.
     """
     step_time: StepTime | None = None
-    """None: no trial of this cell had its speed measured."""
+    """None: no trial of this cell had its speed measured, and nobody knows how fast such GPUs
+    are."""
 
     @property
     def label(self) -> str:

@@ -1,0 +1,286 @@
+"""Step seconds: how long a step of our engine takes, part by part, from what it computes and moves.
+
+What overlaps is taken to overlap where trials say so: of one GPU's work what its kernels take, or
+what the host takes to launch them, whichever is more; exchanges between GPUs come on top.
+
+In the functions:  T tokens of a GPU's micro-batch  E hidden size  Q, K numbers of all query heads,
+and of all key heads, per token  F intermediate size
+"""
+
+from typing import NamedTuple
+
+from highwater.spec.codec import Record
+from highwater.spec.footprint import matrices, trained_parameters
+from highwater.spec.layer_kind import AttentionKind, LayerKind
+from highwater.spec.layout import Layout
+from highwater.spec.lora import adapter_parameters_of_layer
+from highwater.spec.model import ModelShape
+from highwater.spec.settings import Settings
+from highwater.spec.sparse_costs import kept_pairs
+from highwater.speed.rates import Basis, Rates, rates_of
+
+USUAL_MICRO_BATCHES = 2
+"""Micro-batches of a step where nothing else is said."""
+_LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
+"""Time in which the host launches a layer forward, again and backward, on one GPU and on several.
+Fitted: trials of 8,192 tokens."""
+_FLEX_SHARE = 0.5
+"""What FlexAttention does of what the fused kernels do. Source: docs/results/attention."""
+_BACKWARD_PRODUCTS = 2.5
+"""Products of attention going backward, by those forward: five where there are two."""
+_UPDATE_BYTES = 40
+"""Moved for a parameter by clipping, AdamW and zeroing, in float32."""
+_CAST_BYTES = 20
+"""Moved for a parameter in a micro-batch: from float32 into what is computed with, twice, and its
+gradient back."""
+_NARROW_BYTES = 8
+"""The same where parameters are in bfloat16: copied into place, twice."""
+_LOW_BIT_TENSOR_S = 0.0009
+"""Time in which the host updates one tensor by pieces, with moments of few bits. Source: two trials
+of docs/results/lora/cells."""
+_HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
+"""Moved for a parameter by AdamW on the host, and in a second by each GPU's share of its cores.
+Source: what offload added to steps of 8B on two and four GPUs; hosts differ by several times."""
+
+
+class StepPart(Record, frozen=True, kw_only=True):
+    """One part of a step."""
+
+    name: str
+    seconds: float
+
+
+class PredictedStep(Record, frozen=True, kw_only=True):
+    """How long a step takes, predicted."""
+
+    parts: tuple[StepPart, ...]
+    step_tokens: int
+    """Tokens of the step: every micro-batch of every data-parallel rank."""
+    basis: Basis
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of the step."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, over all GPUs."""
+        return self.step_tokens / self.time_s
+
+
+class _Work(NamedTuple):
+    """What one GPU does for one micro-batch."""
+
+    matmul_flops: float = 0
+    attention_flops: float = 0
+    attention_backward_flops: float = 0
+    moved_bytes: float = 0
+
+    def plus(self, other: "_Work", times: int = 1) -> "_Work":
+        """Both, the other one so many times."""
+        return _Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def seconds(self, rates: Rates) -> float:
+        return (
+            self.matmul_flops / rates.matmul_flops
+            + self.attention_flops / rates.attention_flops
+            + self.attention_backward_flops / rates.attention_backward_flops
+            + self.moved_bytes / rates.memory_bytes
+        )
+
+
+def predicted_step(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    device_name: str,
+    micro_batches: int | None = None,
+) -> PredictedStep | None:
+    """The time of a step; None on a kind of GPU of which no rates are known."""
+    rates = rates_of(device_name)
+    if rates is None:
+        return None
+    if micro_batches is None:
+        micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1
+    sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
+    work = _micro_batch(shape, settings, layout, length_tokens=length_tokens, sequences=sequences)
+    launches = (_LAUNCH_S if layout.gpus == 1 else _SHARDED_LAUNCH_S) * shape.layers
+    exchanged = _exchanged_bytes(shape, settings, layout, tokens=sequences * length_tokens)
+    each = {
+        "kernels, or their launches": max(work.seconds(rates), launches),
+        "exchanges between GPUs": exchanged / rates.link_bytes,
+        "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
+    }
+    parts = {name: micro_batches * seconds for name, seconds in each.items()}
+    parts["update"] = _update(shape, settings, layout, rates)
+    return PredictedStep(
+        parts=tuple(
+            StepPart(name=name, seconds=seconds) for name, seconds in parts.items() if seconds
+        ),
+        step_tokens=micro_batches * sequences * length_tokens * layout.data_parallel_degree,
+        basis=rates.basis,
+    )
+
+
+def _micro_batch(
+    shape: ModelShape,
+    settings: Settings,
+    layout: Layout,
+    *,
+    length_tokens: int,
+    sequences: int,
+) -> _Work:
+    """The work of one GPU: every layer of every trained model, the head, what an objective has to
+    know beforehand, and copies of parameters.
+    """
+    tokens = sequences * length_tokens / layout.context_degree
+    trained = _Work()
+    for run in shape.runs:
+        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
+        own = _layer(shape, run.kind, settings, tokens, pairs / layout.context_degree)
+        trained = trained.plus(own, run.count)
+    copies = _Work(moved_bytes=_copied_bytes(shape, settings))
+    trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
+    beforehand = _forward_alone(shape, settings, tokens, length_tokens, layout, sequences)
+    number = settings.traits.has_reference + settings.critic
+    return _Work().plus(trained, settings.trained_models).plus(beforehand, number)
+
+
+def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
+    """Pairs of a token and a key that it reads, of one head and one document, as dear as those of
+    the fused kernels.
+    """
+    if settings.pattern is not None:
+        return kept_pairs(settings.pattern, length_tokens) / _FLEX_SHARE
+    window = attention.window_tokens or length_tokens
+    further_back = max(0, length_tokens - window)
+    return (length_tokens**2 - further_back**2) / 2
+
+
+def _layer(
+    shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float, pairs: float
+) -> _Work:
+    """A layer forward, again where it is recomputed, and backward. The last product of an MLP is
+    not recomputed: nothing of it is kept.
+    """
+    weights = kind.matmul_parameters
+    is_recomputed = settings.recompute != "none"
+    again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
+    passes = 2 * weights + (2 * again if is_recomputed else 0)
+    if settings.adapters is None:
+        passes += 4 * weights
+    else:
+        adapters = adapter_parameters_of_layer(kind, shape.model_type, settings.adapters)
+        passes += 2 * weights + (8 if is_recomputed else 6) * adapters
+    attention = 4 * pairs * kind.attention.query_size
+    forwards = 2 if settings.recompute == "layer" else 1
+    element_passes = 4 if is_recomputed else 3
+    return _Work(
+        matmul_flops=tokens * passes,
+        attention_flops=forwards * attention,
+        attention_backward_flops=_BACKWARD_PRODUCTS * attention,
+        moved_bytes=element_passes * tokens * _passed_bytes(kind),
+    )
+
+
+def _passed_bytes(kind: LayerKind) -> int:
+    """Bytes a token that norms, rotations, gates and residuals read and write in a layer forward;
+    going backward twice as many.
+    """
+    attention, width = kind.attention, kind.mlp.width * kind.mlp.experts_per_token
+    of_heads = 4 * (attention.query_size + attention.key_size)
+    return 2 * (8 * kind.hidden_size + of_heads + 3 * width)
+
+
+def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
+    """Logits, their entropy and their gradients; a frozen head has none of its own."""
+    if settings.traits.gives_scalars:
+        return _Work()
+    logits = tokens * shape.vocab_size
+    products = 2 if settings.adapters is not None else 3
+    products += settings.entropy == "chunked"
+    passes = 8 + (6 if settings.entropy != "none" else 0)
+    return _Work(
+        matmul_flops=2 * products * logits * shape.hidden_size, moved_bytes=2 * passes * logits
+    )
+
+
+def _forward_alone(
+    shape: ModelShape,
+    settings: Settings,
+    tokens: float,
+    length_tokens: int,
+    layout: Layout,
+    sequences: int,
+) -> _Work:
+    """A forward pass of a whole model that nothing is kept of."""
+    total = _Work()
+    for run in shape.runs:
+        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
+        attention = 4 * pairs * run.kind.attention.query_size / layout.context_degree
+        layer = _Work(
+            matmul_flops=2 * tokens * run.kind.matmul_parameters,
+            attention_flops=attention,
+            moved_bytes=tokens * _passed_bytes(run.kind),
+        )
+        total = total.plus(layer, run.count)
+    logits = tokens * shape.vocab_size
+    return total.plus(_Work(matmul_flops=2 * logits * shape.hidden_size, moved_bytes=6 * logits))
+
+
+def _copied_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes that parameters are copied in, into what is computed with, and gradients back."""
+    if settings.lora is not None:
+        return 0
+    return shape.parameters * (_NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES)
+
+
+def _exchanged_bytes(
+    shape: ModelShape, settings: Settings, layout: Layout, *, tokens: int
+) -> float:
+    """Bytes that a GPU gets from others in a micro-batch: parameters twice and gradients once in
+    bfloat16 and float32; heads of Ulysses, and keys and values of a ring, of every pass.
+    """
+    shards, copies = layout.shard_degree, layout.replicate_degree
+    trained = trained_parameters(shape, settings)
+    gathered = 4 * shape.parameters + (4 * trained if settings.lora is None else 0)
+    total = settings.trained_models * gathered * (shards - 1) / shards
+    total += 8 * trained / shards * (copies - 1) / copies
+    own = tokens / layout.context_degree
+    passes = 3 if settings.recompute == "layer" else 2.6
+    ulysses, ring = layout.ulysses_degree, layout.ring_degree
+    for run in shape.runs:
+        attention = run.kind.attention
+        keys = max(attention.kv_heads, ulysses) * attention.head_dim
+        heads = 2 * attention.query_size + 2 * keys
+        of_ulysses = passes * heads * (ulysses - 1) / ulysses
+        of_ring = (passes + 2) * 2 * keys * (ring - 1)
+        total += run.count * own * 2 * (of_ulysses + of_ring)
+    return total
+
+
+def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
+    """Seconds of a micro-batch in which parameters come from the host and gradients go there."""
+    seconds = 0.0
+    if settings.offload:
+        size = 4 if settings.lora is None else 2
+        trained = trained_parameters(shape, settings)
+        seconds = (2 * size * shape.parameters + 4 * trained) / layout.shard_degree
+    if settings.has_second_model:
+        seconds += 2 * shape.parameters / layout.shard_degree
+    return seconds / rates.host_bytes
+
+
+def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
+    """Seconds of the update, where the states are."""
+    own = settings.trained_models * trained_parameters(shape, settings) / layout.shard_degree
+    if settings.offload:
+        return own * _HOST_UPDATE_BYTES / _HOST_BYTES
+    seconds = own * _UPDATE_BYTES / rates.memory_bytes
+    if not settings.optimizer_traits.is_exact:
+        tensors = sum(each.number for each in matrices(shape))
+        seconds += settings.trained_models * tensors * _LOW_BIT_TENSOR_S
+    return seconds

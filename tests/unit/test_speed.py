@@ -1,0 +1,118 @@
+"""Predicted time of a step: as recorded, of what it computes, and of which GPUs."""
+
+import runpy
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+
+import pytest
+
+import highwater
+from highwater.pages.prediction_tables import prediction_table
+from highwater.spec.flops import step_flops
+from highwater.spec.hardware import gpu_catalog
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.speed import step_seconds
+from highwater.speed.rates import rates_of, sheets
+from highwater.speed.step_seconds import predicted_step
+
+SCRIPTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
+SHAPE = load_model("Qwen3-4B").shape
+CHUNKED = Settings(loss="chunked", allocator="expandable")
+
+
+def test_times_that_are_held_out_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    found = runpy.run_path(str(SCRIPTS / "predicted.py"))
+    steps = [step for step in found["steps"]() if step.split == "held out"]
+    off = [abs(found["error"](step)) for step in steps]
+    assert len(off) == 44
+    assert median(off) <= 0.05
+    assert quantiles(off, n=20, method="inclusive")[-1] <= 0.16
+
+
+def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked) -> float:
+    usual = {"length_tokens": 65_536, "device_name": "H200-141GB"}
+    step = predicted_step(SHAPE, settings, layout or Layout(), **usual | asked)
+    assert step is not None
+    assert step.time_s == pytest.approx(sum(part.seconds for part in step.parts))
+    assert step.tokens_per_s == pytest.approx(step.step_tokens / step.time_s)
+    return step.time_s
+
+
+def test_without_recomputation_products_are_those_of_model_flops() -> None:
+    length = 4096
+    work = step_seconds._micro_batch(  # pyright: ignore[reportPrivateUsage]
+        SHAPE, Settings(recompute="none"), Layout(), length_tokens=length, sequences=1
+    )
+    whole = step_flops(SHAPE, length_tokens=length, sequences=1, settings=Settings())
+    forward = work.attention_flops
+    assert work.matmul_flops + 3 * forward == pytest.approx(whole)
+    assert work.attention_backward_flops == pytest.approx(2.5 * forward)
+
+
+def test_longer_takes_longer_and_more_gpus_take_less() -> None:
+    lengths = [seconds(length_tokens=length) for length in (8192, 16384, 65_536, 262_144)]
+    assert all(a < b for a, b in pairwise(lengths))
+    shared = [seconds(layout=Layout(gpus=n, ulysses_degree=n)) for n in (1, 2, 4, 8)]
+    assert all(a > b for a, b in pairwise(shared))
+    assert seconds(micro_batches=4) > 1.9 * seconds(micro_batches=2)
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    again, kept, nothing = (
+        seconds(Settings(loss="chunked", recompute=each))
+        for each in ("layer", "all-but-attention", "none")
+    )
+    assert again > kept > nothing
+
+
+def test_frozen_weights_cost_less_and_offload_costs_more() -> None:
+    assert seconds(Settings(loss="chunked", lora=32)) < seconds()
+    assert seconds(Settings(loss="chunked", offload=True)) > seconds()
+    assert seconds(Settings(loss="chunked", attention="block_sparse")) < seconds()
+
+
+def test_other_gpus_are_scaled_and_unknown_ones_have_no_times() -> None:
+    known = {kind.name for kind in gpu_catalog()}
+    assert set(sheets()) <= known
+    slow, fast = rates_of("NVIDIA A100-SXM4-80GB"), rates_of("H200-141GB")
+    assert slow is not None
+    assert fast is not None
+    assert (slow.basis, fast.basis) == ("scaled", "measured")
+    assert slow.matmul_flops == pytest.approx(fast.matmul_flops * 312 / 989)
+    assert rates_of("a GPU of 24.00 GiB") is None
+    assert rates_of("V100") is None
+    usual = {"length_tokens": 4096, "device_name": "a GPU of 24.00 GiB"}
+    assert predicted_step(SHAPE, CHUNKED, Layout(), **usual) is None
+
+
+def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is() -> None:
+    found = highwater.predict("Qwen3-4B", gpus="1xH200-141GB")
+    (best,) = (cell for cell in found.cells if cell.cell.settings.label == "Env + chunked")
+    assert best.step is not None
+    expected = predicted_step(
+        SHAPE,
+        best.cell.settings,
+        Layout(),
+        length_tokens=best.capacity_tokens,
+        device_name="H200-141GB",
+    )
+    assert best.step == expected
+    text = "\n".join(prediction_table(found).footnotes)
+    assert "half were within 3 %" in text
+    nameless = highwater.predict("Qwen3-4B", gpu_memory="24GiB")
+    assert all(cell.step is None for cell in nameless.cells)
+    assert "a step" not in prediction_table(nameless).columns
+    other = highwater.predict("Qwen3-4B", gpus="1xA100-80GB", trainer="trinity")
+    assert all(cell.step is None for cell in other.cells)
+
+
+def test_a_recommendation_has_a_time_without_a_study() -> None:
+    found = highwater.recommend("Qwen3-8B", gpus="4xH200-141GB", length="64k")
+    assert found.chosen is not None
+    assert found.chosen.step_time is not None
+    assert found.chosen.step_time.source == "predicted"
+    assert found.chosen.step_time.measured_length_tokens is None
