@@ -156,7 +156,7 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
         "training.seq_len": found.length_tokens,
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
-        "training.enable_cpu_offload": settings.offload,
+        "training.enable_cpu_offload": settings.offloads_model,
         "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
         "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
         "parallelism.context_parallel_degree": degree,

@@ -59,7 +59,7 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in
     float32.
     """
-    if cell.settings.offload:
+    if cell.settings.offload is not False:
         return None
     return _logs().get((shape, cell.layout))
 
