@@ -40,13 +40,15 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
         "vanilla": "no",
         "Env": "no",
         "Env + chunked": "no",
+        "Env + Offload-states": "yes",
+        "Env + Offload-states + chunked": "yes",
         "Env + Offload": "yes",
         "Env + Offload + chunked": "yes",
     }
-    assert table.rstrip().endswith("Env + Offload, 1 GPU,")
+    assert table.rstrip().endswith("Env + Offload-states, 1 GPU,")
     assert "(the peak)" in explained
-    settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss full --offload"
-    assert following(done) == ["try", "Qwen3-8B", *settings.split()]
+    settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss full"
+    assert following(done) == ["try", "Qwen3-8B", *settings.split(), "--offload", "states"]
     assert "65,536*" in table.splitlines()[0]
     assert re.search(r"^\* .*40,960.*YaRN$", table, re.MULTILINE)
     tried = highwater(*following(done), "--device", "cuda", "--memory", "139.8GiB", "--dry-run")
@@ -104,7 +106,9 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run
     assert learned["gpus"] == [1]
     assert learned["objectives"] == ["grpo", "sft"]
     assert learned["model_names"] == ["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"]
-    assert learned["unlike"] == ["A100-80GB", "Qwen3-8B", "4 GPUs", "Ulysses", "offload"]
+    assert learned["unlike"] == [
+        *("A100-80GB", "Qwen3-8B", "4 GPUs", "Ulysses", "offloaded states", "offload")
+    ]
     promised, widened, unlike = done.stdout.splitlines()[-6:-3]
     for factor in learned["factors"]:
         ends = f"{factor['lower']:.3f} to {factor['upper']:.3f}"

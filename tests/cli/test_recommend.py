@@ -61,7 +61,9 @@ def test_the_list_has_every_rung_that_fits_and_what_each_costs(highwater: Run) -
     assert done.stdout.splitlines()[2].split("  ")[0] == "rung"
     fits = [each for each in document["candidates"] if each["fits"]]
     for row, each in zip(rows, fits, strict=True):
-        assert ("in host memory, 144.88 GiB" in row) == each["cell"]["settings"]["offload"]
+        offload = each["cell"]["settings"]["offload"]
+        assert ("states in host memory, 144.88 GiB" in row) == (offload is True)
+        assert ("moments in host memory, " in row) == (offload == "states")
         shares = each["cell"]["layout"]["ulysses_degree"] > 1
         assert ("exchange in every layer" in row) == shares
     assert following(done) == list(ASKED)

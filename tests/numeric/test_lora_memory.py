@@ -74,6 +74,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "two, gathered": {"layout": Layout(gpus=2), "config": WIDE, "length_tokens": 64},
     "offload": {"settings": Settings(**LORA, offload=True)},
     "two, offload": {"settings": Settings(**LORA, offload=True), "layout": Layout(gpus=2)},
+    "moments": {"settings": Settings(**LORA, offload="states")},
+    "two, moments": {"settings": Settings(**LORA, offload="states"), "layout": Layout(gpus=2)},
 }
 TOLERANCE = 0.01
 """Relative: what is no larger than one row of numbers per token is no term of the formula."""
@@ -104,7 +106,10 @@ def test_a_step_peaks_where_the_formula_says(
     assert predicted.allocated_bytes == pytest.approx(traced_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["alone", "some", "fused projections", "nf4", "two", "offload"])
+@pytest.mark.parametrize(
+    "name",
+    ["alone", "some", "fused projections", "nf4", "two", "offload", "moments", "two, moments"],
+)
 def test_what_lasts_is_the_frozen_model_and_the_adapters(
     specs: dict[str, TrialSpec], logs: dict[str, EventLog], name: str
 ) -> None:
@@ -113,7 +118,7 @@ def test_what_lasts_is_the_frozen_model_and_the_adapters(
     lasting = sum(alive_at(logs[name], "experience").values())
     expected = device_state_bytes(shape, spec.settings, device="cuda") // spec.layout.shard_degree
     assert lasting == pytest.approx(expected, rel=0.005, abs=2**20)
-    if not spec.settings.offload:
+    if spec.settings.offload is False:
         adapters = spec.settings.adapters
         assert adapters is not None
         trained = 16 * adapter_parameters(shape, adapters) // spec.layout.shard_degree

@@ -151,7 +151,7 @@ def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
 
 
 def test_other_trainings_are_named_last_the_lossy_ones_before_adapters():
-    found = recommend("Qwen3-30B-A3B", gpus="2xH200-141GB", length="128k", host_memory="400GiB")
+    found = recommend("Qwen3-30B-A3B", gpus="2xH200-141GB", length="128k", host_memory="200GiB")
     assert found.chosen is None
     assert "lossy" in found.alternatives[-1].what
     assert "--optimizer" in found.alternatives[-1].flags

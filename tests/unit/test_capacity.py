@@ -106,7 +106,11 @@ def test_every_rung_is_predicted_offload_last():
     ]
     assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env + chunked")]
     assert labels[-1] == (4, "Env + Offload + chunked")
-    assert len(labels) == 15
+    assert [label for degree, label in labels if degree == 1 and "Offload" in label] == [
+        *("Env + Offload-states", "Env + Offload-states + chunked"),
+        *("Env + Offload", "Env + Offload + chunked"),
+    ]
+    assert len(labels) == 21
     capacities = {
         key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)
     }
@@ -265,7 +269,8 @@ def test_what_no_recorded_trial_had_is_named():
     assert {"optimizer adamw-8bit", "parameters in bf16"} <= set(states)
     assert "LoRA" in unlike("Qwen3-4B", "NVIDIA H200", offload=False, lora=32)
     assert unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none") == (
-        *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses", "offload"),
+        *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses"),
+        *("offloaded states", "offload"),
     )
 
 

@@ -227,8 +227,8 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
     step = busiest_step(shape, rung, layout, length, device)
     layers = [each.kind for each in shape.runs for _ in range(each.count)]
     found = footprint(shape, rung, layout, length_tokens=length, device=device)
-    _, last, other, _ = found.phases
-    on_the_host = rung.offload and device == "cuda"
+    _, last, other, *_ = found.phases
+    on_the_host = rung.offloads_model and device == "cuda"
     come_late = rung.strategy == "fsdp" if on_the_host else not rung.keeps_gradients
     gradient_bytes = 4 if come_late else 0
 

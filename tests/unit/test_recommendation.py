@@ -53,7 +53,9 @@ def place(candidate: Candidate) -> tuple[str, int, bool]:
 
 def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_budget():
     found = recommend(length="64k", **H20S)
-    rungs = ("vanilla", "Env", "Env + chunked", "Env + Offload", "Env + Offload + chunked")
+    rungs = ("vanilla", "Env", "Env + chunked")
+    rungs += ("Env + Offload-states", "Env + Offload-states + chunked")
+    rungs += ("Env + Offload", "Env + Offload + chunked")
     assert {place(each) for each in found.candidates} == {
         (r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)
     }
@@ -72,6 +74,8 @@ def test_candidates_are_in_the_order_of_simplicity_and_a_lowered_budget_comes_be
     assert list(dict.fromkeys(turns)) == [
         (False, False),
         (False, True),
+        ("states", False),
+        ("states", True),
         (True, False),
         (True, True),
     ]
@@ -152,8 +156,10 @@ def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
 
 def test_the_command_that_is_named_predicts_that_cell():
     here = {"gpu_memory": "60GiB", "margin": "2GiB", "reserved": "5GiB", "host_memory": "200GiB"}
-    asked = {**H20S, **here, "strategy": "fsdp"}
-    for one in recommend(length="32k", **asked).candidates[::7]:
+    asked = [{**H20S, **here, "strategy": strategy} for strategy in ("fsdp", "fsdp2")]
+    offloads = set()
+    for one in [one for each in asked for one in recommend(length="32k", **each).candidates[::7]]:
+        offloads.add(one.cell.settings.offload)
         words = parse(shlex.split(one.found_in)[1:])
         again = highwater.predict(
             words.model,
@@ -164,7 +170,7 @@ def test_the_command_that_is_named_predicts_that_cell():
             reserved=words.reserved,
             allocator=words.allocator,
             loss=words.loss,
-            **({"offload": True} if getattr(words, "offload", False) else {"offload": False}),
+            offload=getattr(words, "offload", False),
             strategy=getattr(words, "strategy", "fsdp2"),
             margin=words.margin,
             ulysses=words.ulysses,
@@ -172,6 +178,7 @@ def test_the_command_that_is_named_predicts_that_cell():
         )
         predicted = next(each for each in again.cells if each.cell == one.cell)
         assert predicted.headroom_bytes == one.headroom_bytes
+    assert offloads == {False, "states", True}
 
 
 @pytest.mark.parametrize("length", [2, 4097, 65_536, 100_001])

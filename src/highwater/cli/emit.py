@@ -6,7 +6,7 @@ import shlex
 from highwater.cli import console
 from highwater.cli.flags import named_model
 from highwater.cli.recommend import EXAMPLE, found_for, words_again
-from highwater.emit.targets import TARGETS, configured, refuse_unknown_settings
+from highwater.emit.targets import TARGETS, choice, configured, refuse_unknown_settings
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
 
 
@@ -20,14 +20,17 @@ def emit(arguments: argparse.Namespace) -> int:
     found = found_for(arguments)
     console.notes(found.notes)
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
-    if found.chosen is None:
-        console.talk("nothing fits: there is nothing to configure")
+    chosen = choice(found)
+    if chosen is None:
+        name = TARGETS[arguments.for_].name
+        which = "nothing fits" if found.chosen is None else f"nothing fits that {name} can be told"
+        console.talk(f"{which}: there is nothing to configure")
         if arguments.json:
             console.answer_json(found)
             return EXIT_ANSWERED_NO
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
-    emitted = configured(arguments.for_, found, found.chosen, model=arguments.model)
+    emitted = configured(arguments.for_, found, chosen, model=arguments.model)
     if arguments.json:
         console.answer_json(emitted)
     else:

@@ -30,6 +30,8 @@ def add_settings(
             options["metavar"] = _metavar(row)
             if row.is_list:
                 options["nargs"] = "+"
+            elif row.stands_alone:
+                options |= {"nargs": "?", "const": True}
         section.add_argument(row.flag, **options)
 
 
@@ -51,7 +53,16 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
         ):
             # `--gpus 1 2 MODEL`: argparse gives all three to the flag
             typed |= {"model": values[-1], row.name: values[:-1]}
+        if row.stands_alone and "model" not in typed and _is_no_value(row, values):
+            # `--offload MODEL`: argparse gives it to the flag
+            typed |= {"model": values, row.name: True}
     return typed
+
+
+def _is_no_value(row: Setting, value: object) -> bool:
+    """Whether what stands behind a flag that may stand alone is something else."""
+    known = ("true", "false", *choices(row.name))
+    return isinstance(value, str) and bool(value) and value.lower() not in known
 
 
 def named_model(
@@ -64,6 +75,7 @@ def named_model(
     if arguments.model is None and len(others) > 1:
         arguments.model = others.pop()
     settings = typed_values(arguments)
+    vars(arguments).update(settings)
     model = settings.pop("model", None)
     if model is None:
         raise UsageError(

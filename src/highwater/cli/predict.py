@@ -157,8 +157,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(("highwater", "try", model, *flags))
     typed = {name: value for name, value in typed_values(arguments).items() if name != "model"}
     of_the_mark: dict[str, object] = dict(prediction.explained.cell.layout.degree_settings)
-    if settings.offload:  # which a search looks for only where it is asked to
-        of_the_mark |= {"allocator": settings.allocator, "offload": True}
+    if settings.offload is not False:  # which a search looks for only where it is asked to
+        of_the_mark |= {"allocator": settings.allocator, "offload": settings.offload}
     return shlex.join(
         ("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
     )

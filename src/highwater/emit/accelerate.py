@@ -151,7 +151,7 @@ def _values(chosen: Candidate) -> dict[str, Value]:
 
 def _deepspeed(chosen: Candidate) -> dict[str, Value]:
     """ZeRO-3 for the states, Ulysses for the sequences."""
-    where = "cpu" if chosen.cell.settings.offload else "none"
+    where = "cpu" if chosen.cell.settings.offloads_model else "none"
     zero: dict[str, Value] = {
         "zero_stage": 3,
         "offload_param_device": where,
@@ -195,7 +195,7 @@ def _fsdp(chosen: Candidate) -> dict[str, Value]:
         "reshard_after_forward": True if is_second else "FULL_SHARD",
         **({} if is_second else {"use_orig_params": True}),
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "offload_params": settings.offload,
+        "offload_params": settings.offloads_model,
         "activation_checkpointing": settings.recompute != "none",
         "cpu_ram_efficient_loading": True,
         "state_dict_type": "SHARDED_STATE_DICT",

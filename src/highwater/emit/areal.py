@@ -122,7 +122,7 @@ def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:
         "actor.optimizer_dtype": "float32",
         "actor.gradient_checkpointing": True,
         "actor.mb_spec.max_tokens_per_mb": chosen.token_budget_tokens * layout.ulysses_degree,
-        "actor.fsdp.offload_params": chosen.cell.settings.offload,
+        "actor.fsdp.offload_params": chosen.cell.settings.offloads_model,
         "actor.optimizer.type": "adam",
         "actor.optimizer.lr": 1e-6,
         "actor.scheduling_spec.0.gpu": 1,

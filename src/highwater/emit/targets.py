@@ -90,14 +90,29 @@ TARGETS: Mapping[Target, EmitTarget] = {
 """The trainers, by the name that ``highwater emit --for`` takes."""
 
 
+_NOBODYS = {"offload": "states"}
+"""Values of settings that no trainer has words for, by the setting. What others call offload of the
+optimizer moves it all back before the update (verl), or updates on the host (DeepSpeed)."""
+
+
 def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
     """Raise UsageError for settings, by the names that users type, that the step which is predicted
     for a trainer has not; all are named.
     """
     row = TARGETS[target]
     refused = TRAINERS[row.predicted_for].refused(settings)
+    refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     if refused:
         raise _without_words(row, {name: settings[name] for name in refused})
+
+
+def choice(found: Recommendation) -> Candidate | None:
+    """The simplest candidate that fits and that other trainers have words for; None without one."""
+    return next((each for each in found.candidates if each.fits and _has_words(each.cell)), None)
+
+
+def _has_words(cell: Cell) -> bool:
+    return not any(getattr(cell.settings, name) == value for name, value in _NOBODYS.items())
 
 
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
@@ -108,6 +123,8 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
     """
     row, path = TARGETS[target], Path(model).expanduser()
     _refuse_several_machines(found, chosen)
+    if not _has_words(chosen.cell):
+        raise _without_words(row, _NOBODYS)
     made = row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:

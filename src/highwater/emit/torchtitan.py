@@ -179,7 +179,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
     """How its LoRA differs from what is predicted."""
-    where = "host memory" if chosen.cell.settings.offload else "each GPU"
+    where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [
         f"a frozen model in bf16: it has one dtype, float32, for adapters and model, which takes "
@@ -216,7 +216,7 @@ def _refuse_adapters(found: Recommendation, chosen: Candidate, lora: Lora, *, is
             hint=f"use `--lora-targets {','.join((*_FUSED, *others))}`",
         )
     more, headroom = _wider_bytes(found, chosen), chosen.headroom_bytes
-    if chosen.cell.settings.offload or headroom is None:
+    if chosen.cell.settings.offloads_model or headroom is None:
         return
     if more > headroom + found.reserved_bytes:
         raise UsageError(
@@ -231,7 +231,9 @@ def _wider_bytes(found: Recommendation, chosen: Candidate) -> int:
     the machine.
     """
     layout = chosen.cell.layout
-    shards = layout.shard_degree // (layout.machine_gpus if chosen.cell.settings.offload else 1)
+    shards = layout.shard_degree // (
+        layout.machine_gpus if chosen.cell.settings.offloads_model else 1
+    )
     return 2 * policy_parameters(load_model(found.model_name).shape, chosen.cell.settings) // shards
 
 
@@ -254,7 +256,7 @@ def _values(found: Recommendation, chosen: Candidate) -> dict[str, Value]:
         "training.seq_len": found.length_tokens,
         "training.dtype": "float32",
         "training.mixed_precision_param": "bfloat16",
-        "training.enable_cpu_offload": settings.offload,
+        "training.enable_cpu_offload": settings.offloads_model,
         "parallelism.data_parallel_replicate_degree": layout.replicate_degree,
         "parallelism.data_parallel_shard_degree": layout.shard_degree // degree,
         "parallelism.context_parallel_degree": degree,

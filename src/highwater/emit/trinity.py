@@ -92,7 +92,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         "trainer.use_dynamic_bsz": True,
         "trainer.use_remove_padding": True,
         "trainer.max_token_len_per_gpu": chosen.token_budget_tokens,
-        "trainer.offload_policy": chosen.cell.settings.offload,
+        "trainer.offload_policy": chosen.cell.settings.offloads_model,
     }
 
 

@@ -84,7 +84,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
-    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offload
+    budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
     return {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": found.gpus,

@@ -69,8 +69,8 @@ def _refuse_no_length(length_tokens: int, settings: Mapping[str, Any]) -> None:
 def _requests(
     model: str, where: Cluster, trainer: Trainer, settings: Mapping[str, Any]
 ) -> list[Request]:
-    """What is asked of each ladder: without offload and, unless the settings say, with it; every
-    Ulysses degree that works.
+    """What is asked of each ladder: without offload and, unless the settings say, with that of the
+    moments alone and with that of everything; every Ulysses degree that works.
     """
     refused = TRAINERS[trainer].refused(settings)
     if refused:
@@ -89,14 +89,27 @@ def _requests(
         "dry_run": True,
         **MEMORY[trainer].fixed_fields(settings),
     }
+    _refuse_offloaded_states(trainer, settings)
     ladders = [{**common, **settings}]
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
     if may_offload and "offload" not in settings and settings.get("allocator") != "native":
-        offloaded = {"allocator": "expandable", "strategy": "fsdp2", "offload": True}
-        ladders.append({**common, **offloaded, **settings})
+        offloaded = {"allocator": "expandable", "strategy": "fsdp2"}
+        is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
+        has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
+        whats = ("states", True) if has_states and is_sharded else (True,)
+        ladders += [{**common, **offloaded, "offload": what, **settings} for what in whats]
     return [request_from(fields, keywords=True) for fields in ladders]
+
+
+def _refuse_offloaded_states(trainer: Trainer, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for moments alone in host memory, of a trainer that has all or nothing."""
+    if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
+        raise UsageError(
+            f"the trainer {trainer} has its moments in host memory only with all the rest",
+            hint="use `--offload`, or leave `--offload states` out",
+        )
 
 
 def _refuse_without_copies(where: Cluster, trainer: Trainer) -> None:

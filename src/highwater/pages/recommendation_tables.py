@@ -95,11 +95,12 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         said.append(f"another training: adapters beside a frozen model{base}")
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
-    if settings.offload:
+    if settings.offloads_model or settings.offloads_states:
         host = (
             "" if candidate.host_bytes is None else f"{format_bytes(candidate.host_bytes)} of it, "
         )
-        said.append(f"states in host memory, {host}moved at every step")
+        what = "states" if settings.offloads_model else "moments"
+        said.append(f"{what} in host memory, {host}moved at every step")
     return tuple(said)
 
 
@@ -311,7 +312,7 @@ def _footnotes(found: Recommendation) -> Iterator[str]:
     offloads = [
         each
         for each in found.candidates
-        if each.cell.settings.offload and each.fits and each.host_bytes is not None
+        if each.cell.settings.offload is not False and each.fits and each.host_bytes is not None
     ]
     if offloads and not found.host_memory_bytes:
         yield (

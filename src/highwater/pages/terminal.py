@@ -17,10 +17,11 @@ from highwater.pages.text_table import TextTable
 _LEAST_WIDTH = 20
 """Columns below which nothing is folded further."""
 _WHOLE = 24
-"""Columns up to which a cell is not broken: a rung's name, a figure with its unit.
-
-Longer texts get at least as many.
-"""
+"""Columns up to which a cell is not broken: a figure with its unit. Longer texts get at least as
+many."""
+_NAME = len("Env + Offload-states + chunked")
+"""Columns up to which the name of a row is not broken, which is a rung's: the longest of the
+ladder."""
 _GAP = "  "
 _INDENT = "  "
 _BETWEEN = " | "
@@ -193,7 +194,10 @@ def _beside(table: TextTable, width: int) -> dict[int, int]:
     if _taken(wanted) <= width:
         return dict(enumerate(wanted))
     columns = list(zip(table.columns, *table.rows, strict=True))
-    widths = dict(enumerate(_needed(heading, cells, whole=_WHOLE) for heading, *cells in columns))
+    widths = {
+        index: _needed(heading, cells, whole=_WHOLE if index else _NAME)
+        for index, (heading, *cells) in enumerate(columns)
+    }
     if _taken(widths.values()) > width:
         candidates = (
             (index, _needed(heading, cells, whole=width))

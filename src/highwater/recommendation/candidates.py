@@ -164,7 +164,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += setting_flags(settings)
     else:
         words += ["--trainer", goal.trainer, "--allocator", settings.allocator]
-        words += ["--offload"] if settings.offload else []
+        words += ["--offload"] if settings.offloads_model else []
         words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
         words += [] if settings.rope == "auto" else ["--rope", settings.rope]
     limits = (

@@ -23,6 +23,8 @@ class ValueKind:
     _: KW_ONLY
     is_list: bool = False
     """Whether the value is a list, which may be given as its only element."""
+    stands_alone: bool = False
+    """Whether a flag without a value says true."""
 
 
 COUNT = ValueKind("a whole number", "N", 1)
@@ -41,6 +43,7 @@ FUNCTION = ValueKind("module:function", "MODULE:FUNCTION", "my_package.batches:p
 PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "formula")
 STEPS = ValueKind("steps, `0,1`, or profile_steps, max_entries and ranks of them", "STEPS", "0,1")
 SWITCH = ValueKind("true or false", None, True)
+OFFLOAD = ValueKind("true, false or states", "states", True, stands_alone=True)
 CHOICE = None
 """The kind of a value that is one of a fixed list, which is the type of the setting's field."""
 
@@ -93,6 +96,11 @@ class Setting:
     def is_list(self) -> bool:
         """Whether the value is a list, which may be given as its only element."""
         return self.kind is not None and self.kind.is_list
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether its flag may have a value, and without one says true."""
+        return self.kind is not None and self.kind.stands_alone
 
     def typed_for(self, value: Any) -> Any:
         """The value that a user names for this one of a rung."""

@@ -20,6 +20,7 @@ from highwater.spec.declaration import (
     MODEL,
     NAMES,
     NUMBER,
+    OFFLOAD,
     PREDICTION,
     SHARE,
     SIZE,
@@ -181,10 +182,11 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         ),
         Setting(
             "offload",
-            SWITCH,
+            OFFLOAD,
             _ALL,
-            "keep parameters, gradients and optimizer states in host memory",
-            labels={True: "Offload"},
+            "keep parameters, gradients and optimizer states in host memory; states: the "
+            "optimizer's moments alone, and the GPU updates, bit by bit as without",
+            labels={True: "Offload", "states": "Offload-states"},
         ),
         Setting(
             "lora",

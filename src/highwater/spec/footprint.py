@@ -10,7 +10,7 @@ from highwater.spec.layer_kind import Matrices
 from highwater.spec.layout import Layout
 from highwater.spec.lora import adapter_matrices, adapter_parameters, saved_by_base
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, ModelShape
-from highwater.spec.optimizer import MOMENTS, PIECE
+from highwater.spec.optimizer import MOMENTS, PIECE, STREAMED, STREAMED_BUFFERS
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.spec.working_sizes import ELEMENT_BYTES
@@ -24,6 +24,8 @@ another is awaited, and the blocks of the third are given out again once the GPU
 they were let go."""
 GRADIENT_BYTES_PER_PARAMETER = 4
 """Bytes of a gradient, in float32: a part of ``STATE_BYTES_PER_PARAMETER``."""
+MOMENT_BYTES = 4
+"""Bytes of a moment in host memory, which is float32."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """Bytes on disk for each parameter: float32 weights and both moments, in float32 too."""
 
@@ -79,13 +81,16 @@ def device_state_bytes(
     backward.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
-    (parallel/fsdp1.py). On the CPU there is nowhere else. A reward model has a number in the place
+    (parallel/fsdp1.py). Where states alone are offloaded it is all but the moments. On the CPU
+    there is nowhere else. A reward model has a number in the place
     of the vocabulary, and no head where that is not the embedding; a critic, too, though here it
     counts as whole.
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
-    if settings.offload and device == "cuda":
+    if settings.offloads_model and device == "cuda":
         per_parameter = GRADIENT_BYTES_PER_PARAMETER if settings.strategy == "fsdp" else 0
+    elif settings.offloads_states and device == "cuda":
+        per_parameter -= MOMENTS * MOMENT_BYTES
     frozen = 0
     if settings.adapters is not None and per_parameter:
         element = ELEMENT_BYTES[device]
@@ -135,13 +140,16 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
 
 
 def update_bytes(shape: ModelShape, settings: Settings, *, shards: int) -> int:
-    """Bytes that an update makes on one GPU for the numbers that it moves at once: of codes two
-    float32 numbers each, of the largest shard or of a piece of it (train/low_bit.py).
+    """Bytes that an update makes on one GPU for the numbers that it moves at once, of the largest
+    shard or of a piece of it: of codes two float32 numbers each (train/low_bit.py), of moments in
+    host memory the buffers that they come through (train/host_states.py).
     """
-    if not settings.optimizer_traits.is_quantized:
-        return 0
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
-    return MOMENTS * 4 * min(PIECE, max(every))
+    if settings.offloads_states:
+        return STREAMED_BUFFERS * MOMENTS * MOMENT_BYTES * min(STREAMED, max(every))
+    if settings.optimizer_traits.is_quantized:
+        return MOMENTS * 4 * min(PIECE, max(every))
+    return 0
 
 
 def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
@@ -167,12 +175,13 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
     reference.
 
     Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory: with FSDP2
-    gradients and both moments, with FSDP1 the moments and the sum of the gradients.
+    gradients and both moments, with FSDP1 the moments and the sum of the gradients. Of states
+    alone all is pinned.
     """
     trained = shape.parameters
     if settings.lora is not None:
         trained = trained_parameters(shape, settings)
-    ordinary = 12 * settings.trained_models * trained if settings.offload else 0
+    ordinary = 12 * settings.trained_models * trained if settings.offloads_model else 0
     ordinary *= layout.machine_gpus // layout.shard_degree
     return pinned_state_bytes(shape, settings, layout=layout) + ordinary
 
@@ -181,7 +190,8 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
     """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
 
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
-    parameters and the latest gradient, one block for each layer's shard. The reference is a
+    parameters and the latest gradient, one block for each layer's shard. Of states alone it holds
+    both moments, one block for each of a tensor's shard. The reference is a
     bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
     """
@@ -190,9 +200,13 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
         if settings.has_second_model
         else 0
     )
-    if not settings.offload:
+    if not (settings.offloads_model or settings.offloads_states):
         return reference
-    if settings.lora is not None:
+    if settings.offloads_states:
+        pinned = MOMENTS * _pinned_matrices_bytes(
+            _trained_matrices(shape, settings), layout=layout, bytes_per_element=MOMENT_BYTES
+        )
+    elif settings.lora is not None:
         pinned = _pinned_matrices_bytes(
             matrices(shape), layout=layout, bytes_per_element=2
         ) + _pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
@@ -228,7 +242,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
     sizes share blocks, whatever they attend to; layers with experts and those without share none.
     Source: parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
-    if not settings.offload or settings.strategy != "fsdp2":
+    if not settings.offloads_model or settings.strategy != "fsdp2":
         return 0
     counts = Counter[tuple[Matrices, ...]]()
     for run in shape.runs:

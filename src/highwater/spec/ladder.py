@@ -4,7 +4,7 @@ simplest on.
 
 import msgspec
 
-from highwater.spec.settings import Allocator, Loss, Settings
+from highwater.spec.settings import Allocator, Loss, Offload, Settings
 from highwater.spec.study import Cell
 
 _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
@@ -13,6 +13,8 @@ _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
     ("expandable", "chunked"),
 )
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
+_OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
+"""What is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
 """Kinds of recomputation, the simplest first, which computes nothing twice; any other is taken for
 less simple than these."""
@@ -45,7 +47,7 @@ def simplicity(cell: Cell) -> tuple[int, ...]:
     """
     settings = cell.settings
     return (
-        int(settings.offload),
+        _OFFLOAD_ORDER.index(settings.offload),
         cell.layout.context_degree,
         int(settings.allocator == "expandable")
         + int(settings.loss == "chunked")

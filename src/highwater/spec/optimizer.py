@@ -22,6 +22,13 @@ numbers for each of them, which are gone before the next piece: 128 MiB, where t
 a model would have GiB."""
 
 
+STREAMED = 1 << 22
+"""Numbers whose moments a GPU has at once where they are in host memory: 16 MiB each way for each
+of them, long enough for the link's full speed."""
+STREAMED_BUFFERS = 2
+"""Buffers that they come through: one is filled while the other goes back."""
+
+
 class OptimizerTraits(NamedTuple):
     """What an optimizer keeps, and needs."""
 

@@ -50,7 +50,7 @@ def memory_notes(budget_bytes: int | None, *, is_named: bool, device: Device) ->
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     """What offload does not do here, for who would expect it; nothing where it does all."""
-    if not settings.offload:
+    if not (settings.offloads_model or settings.offloads_states):
         return ()
     if device == "cpu":
         return ("on the CPU offload changes nothing: states are in host memory in any case",)

@@ -26,6 +26,7 @@ from highwater.spec.settings import (
     Entropy,
     Loss,
     Objective,
+    Offload,
     Parameters,
     Recompute,
     Rope,
@@ -88,7 +89,7 @@ class Request(Record, frozen=True, kw_only=True):
     strategy: Strategy = _RUNG.strategy
     optimizer: OptimizerName = _RUNG.optimizer
     parameters: Parameters = _RUNG.parameters
-    offload: bool = _RUNG.offload
+    offload: Offload = _RUNG.offload
     lora: int | None = _RUNG.lora
     lora_alpha: float | None = _RUNG.lora_alpha
     lora_targets: str = _RUNG.lora_targets
@@ -288,12 +289,11 @@ def _mistyped(
     row, value, allowed = DECLARED[name], values.get(name), choices(name)
     shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     problem = f"{spelling.where}{name} {shown!r} is not"
+    near = nearest(shown, allowed)
     if row.kind is None:
-        near = nearest(shown, allowed) or allowed[0]
-        return UsageError(
-            f"{problem} one of {', '.join(allowed)}", hint=f"use `{spelling.setting(name, near)}`"
-        )
-    works = spelling.setting(name, DEFAULTS.get(name, row.example or row.kind.example))
+        works = spelling.setting(name, near or allowed[0])
+        return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"use `{works}`")
+    works = spelling.setting(name, DEFAULTS.get(name, near or row.example or row.kind.example))
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 

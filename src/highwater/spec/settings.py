@@ -28,6 +28,7 @@ SaveHf = Literal["always", "never", "last"]
 Checkpoint = Literal["none", "sharded"]
 AttentionMethod = Literal["dense", "block_sparse"]
 Parameters = Literal["float32", "bf16"]
+Offload = bool | Literal["states"]
 
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (
@@ -59,8 +60,11 @@ class Settings(Record, frozen=True, kw_only=True):
     parameters: Parameters = "float32"
     """What trained parameters are kept in. ``bf16`` is what a GPU computes with: an update rounds
     each parameter to one of its two neighbours at random (train/low_bit.py)."""
-    offload: bool = False
-    """Parameters, gradients and optimizer states live in host memory."""
+    offload: Offload = False
+    """What lives in host memory: parameters, gradients and optimizer states, whose update is the
+    host's; or with ``states`` the optimizer's moments alone, which the GPU updates
+    (train/host_states.py). Read by ``offloads_model`` and ``offloads_states``: both values are
+    true."""
     lora: int | None = None
     """Rank of adapters, which are trained in the place of the model; it is frozen, and in the dtype
     in which it computes. None: all of it is trained."""
@@ -118,6 +122,7 @@ class Settings(Record, frozen=True, kw_only=True):
         _check_attention(self)
         _check_lora(self)
         _check_optimizer(self)
+        _check_offloaded_states(self)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0 where the token budget does not hold one
@@ -154,6 +159,16 @@ class Settings(Record, frozen=True, kw_only=True):
         return self.traits.has_reference and self.lora is None
 
     @property
+    def offloads_model(self) -> bool:
+        """Whether parameters, gradients and optimizer states are all in host memory."""
+        return self.offload is True
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether the optimizer's moments alone are in host memory."""
+        return self.offload == "states"
+
+    @property
     def optimizer_traits(self) -> OptimizerTraits:
         """What the optimizer keeps, and needs."""
         return OPTIMIZERS[self.optimizer]
@@ -177,7 +192,7 @@ class Settings(Record, frozen=True, kw_only=True):
 
         Offloaded ones stay: no activation wants their place in host memory.
         """
-        return self.accumulates or self.offload
+        return self.accumulates or self.offloads_model
 
     @property
     def holds_logits(self) -> bool:
@@ -310,7 +325,7 @@ def _check_base(settings: Settings) -> None:
     """Raise UsageError for what a model in NF4 is not used with."""
     if settings.lora_base == "bf16":
         return
-    if settings.offload:
+    if settings.offloads_model:
         raise UsageError(
             "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
             hint="leave `--offload` out, or `--lora-base`",
@@ -329,7 +344,7 @@ def _check_optimizer(settings: Settings) -> None:
     _check_parameters(settings)
     if settings.optimizer == "adamw":
         return
-    if settings.offload:
+    if settings.offloads_model:
         raise UsageError(
             f"{settings.optimizer} updates on the GPU, and `--offload` on the host",
             hint="use `--optimizer adamw`, or leave `--offload` out",
@@ -338,6 +353,23 @@ def _check_optimizer(settings: Settings) -> None:
         raise UsageError(
             f"{settings.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
             hint="use `--strategy fsdp2`, or `--optimizer adamw`",
+        )
+
+
+def _check_offloaded_states(settings: Settings) -> None:
+    """Raise UsageError for moments that cannot be in host memory by themselves."""
+    if not settings.offloads_states:
+        return
+    if settings.optimizer != "adamw":
+        raise UsageError(
+            f"`--offload states` keeps AdamW's moments in float32, and {settings.optimizer} has "
+            "its own",
+            hint="use `--optimizer adamw`, or leave `--offload states` out",
+        )
+    if settings.strategy != "fsdp2":
+        raise UsageError(
+            "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
+            hint="use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
         )
 
 

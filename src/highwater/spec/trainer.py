@@ -33,6 +33,8 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     traces: Traces
     """Traces of its step: made when somebody asks for them, or bundled with the package, for some
     models and layouts."""
+    offloads_states: bool = False
+    """Whether its optimizer's moments can be in host memory by themselves, at a step's peak too."""
     target: str | None = None
     """The name of its configuration in ``highwater emit --for``. None: it is typed as flags."""
 
@@ -55,6 +57,7 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
         step="highwater's own engine, with its tiles, chunks and kernels",
         is_run=True,
         traces="made",
+        offloads_states=True,
     ),
     "trinity": TrainerTraits(
         title="Trinity-RFT",

@@ -6,6 +6,7 @@ import shlex
 from typing import NamedTuple
 
 from highwater.errors import MachineError, UsageError
+from highwater.spec.declaration import words_of
 from highwater.spec.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.spec.hardware import CPU_FLAGS, CPU_SEARCH, Gpu, Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model
@@ -69,14 +70,16 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
         ) + staged_gradient_bytes(model.shape, settings, layout=cell.layout)
         processes = cell.layout.machine_gpus * PROCESS_BYTES
         if states and states + processes > machine.host_memory_total_bytes:
-            what = "offloaded states" if settings.offload else "the reference"
+            is_offloaded = settings.offloads_model or settings.offloads_states
+            flags = " ".join(words_of({"offload": settings.offload}))
+            what = "offloaded states" if is_offloaded else "the reference"
             raise MachineError(
                 f"{what} of {model.name} on {counted_ranks(gpus, 'cuda')} take "
                 f"{format_bytes(states)} of host memory, "
                 f"the processes {format_bytes(processes)}, and this machine has "
                 f"{format_bytes(machine.host_memory_total_bytes)}",
-                hint="leave `--offload` out"
-                if settings.offload
+                hint=f"leave `{flags}` out"
+                if is_offloaded
                 else f"use `--objective {without_reference(settings.objective)}`, which has no "
                 "reference",
             )

@@ -38,6 +38,8 @@ _NARROW_BYTES = 8
 _LOW_BIT_TENSOR_S = 0.0009
 """Time in which the host updates one tensor by pieces, with moments of few bits. Source: two trials
 of docs/results/lora/cells."""
+_MOMENT_BYTES = 8
+"""Both moments of a parameter, in float32."""
 _HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
 """Moved for a parameter by AdamW on the host, and in a second by each GPU's share of its cores.
 Source: what offload added to steps of 8B on two and four GPUs; hosts differ by several times."""
@@ -265,7 +267,7 @@ def _exchanged_bytes(
 def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
     """Seconds of a micro-batch in which parameters come from the host and gradients go there."""
     seconds = 0.0
-    if settings.offload:
+    if settings.offloads_model:
         size = 4 if settings.lora is None else 2
         trained = trained_parameters(shape, settings)
         seconds = (2 * size * shape.parameters + 4 * trained) / layout.shard_degree
@@ -277,9 +279,11 @@ def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rat
 def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
     """Seconds of the update, where the states are."""
     own = settings.trained_models * trained_parameters(shape, settings) / layout.shard_degree
-    if settings.offload:
+    if settings.offloads_model:
         return own * _HOST_UPDATE_BYTES / _HOST_BYTES
     seconds = own * _UPDATE_BYTES / rates.memory_bytes
+    if settings.offloads_states:  # there and back at once, beside the update
+        seconds = max(seconds, own * _MOMENT_BYTES / rates.host_bytes)
     if not settings.optimizer_traits.is_exact:
         tensors = sum(each.number for each in matrices(shape))
         seconds += settings.trained_models * tensors * _LOW_BIT_TENSOR_S

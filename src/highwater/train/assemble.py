@@ -50,7 +50,7 @@ def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: in
     settings = spec.settings
     trained: dict[str, Any] = {
         "strategy": settings.strategy,
-        "offload": settings.offload,
+        "offload": settings.offloads_model,
         "master_dtype": _MASTER_DTYPES[settings.parameters],
     }
     if settings.adapters is not None:

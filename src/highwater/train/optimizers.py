@@ -13,6 +13,7 @@ from highwater.models.weight_names import name_in_files
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.optimizer import OPTIMIZERS, OptimizerName
 from highwater.spec.trial import TrialSpec
+from highwater.train.host_states import HostStateAdamW
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Words in the names of norms and biases, which never decay. Source:
@@ -29,6 +30,7 @@ def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
         spec.hyperparameters,
         name=settings.optimizer,
         keeps_gradients=settings.keeps_gradients,
+        on_host=settings.offloads_states,
     )
 
 
@@ -38,11 +40,13 @@ def make_optimizer(
     *,
     name: OptimizerName = "adamw",
     keeps_gradients: bool = True,
+    on_host: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros;
     without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
 
-    It runs where the shards are: on the host when they are offloaded. A frozen parameter is none of
+    It runs where the shards are: on the host when they are offloaded. With ``on_host`` the moments
+    alone are there, wherever the shards are (train/host_states.py). A frozen parameter is none of
     its own: without a gradient, without states, without decay.
 
     What lives as long as the training is allocated before the first activation. Left to the first
@@ -53,7 +57,7 @@ def make_optimizer(
     Raises MachineError where a package is missing.
     """
     groups = _groups(model, weight_decay=hyperparameters.weight_decay)
-    optimizer = _made(name, groups, hyperparameters)
+    optimizer = _made(name, groups, hyperparameters, on_host=on_host)
     fill_missing_gradients(optimizer)
     optimizer.step()  # zero gradients at rate zero: allocates the moments, changes nothing
     for group in optimizer.param_groups:
@@ -66,10 +70,17 @@ def make_optimizer(
 
 
 def _made(
-    name: OptimizerName, groups: list[dict[str, Any]], numbers: Hyperparameters
+    name: OptimizerName,
+    groups: list[dict[str, Any]],
+    numbers: Hyperparameters,
+    *,
+    on_host: bool,
 ) -> torch.optim.Optimizer:
     """The optimizer of this name, at rate zero."""
     betas = (numbers.adam_beta1, numbers.adam_beta2)
+    if on_host:
+        assert name == "adamw", "settings refuse others"
+        return HostStateAdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon, fused=True)
     try:

@@ -89,7 +89,7 @@ def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
     in bfloat16. Source: the gathering stream in traces of the trials long-8b-2-offload and
     long-8b-4-offload, 1.16 and 0.58 GiB.
     """
-    if not settings.offload or layout.shard_degree == 1:
+    if not settings.offloads_model or layout.shard_degree == 1:
         return 0
     size = _MASTER if settings.lora is None else _WEIGHT
     return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
@@ -119,7 +119,7 @@ def _reduced_by_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> 
     degree, root = layout.shard_degree, _root(shape, has_head=not settings.traits.gives_scalars)
     if degree == 1:
         return 0
-    return _GRADIENT * (root if settings.offload else root + root // degree)
+    return _GRADIENT * (root if settings.offloads_model else root + root // degree)
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:

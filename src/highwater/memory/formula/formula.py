@@ -160,7 +160,7 @@ def _states(step: Step) -> _States:
         step.shape, settings, device=step.device, shards=step.layout.shard_degree
     )
     whole_bytes = states_bytes // step.layout.shard_degree
-    is_offloaded = settings.offload and step.device == "cuda"
+    is_offloaded = settings.offloads_model and step.device == "cuda"
     all_bytes = 0
     if is_offloaded and settings.strategy == "fsdp":
         all_bytes = whole_bytes

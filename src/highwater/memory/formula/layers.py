@@ -95,7 +95,11 @@ class Step:
     @property
     def gathers(self) -> bool:
         """Whether frozen parameters are gathered: not where each GPU has all of them."""
-        return self.settings.lora is None or self.layout.shard_degree > 1 or self.settings.offload
+        return (
+            self.settings.lora is None
+            or self.layout.shard_degree > 1
+            or self.settings.offloads_model
+        )
 
     @property
     def is_frozen(self) -> bool:
@@ -399,7 +403,7 @@ def _fetching_bytes(layer: Layer) -> int:
     step = layer.step
     if (
         step.device == "cpu"
-        or not step.settings.offload
+        or not step.settings.offloads_model
         or step.settings.strategy != "fsdp2"
         or step.layout.shard_degree > 1
     ):

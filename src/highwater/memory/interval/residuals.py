@@ -22,6 +22,7 @@ from highwater.spec.optimizer import OptimizerName
 from highwater.spec.settings import (
     Allocator,
     AttentionMethod,
+    Offload,
     Parameters,
     Recompute,
     Settings,
@@ -60,7 +61,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     allocator: Allocator
     gpus: int
     ulysses: bool
-    offload: bool
+    offload: Offload
     strategy: Strategy
     recompute: Recompute
     objective: Objective
@@ -95,7 +96,11 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("ulysses", layout.ulysses_degree > 1, "Ulysses"),
         Trait("ring", layout.ring_degree > 1, "a ring"),
         Trait("copies", layout.replicate_degree > 1, "copies"),
-        Trait("offload", settings.offload, "offload"),
+        Trait(
+            "offload",
+            settings.offload,
+            "offloaded states" if settings.offloads_states else "offload",
+        ),
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),

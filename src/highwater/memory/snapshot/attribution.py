@@ -46,7 +46,7 @@ class _Rule(NamedTuple):
 _OURS = (
     _Rule("logits", r"highwater/(models/loss|kernels/rows\w*)\.py$"),
     _Rule("gradients", r"highwater/train/optimizers\.py$", r"^make_optimizer$"),
-    _Rule("optimizer_states", r"highwater/train/low_bit\.py$"),
+    _Rule("optimizer_states", r"highwater/train/(low_bit|host_states)\.py$"),
     _Rule("gradients", r"highwater/(models/fused/weight_gradient|parallel/offload)\.py$"),
     _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
     _Rule("backward_pass", r"highwater/", r"^backward$"),

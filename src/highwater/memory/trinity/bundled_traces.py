@@ -59,7 +59,7 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in
     float32, all of the model trained.
     """
-    if cell.settings.offload or cell.settings.lora is not None:
+    if cell.settings.offload is not False or cell.settings.lora is not None:
         return None
     return _logs().get((shape, cell.layout))
 

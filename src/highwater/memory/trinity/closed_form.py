@@ -84,10 +84,10 @@ def footprint(
     tokens = tokens_of_a_gpu(settings, layout, length_tokens)
     wider = 0 if settings.lora is None else _WIDER_BYTES * policy_parameters(shape, settings)
     on_device = device_state_bytes(shape, settings, device=device)
-    states = (on_device + (0 if settings.offload else wider)) // layout.shard_degree
+    states = (on_device + (0 if settings.offloads_model else wider)) // layout.shard_degree
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     host = host_state_bytes(shape, settings, layout=layout)
-    host += wider * settings.offload * (layout.machine_gpus // layout.shard_degree)
+    host += wider * settings.offloads_model * (layout.machine_gpus // layout.shard_degree)
     terms = (
         Term(name="states", bytes=states),
         Term(name="logits", bytes=round(_LOGITS_BYTES * tokens * shape.vocab_size)),

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from highwater.emit.targets import TARGETS, configured
+from highwater.emit.targets import TARGETS, choice, configured
 from highwater.errors import HighwaterError
 from highwater.memory.capacity import CellPrediction, predict_cells
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -251,11 +251,12 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     if TRAINERS[found.trainer].is_run:
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
         texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
+    told = choice(found)
     for target, row in TARGETS.items():
-        if row.predicted_for == found.trainer:
+        if row.predicted_for == found.trainer and told is not None:
             with suppress(HighwaterError):  # a trainer that has no words for it
                 texts[target] = (
-                    configured(target, found, chosen, model=model).text.rstrip("\n") + "\n"
+                    configured(target, found, told, model=model).text.rstrip("\n") + "\n"
                 )
     return texts
 

@@ -163,7 +163,7 @@ def only_with_offload(table: GuideTable) -> str:
     names = [
         each.model_name
         for each in first
-        if each.capacity is not None and each.capacity.cell.settings.offload
+        if each.capacity is not None and each.capacity.cell.settings.offload is not False
     ]
     return f"Only with offload, here: {', '.join(names)}." if names else ""
 

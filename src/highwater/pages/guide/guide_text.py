@@ -16,6 +16,9 @@ WORDS: Mapping[str, str] = {
     "memory, 16 to 20 bytes a "
     "parameter; predictions take it to be there: `highwater predict MODEL --gpus GPUS --offload` "
     "says how much it is.",
+    "Offload-states": "`--offload states`: the optimizer's moments alone live in host memory, 8 "
+    "bytes a parameter, and pass through the GPU as it updates; the numbers are those of training "
+    "without.",
     "SP=N": "Ulysses sequence parallelism: N GPUs share each sequence. N divides the number of "
     "GPUs.",
     "ring=": "a ring: N GPUs, or groups of SP GPUs, share each sequence, passing keys and values "

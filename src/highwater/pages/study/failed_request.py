@@ -64,7 +64,7 @@ def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice
         "recompute": settings.recompute != "none",
         "fewer copies": not is_whole or layout.replicate_degree == 1,
         "one-micro-batch": not is_whole or not settings.keeps_gradients,
-        "offload": not is_whole or settings.offload,
+        "offload": not is_whole or settings.offloads_model,
     }
     return advice_of(
         sizes,

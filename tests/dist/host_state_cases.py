@@ -1,0 +1,251 @@
+"""One process of a group: AdamW with its moments in host memory, beside AdamW without. Started by
+``rank_server.py`` or torchrun.
+
+``torchrun --nproc-per-node N host_state_cases.py FOLDER RESULT``: writes, as rank 0, one JSON
+object {case: what was found on every rank}; ``FOLDER`` gets what is saved.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from low_bit_cases import told
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from highwater.parallel import mesh as process_mesh
+from highwater.parallel.fsdp2 import local_shard
+from highwater.spec.footprint import device_state_bytes, update_bytes
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+from highwater.train.assemble import assemble
+from highwater.train.checkpoint import save_sharded
+from highwater.train.data import Batch, Document, pack
+from highwater.train.host_states import MOMENTS, HostStateAdamW
+from highwater.train.rank_context import RankContext
+from highwater.train.step import Training, train_step
+
+CASES: dict[str, dict[str, Any]] = {
+    "several micro-batches": {},
+    "one micro-batch": {"accumulates": False},
+    "critic": {"objective": "ppo", "critic": True},
+    "critic, one micro-batch": {"objective": "ppo", "critic": True, "accumulates": False},
+    "copies": {},
+}
+if find_spec("peft") is not None:
+    CASES["LoRA"] = {"lora": 4}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 251,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+"""The vocabulary, which no number of ranks divides, leaves the last one fewer rows."""
+NUMBERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.1)
+"""Every step is clipped."""
+STEPS = 3
+PIECE = 1024
+"""Numbers of a piece: shards of one piece, of several, and of a part of one."""
+WAYS = {"resident": False, "on the host": True}
+
+
+def main() -> None:
+    folder, result = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    process_mesh.join(torch.device("cpu"))
+    found = {name: told(run(name, folder)) for name in CASES}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    process_mesh.leave()
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """What one case shows: both ways of training after the same steps, and from what either
+    saved.
+    """
+    resident, on_host = (training(name, folder, on_host=on_host) for on_host in WAYS.values())
+    norms = [[norms_of(each, step) for step in range(STEPS)] for each in (resident, on_host)]
+    found: dict[str, Any] = {
+        "optimizers": [type(optimizer).__name__ for _, optimizer in on_host.trained],
+        "same norms": norms[0] == norms[1],
+        "clipped": all(norm > NUMBERS.max_grad_norm for step in norms[0] for norm in step),
+        "same": same(resident, on_host),
+    }
+    saved = dict(zip(WAYS, (resident, on_host), strict=True))
+    where = {way: folder / f"{way}-{name}-{dist.get_world_size()}" for way in saved}
+    for way, each in saved.items():
+        save_sharded(each.policy, each.optimizer, where[way], mesh=each.mesh)
+    fresh: dict[str, Training] = {}
+    for way, other in product(WAYS, WAYS):
+        resumed = fresh[f"{way}, then {other}"] = training(
+            name, folder, on_host=WAYS[other], seed=1 if name == "LoRA" else 2
+        )
+        load(resumed, where[way])
+    found["loaded"] = {way: same(resident, each, models=1) for way, each in fresh.items()}
+    found["goes on"] = {}
+    if resident.critic is None:  # which is saved by itself
+        norms_of(resident, STEPS)
+        for way, each in fresh.items():
+            norms_of(each, STEPS)
+            found["goes on"][way] = same(resident, each)
+    return found | memory(name, folder)
+
+
+def training(name: str, folder: Path, *, on_host: bool, seed: int = 1) -> Training:
+    device = torch.device("cpu")
+    copies = dist.get_world_size() if name == "copies" else 1
+    settings = settings_of(name, on_host=on_host)
+    layout = Layout(gpus=dist.get_world_size(), replicate_degree=copies)
+    trained = assemble(
+        TrialSpec(
+            model_name="model",
+            model_directory=str(folder),
+            config_digest="",
+            device="cpu",
+            layout=layout,
+            length_tokens=64,
+            settings=settings,
+            micro_batches=2 if settings.accumulates else 1,
+            memory_budget_bytes=2**30,
+            hyperparameters=NUMBERS,
+            seed=seed,
+        ),
+        RankContext(
+            device=device,
+            kernel="flash",
+            mesh=process_mesh.shard_mesh(layout, device),
+            shared=None,
+            nccl_bytes=0,
+        ),
+    )
+    for _, optimizer in trained.trained:
+        if isinstance(optimizer, HostStateAdamW):
+            optimizer._piece = PIECE
+    return trained
+
+
+def settings_of(name: str, *, on_host: bool) -> Settings:
+    return Settings(loss="chunked", offload="states" if on_host else False, **CASES[name])
+
+
+def norms_of(trained: Training, step: int) -> list[float]:
+    """Train a step; the norms of its gradients."""
+    count = 2 if trained.keeps_gradients else 1
+    _, norms = train_step(trained, [batch(10 * step + number) for number in range(count)])
+    return [float(norm) for norm in norms]
+
+
+def batch(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    ids = torch.randint(97, (24,), generator=generator)
+    return pack([Document(ids, ids, reward=float(number % 3))])
+
+
+def load(trained: Training, directory: Path) -> None:
+    """Load what is trained of the policy, and its optimizer, by torch alone."""
+    model, optimizer = trained.policy, trained.optimizer
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=directory, no_dist=trained.mesh.size() == 1)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def same(one: Training, other: Training, *, models: int | None = None) -> bool:
+    """Whether trained parameters, moments and steps are the same, bit by bit."""
+    pairs = list(zip(one.trained, other.trained, strict=True))[:models]
+    for (model, optimizer), (other_model, other_optimizer) in pairs:
+        for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+            if not mine.requires_grad:
+                continue
+            own, others = optimizer.state[mine], other_optimizer.state[theirs]
+            tensors = [(mine.detach(), theirs.detach())]
+            tensors += [(own[name], others[name]) for name in ("step", *MOMENTS)]
+            if not all(torch.equal(*map(local_shard, each)) for each in tensors):
+                return False
+    return True
+
+
+def memory(name: str, folder: Path) -> dict[str, Any]:
+    """Bytes of this rank's states, and of what its update makes for the moments, beside those that
+    are counted.
+    """
+    trained, settings = training(name, folder, on_host=True), settings_of(name, on_host=True)
+    made = _Made()
+    for model, optimizer in trained.trained:
+        assert isinstance(optimizer, HostStateAdamW)
+        optimizer._piece = 2**22
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    with made:
+        trained.optimizer.step()
+    tensors = [
+        each
+        for model, optimizer in trained.trained
+        for each in (
+            *model.parameters(),
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            *(
+                moment
+                for state in optimizer.state.values()
+                for key, moment in state.items()
+                if key != "step"
+            ),
+        )
+    ]
+    storages = {
+        own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
+        for own in map(local_shard, tensors)
+    }
+    shape, shards = load_model(str(folder)).shape, trained.mesh.size(trained.mesh.ndim - 1)
+    counted = device_state_bytes(shape, settings, device="cpu", shards=shards) / shards
+    buffers = update_bytes(shape, settings, shards=shards)
+    return {
+        "states": [sum(storages.values()), counted],
+        "buffers": [made.bytes, buffers],
+    }
+
+
+class _Made(TorchDispatchMode):
+    """Counts the bytes of empty tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default and isinstance(made, Tensor):
+            self.bytes += made.untyped_storage().nbytes()
+        return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Moments in host memory on 1 and 2 processes: parameters and moments are those of AdamW without,
+bit by bit, and training goes on from what either saved; bytes as counted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from host_state_cases import CASES, CONFIG
+from rank_groups import RankGroups
+
+PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
+"""A row of the embedding and one of the head, in float32."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(
+    processes: int, ranks: RankGroups, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = tmp_path / "result.json"
+    ranks.run("host_state_cases.py", processes, tmp_path, result)
+    found = json.loads(result.read_text())
+    assert set(found) == set(CASES)
+    for name, of_ranks in found.items():
+        assert len(of_ranks) == processes
+        models = 2 if "critic" in name else 1
+        for rank in of_ranks:
+            assert rank["optimizers"] == ["HostStateAdamW"] * models, name
+            assert rank["clipped"], name
+            assert rank["same norms"], name
+            assert rank["same"], name
+            assert set(rank["loaded"].values()) == {True}, (name, rank["loaded"])
+            goes_on = rank["goes on"]
+            assert models == 2 or set(goes_on.values()) == {True}, (name, goes_on)
+        # Of uneven shards what the first rank has is counted, and states as a whole. FSDP2 pads the
+        # last rank's; a critic is counted with a head.
+        made, counted = of_ranks[0]["buffers"]
+        assert made == counted, name
+        if models == 1:
+            allocated, counted = (
+                sum(each) for each in zip(*(r["states"] for r in of_ranks), strict=True)
+            )
+            assert allocated == pytest.approx(counted, abs=PADDING_BYTES), name

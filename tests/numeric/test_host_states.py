@@ -1,0 +1,137 @@
+"""AdamW with moments in host memory, on one process: pieces of any size give AdamW's numbers bit by
+bit, and either's state goes on in the other.
+"""
+
+from copy import deepcopy
+from io import BytesIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+
+from torch import nn
+
+from highwater.spec.hyperparameters import Hyperparameters
+from highwater.train.host_states import MOMENTS, VECTOR, HostStateAdamW
+from highwater.train.optimizers import make_optimizer
+
+NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
+DTYPES = (torch.float32, torch.float64)
+
+
+def model_of(seed: int, dtype: Any, sizes: tuple[int, int] = (37, 53)) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(*sizes, dtype=dtype)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    optimizer.step()
+
+
+def in_pieces(optimizer: torch.optim.Optimizer, piece: int) -> torch.optim.Optimizer:
+    assert isinstance(optimizer, HostStateAdamW)
+    assert piece % VECTOR == 0
+    optimizer._piece = piece
+    return optimizer
+
+
+def same(one: nn.Module, other: nn.Module, *optimizers: torch.optim.Optimizer) -> bool:
+    """Whether parameters, moments and steps are equal bit by bit."""
+    ours, theirs = optimizers
+    for mine, their in zip(one.parameters(), other.parameters(), strict=True):
+        pairs = [(mine, their)]
+        pairs += [
+            (ours.state[mine][name], theirs.state[their][name]) for name in ("step", *MOMENTS)
+        ]
+        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(
+    vectors=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    seed=st.integers(0, 1000),
+)
+def test_pieces_of_any_size_give_adamws_numbers(
+    dtype: Any, vectors: int, rows: int, columns: int, seed: int
+) -> None:
+    """Also where a piece does not divide a shard, and where a vector does not."""
+    one, other = (model_of(seed, dtype, (columns, rows)) for _ in range(2))
+    resident = make_optimizer(one, NUMBERS)
+    streamed = in_pieces(make_optimizer(other, NUMBERS, on_host=True), VECTOR * vectors)
+    for number in range(3):
+        step(one, resident, number)
+        step(other, streamed, number)
+    assert same(one, other, resident, streamed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("loads_on_host", [False, True])
+@pytest.mark.parametrize("saves_on_host", [False, True])
+def test_either_goes_on_from_what_the_other_saved(
+    dtype: Any, saves_on_host: bool, loads_on_host: bool
+) -> None:
+    went_on, resumed = model_of(1, dtype), model_of(2, dtype)
+    optimizer = make_optimizer(went_on, NUMBERS, on_host=saves_on_host)
+    for number in range(3):
+        step(went_on, optimizer, number)
+    file = BytesIO()
+    torch.save([went_on.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    of_model, of_optimizer = torch.load(file)
+    resumed.load_state_dict(of_model)
+    fresh = make_optimizer(resumed, NUMBERS, on_host=loads_on_host)
+    fresh.load_state_dict(of_optimizer)
+    assert same(went_on, resumed, optimizer, fresh)
+    for number in range(3, 5):
+        step(went_on, optimizer, number)
+        step(resumed, fresh, number)
+    assert same(went_on, resumed, optimizer, fresh)
+
+
+def test_what_is_loaded_is_a_copy_in_the_memory_that_was_there() -> None:
+    model = model_of(1, torch.float32)
+    optimizer = make_optimizer(model, NUMBERS, on_host=True)
+    places = [optimizer.state[model.weight][name].data_ptr() for name in MOMENTS]
+    saved = deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"].fill_(1)
+    optimizer.load_state_dict(saved)
+    saved["state"][0]["exp_avg"].fill_(2)
+    assert (optimizer.state[model.weight]["exp_avg"] == 1).all()
+    assert [optimizer.state[model.weight][name].data_ptr() for name in MOMENTS] == places
+
+
+def test_a_parameter_without_a_gradient_is_passed_by() -> None:
+    models = [model_of(1, torch.float32) for _ in range(2)]
+    optimizers = [
+        make_optimizer(each, NUMBERS, on_host=on)
+        for each, on in zip(models, (True, False), strict=True)
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer, 0)
+        kept = model.bias.clone()
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), None
+        optimizer.step()
+        assert torch.equal(model.bias, kept)
+        assert [int(optimizer.state[p]["step"]) for p in (model.weight, model.bias)] == [2, 1]
+    assert same(*models, *optimizers)
+
+
+def test_groups_keep_their_numbers_over_a_load() -> None:
+    model = model_of(1, torch.float32)
+    optimizer = make_optimizer(model, NUMBERS, on_host=True)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, NUMBERS.learning_rate]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

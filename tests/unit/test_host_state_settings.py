@@ -1,0 +1,278 @@
+"""``--offload states``: how it is named, what it is not taken for, what it keeps where, and what it
+is refused with.
+"""
+
+import shlex
+from typing import Any
+
+import msgspec
+import pytest
+from places import machine_with
+
+from highwater.api import predict
+from highwater.cli.flags import typed_values
+from highwater.cli.grammar import parse
+from highwater.emit.targets import TARGETS, choice, configured, refuse_unknown_settings
+from highwater.errors import MachineError, UsageError
+from highwater.memory.formula.formula import footprint
+from highwater.memory.snapshot.attribution import category_of
+from highwater.memory.snapshot.snapshot import Frame
+from highwater.pages.recommendation_tables import costs
+from highwater.recommendation.recommend import recommend
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.footprint import (
+    checkpoint_bytes,
+    device_state_bytes,
+    host_state_bytes,
+    pinned_state_bytes,
+    staged_gradient_bytes,
+    update_bytes,
+)
+from highwater.spec.identity import key_of
+from highwater.spec.ladder import simplicity
+from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.optimizer import STREAMED
+from highwater.spec.plan import plan
+from highwater.spec.plan_notes import offload_notes
+from highwater.spec.request import request_from, setting_flags
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+
+STATES = Settings(offload="states")
+MODEL = "Qwen3-0.6B"
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    return load_model("Llama-3.1-8B").shape
+
+
+@pytest.mark.parametrize(
+    ("offload", "model", "states", "label", "slug"),
+    [
+        (False, False, False, "vanilla", "vanilla"),
+        ("states", False, True, "Offload-states", "offload-states"),
+        (True, True, False, "Offload", "offload"),
+    ],
+)
+def test_states_are_never_taken_for_the_whole_model(
+    offload: Any, model: bool, states: bool, label: str, slug: str
+) -> None:
+    settings = Settings(offload=offload)
+    assert (settings.offloads_model, settings.offloads_states) == (model, states)
+    assert (settings.label, settings.slug) == (label, slug)
+    assert from_json(to_json(settings), Settings) == settings
+    one = msgspec.structs.replace(settings, accumulates=False)
+    assert one.keeps_gradients is model
+
+
+def test_a_recorded_boolean_is_what_it_was() -> None:
+    """In JSON and in a key, in which a word stands for nothing else."""
+    for value in ("true", "false"):
+        assert f'"offload":{value}' in to_json(from_json(f'{{"offload":{value}}}', Settings))
+    keys = {key_of(Settings(offload=each), without=()) for each in (False, True, "states")}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "offload"),
+    [
+        (f"{MODEL}", False),
+        (f"{MODEL} --offload", True),
+        (f"--offload {MODEL}", True),
+        (f"{MODEL} --offload states", "states"),
+        (f"--offload states {MODEL}", "states"),
+        (f"--offload=states {MODEL}", "states"),
+        (f"--offload --loss full {MODEL}", True),
+        (f"{MODEL} --offload true", True),
+        (f"--offload false {MODEL}", False),
+        ("--offload ./states", True),
+    ],
+)
+@pytest.mark.parametrize("command", ["find", "try --length 4k", "predict", "recommend --length 4k"])
+def test_a_flag_that_may_stand_alone_leaves_the_model_alone(
+    command: str, words: str, offload: Any
+) -> None:
+    typed = typed_values(parse(shlex.split(f"{command} {words}")))
+    assert request_from(typed).offload == offload
+    assert typed["model"] == ("./states" if "./" in words else MODEL)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "hint"),
+    [
+        (f"{MODEL} --offload stats", "'stats' is not true, false or states", "--offload states"),
+        (f"--offload everything {MODEL}", "'everything' is not", "--offload"),
+        ("--offload states", "no model is named", "highwater find Qwen3-0.6B"),
+    ],
+)
+def test_what_offload_is_not_is_said_with_what_it_is(words: str, problem: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=problem) as refused:
+        request_from(typed_values(parse(["find", *shlex.split(words)])))
+    assert f"`{hint}`" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("offload", [False, True, "states"])
+def test_a_file_and_python_name_it_as_the_flags_do(offload: Any) -> None:
+    asked = {"model": MODEL, "offload": offload}
+    of_a_file = request_from(asked, config_file="study.yaml")
+    assert request_from(asked, keywords=True) == of_a_file
+    assert of_a_file.common_settings.offload == offload
+    flags = setting_flags(of_a_file.common_settings)
+    assert request_from(typed_values(parse(["find", MODEL, *flags]))).offload == offload
+
+
+@pytest.mark.parametrize("value", ["stats", "True", 1, None])
+def test_a_file_that_names_something_else_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="offload"):
+        request_from({"model": MODEL, "offload": value}, config_file="study.yaml")
+
+
+@pytest.mark.parametrize(
+    ("other", "words", "works"),
+    [
+        ({"optimizer": "adamw-8bit"}, "adamw-8bit has its own", {"optimizer": "adamw"}),
+        ({"optimizer": "adamw-bf16"}, "adamw-bf16 has its own", {"offload": False}),
+        ({"strategy": "fsdp"}, "FSDP1 has flat ones", {"strategy": "fsdp2"}),
+        ({"strategy": "fsdp"}, "FSDP1 has flat ones", {"offload": True}),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(
+    other: dict[str, Any], words: str, works: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Settings(offload="states", **other)
+    assert Settings(**{"offload": "states", **other, **works}), "which the hint says works"
+
+
+def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape: ModelShape) -> None:
+    layout = Layout(gpus=8)
+    here, states, model = (
+        device_state_bytes(shape, Settings(offload=each), device="cuda")
+        for each in (False, "states", True)
+    )
+    assert (here, states, model) == (16 * shape.parameters, 8 * shape.parameters, 0)
+    pinned = pinned_state_bytes(shape, STATES, layout=layout)
+    assert 8 * shape.parameters * 0.99 < pinned < 2 * 8 * shape.parameters
+    assert host_state_bytes(shape, STATES, layout=layout) == pinned
+    assert staged_gradient_bytes(shape, STATES, layout=layout) == 0
+    critic = Settings(offload="states", objective="ppo", critic=True)
+    assert pinned_state_bytes(shape, critic, layout=layout) == 2 * pinned
+    grpo = Settings(offload="states", objective="grpo")
+    reference = pinned_state_bytes(shape, Settings(objective="grpo"), layout=layout)
+    assert pinned_state_bytes(shape, grpo, layout=layout) == pinned + reference
+    copies = Layout(gpus=8, replicate_degree=2)
+    assert pinned_state_bytes(shape, STATES, layout=copies) == pytest.approx(2 * pinned, rel=0.1)
+
+
+def test_on_the_cpu_nothing_is_elsewhere(shape: ModelShape) -> None:
+    assert device_state_bytes(shape, STATES, device="cpu") == 16 * shape.parameters
+    (note,) = offload_notes(STATES, "cpu")
+    assert "changes nothing" in note
+    assert offload_notes(STATES, "cuda") == ()
+
+
+def test_an_update_takes_two_buffers_of_both_moments(shape: ModelShape) -> None:
+    assert update_bytes(shape, STATES, shards=1) == 2 * 2 * 4 * STREAMED
+    tiny = load_model("tiny").shape
+    rows = -(-tiny.vocab_size // 8)
+    assert update_bytes(tiny, STATES, shards=8) == 2 * 2 * 4 * rows * tiny.hidden_size
+    assert update_bytes(shape, Settings(), shards=1) == 0
+    assert update_bytes(shape, Settings(offload=True), shards=1) == 0
+
+
+def test_adapters_alone_have_moments(shape: ModelShape) -> None:
+    lora, layout = Settings(offload="states", lora=16), Layout(gpus=1)
+    here = device_state_bytes(shape, Settings(lora=16), device="cuda")
+    frozen = 2 * shape.parameters
+    assert device_state_bytes(shape, lora, device="cuda") - frozen == (here - frozen) // 2
+    assert pinned_state_bytes(shape, lora, layout=layout) < 2 * (here - frozen)
+
+
+def test_a_checkpoint_is_as_large_as_without(shape: ModelShape) -> None:
+    sizes = {
+        checkpoint_bytes(shape, Settings(offload=each, checkpoint="sharded"), "cuda").sharded_bytes
+        for each in (False, "states", True)
+    }
+    assert sizes == {12 * shape.parameters}
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(
+    shape: ModelShape, accumulates: bool
+) -> None:
+    here, there = (
+        footprint(
+            shape,
+            Settings(offload=each, accumulates=accumulates),
+            Layout(gpus=8),
+            length_tokens=8192,
+        )
+        for each in (False, "states")
+    )
+    assert here.allocated_bytes - there.allocated_bytes == shape.parameters
+    assert there.phases[-1].name == "update"
+    assert there.host_bytes - here.host_bytes == pinned_state_bytes(
+        shape, STATES, layout=Layout(gpus=8)
+    )
+
+
+def test_states_lie_between_no_offload_and_all_of_it() -> None:
+    cells = [Cell(layout=Layout(), settings=Settings(offload=each)) for each in (True, "states")]
+    none = Cell(layout=Layout(gpus=4, ulysses_degree=4), settings=Settings())
+    assert sorted([*cells, none], key=simplicity) == [none, *reversed(cells)]
+    found = recommend("Qwen3-8B", length="32k", gpus="1xH200-141GB")
+    assert found.chosen is not None
+    assert found.chosen.cell.settings.offloads_states
+    assert any("moments in host memory" in cost for cost in costs(found.chosen, found))
+    kept = recommend("Qwen3-8B", length="32k", gpus="1xH200-141GB", host_memory="60GiB")
+    assert not any(each.fits and each.cell.settings.offload for each in kept.candidates)
+
+
+def test_a_search_offloads_only_where_it_is_asked_to() -> None:
+    rungs = predict(MODEL, gpus="1xH100-80GB", offload="states").cells
+    assert {each.cell.settings.offload for each in rungs} == {"states"}
+    assert [each.cell.settings.offload for each in predict(MODEL, gpus="1xH100-80GB").cells] == [
+        *([False] * 3),
+        *(["states"] * 2),
+        *([True] * 2),
+    ]
+
+
+def test_a_host_that_cannot_hold_the_moments_is_named_before_anything_starts() -> None:
+    small = msgspec.structs.replace(machine_with(1), host_memory_total_bytes=2**32)
+    with pytest.raises(MachineError, match="offloaded states of") as refused:
+        plan(request_from({"model": "Qwen3-4B", "offload": "states"}), small)
+    assert refused.value.hint == "leave `--offload states` out"
+
+
+def test_a_trainer_that_offloads_all_or_nothing_refuses_states() -> None:
+    with pytest.raises(UsageError, match="only with all the rest") as refused:
+        predict("Qwen3-8B", gpus="4xH100-80GB", trainer="trinity", offload="states")
+    assert "`--offload`" in str(refused.value.hint)
+    cells = predict("Qwen3-8B", gpus="4xH100-80GB", trainer="trinity").cells
+    assert not any(each.cell.settings.offloads_states for each in cells)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_configuration_of_another_trainer_says_it(target: Any) -> None:
+    """Neither where it is asked for, nor where it is what this engine would do."""
+    with pytest.raises(UsageError, match="no words for --offload states"):
+        refuse_unknown_settings(target, {"offload": "states"})
+    refuse_unknown_settings(target, {"offload": True})
+    if TARGETS[target].predicted_for == "trinity":
+        return
+    found = recommend("Qwen3-8B", length="32k", gpus="1xH200-141GB")
+    assert found.chosen is not None
+    with pytest.raises(UsageError, match="no words for --offload states"):
+        configured(target, found, found.chosen, model="Qwen3-8B")
+    chosen = choice(found)
+    assert chosen is not None
+    assert chosen.cell.settings.offloads_model
+    assert configured(target, found, chosen, model="Qwen3-8B").text
+
+
+def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them() -> None:
+    frame = Frame("/opt/highwater/train/host_states.py", 100, "_stream")
+    assert category_of(frame) == "optimizer_states"
