@@ -14,7 +14,7 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
     With offload it shards by FSDP2 and has expandable segments: no published rung offloads
     otherwise, and its configuration offloads by FSDP2 alone.
     """
-    is_offloaded = bool(named.get("offload"))
+    is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
     names = (
         *_ALWAYS,
