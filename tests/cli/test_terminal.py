@@ -187,7 +187,7 @@ def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tell
     assert max(map(len, lines)) <= columns
     document = json.loads(in_a_pipe(directory, *PREDICT, "--json").stdout)
     rows = [index for index, line in enumerate(lines) if re.match(r"(vanilla|Env)[ +]", line)]
-    assert len(rows) == len(document["cells"]) == 15
+    assert len(rows) == len(document["cells"]) == 21
     for predicted, start, end in zip(
         document["cells"], rows, [*rows[1:], lines.index("", rows[-1])], strict=True
     ):

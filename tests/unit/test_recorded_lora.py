@@ -16,7 +16,7 @@ from highwater.spec.settings import Settings
 from highwater.spec.trial import Outcome
 
 CELLS = Path(__file__).parents[2] / "docs/results/lora/cells"
-TRIALS = [json.loads(line) for line in (CELLS / "trials.jsonl").read_text().splitlines()]
+TRIALS = json.loads((CELLS / "trials.json").read_text())
 PREDICTED = json.loads((CELLS / "predicted.json").read_text())
 FITS = [trial for trial in TRIALS if Outcome(trial["result"]["outcome"]).is_fit]
 TOLERANCE = 0.0005

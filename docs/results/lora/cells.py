@@ -2,7 +2,7 @@
 
 ``python docs/results/lora/cells.py --predict`` (no GPU) writes ``cells/predicted.json``, which is
 committed before anything is measured; ``--try --minutes 9`` tries two lengths of each cell on this
-machine's GPU, memory-only. Without either it prints both. Trials of ``cells/trials.jsonl`` with
+machine's GPU, memory-only. Without either it prints both. Trials of ``cells/trials.json`` with
 another length of attention than one layer were made by ``highwater find --proof memory``.
 """
 
@@ -96,7 +96,7 @@ def _predicted() -> dict[str, Any]:
 
 def measure(names: list[str], out: Path, *, deadline: float) -> None:
     """Try the longest likely length of each cell, then the next one, or the one before where that
-    ran out; each trial is a line of ``trials.jsonl``.
+    ran out; each trial is a line of ``trials.json``.
     """
     for name in names:
         step = CELLS[name][2]
@@ -122,8 +122,9 @@ def _try(name: str, length: int, out: Path, deadline: float) -> Outcome | None:
     trial = msgspec.json.decode(said.stdout)
     for unkept in ("log", "log_path"):
         trial.pop(unkept, None)
-    with (out / "trials.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode({"cell": name, "length_tokens": length, **trial}) + b"\n")
+    trials = [*_trials(out), {"cell": name, "length_tokens": length, **trial}]
+    lines = b",\n".join(map(msgspec.json.encode, trials))
+    (out / "trials.json").write_bytes(b"[\n" + lines + b"\n]\n")
     return Outcome(trial["result"]["outcome"])
 
 
@@ -153,13 +154,16 @@ def _measured(name: str, out: Path) -> list[str]:
 
 def _results(name: str, out: Path) -> dict[int, TrialResult]:
     """By length: what became of the trials of a cell."""
-    path = out / "trials.jsonl"
-    lines = path.read_bytes().splitlines() if path.is_file() else []
     return {
-        line["length_tokens"]: msgspec.convert(line["result"], TrialResult)
-        for line in map(msgspec.json.decode, lines)
-        if line["cell"] == name
+        trial["length_tokens"]: msgspec.convert(trial["result"], TrialResult)
+        for trial in _trials(out)
+        if trial["cell"] == name
     }
+
+
+def _trials(out: Path) -> list[dict[str, Any]]:
+    path = out / "trials.json"
+    return msgspec.json.decode(path.read_bytes()) if path.is_file() else []
 
 
 def _tokens(number: int | None) -> str:

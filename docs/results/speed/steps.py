@@ -62,8 +62,7 @@ def steps() -> Iterator[TimedStep]:
             layout = Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"])
             how = (row["model"], settings, layout, row["length_tokens"])
             yield _step("speeds", *how, 2, row["step_time_s"])
-    for line in (RESULTS / "lora" / "cells" / "trials.jsonl").read_text().splitlines():
-        trial = json.loads(line)
+    for trial in json.loads((RESULTS / "lora" / "cells" / "trials.json").read_text()):
         result, spec = msgspec.convert(trial["result"], TrialResult), trial["spec"]
         if _is_timed(result):
             settings = msgspec.convert(spec["settings"], Settings)

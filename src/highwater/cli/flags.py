@@ -53,16 +53,13 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
         ):
             # `--gpus 1 2 MODEL`: argparse gives all three to the flag
             typed |= {"model": values[-1], row.name: values[:-1]}
-        if row.stands_alone and "model" not in typed and _is_no_value(row, values):
-            # `--offload MODEL`: argparse gives it to the flag
-            typed |= {"model": values, row.name: True}
+        if row.stands_alone and isinstance(values, str) and values:
+            value = {"true": True, "false": False}.get(values.lower(), values)
+            if value == values and value not in choices(row.name) and "model" not in typed:
+                # `--offload MODEL`: argparse gives it to the flag
+                typed["model"], value = values, True
+            typed[row.name] = value
     return typed
-
-
-def _is_no_value(row: Setting, value: object) -> bool:
-    """Whether what stands behind a flag that may stand alone is something else."""
-    known = ("true", "false", *choices(row.name))
-    return isinstance(value, str) and bool(value) and value.lower() not in known
 
 
 def named_model(

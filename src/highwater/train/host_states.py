@@ -67,9 +67,12 @@ class HostStateAdamW(torch.optim.AdamW):
             return
         steps = [self._state_of(parameter)["step"] for parameter, _ in updated]
         torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage]
-        pieces = [piece for parameter, group in updated for piece in self._cut(parameter, group)]
-        if pieces:  # else this rank has no rows of any
-            self._stream(pieces)
+        shards = [local_shard(parameter.detach()) for parameter, _ in updated]
+        largest = max(shards, key=Tensor.numel)
+        if largest.numel():  # else this rank has no rows of any
+            numbers = min(self._piece, largest.numel())
+            buffers = largest.new_empty(STREAMED_BUFFERS, len(MOMENTS), numbers)
+            self._stream(chain.from_iterable(self._cut(*each) for each in updated), buffers)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """A parameter's state, zeros at first."""
@@ -92,12 +95,9 @@ class HostStateAdamW(torch.optim.AdamW):
             there = [moment[part] for moment in moments]
             yield _Piece(own[part], gradient[part], there, state["step"], group)
 
-    def _stream(self, pieces: Sequence["_Piece"]) -> None:
+    def _stream(self, pieces: Iterable["_Piece"], buffers: Tensor) -> None:
         """Update the pieces one after another, each in the buffer that is free first."""
-        first = pieces[0].parameter
-        numbers = max(piece.parameter.numel() for piece in pieces)
-        buffers = first.new_empty(STREAMED_BUFFERS, len(MOMENTS), numbers)
-        coming, here, going = self._streams(first.device)
+        coming, here, going = self._streams(buffers.device)
         if coming is not None and here is not None:
             coming.wait_stream(here)  # which may still read what was in the buffers' place
         left: list[torch.cuda.Event | None] = [None] * STREAMED_BUFFERS

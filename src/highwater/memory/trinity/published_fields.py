@@ -15,7 +15,7 @@ def published_fields(named: Mapping[str, Any]) -> dict[str, Any]:
     otherwise, and its configuration offloads by FSDP2 alone. With LoRA, of which none was
     published, FSDP2 keeps frozen and trained parameters apart.
     """
-    is_offloaded = bool(named.get("offload"))
+    is_offloaded = named.get("offload", False) is not False
     published = PUBLISHED_SETTINGS["env+offload" if is_offloaded else "vanilla"]
     names = (
         *_ALWAYS,
