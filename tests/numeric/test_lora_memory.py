@@ -63,6 +63,11 @@ TRIALS: dict[str, dict[str, Any]] = {
     "whole logits": {"settings": Settings(lora=16), "config": WIDE},
     "nf4": {"settings": Settings(**QLORA)},
     "nf4, fused projections": {"settings": Settings(**QLORA), "config": PHI},
+    "nf4, wide and fused": {
+        "settings": Settings(**QLORA),
+        "config": PHI | {"num_hidden_layers": 2, "hidden_size": 2048, "intermediate_size": 8192},
+        "length_tokens": 512,
+    },
     "nf4, no recompute": {"settings": Settings(**QLORA, recompute="none")},
     "nf4, two copies": {
         "settings": Settings(**QLORA),

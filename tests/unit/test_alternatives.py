@@ -136,7 +136,7 @@ def test_a_host_that_is_too_small_is_what_is_blamed():
 
 
 def test_the_host_memory_that_is_asked_for_is_more_than_there_is_and_enough():
-    asked = {"gpus": "1xA100-80GB", "length": "32k", "lora": 32}
+    asked = {"gpus": "1xA100-80GB", "length": "32k", "lora": 32, "lora_base": "bf16"}
     what = recommend("Qwen3-32B", **asked, host_memory="20GiB").alternatives[-1].what
     needed = re.search(r"([\d.]+ GiB) at least", what)
     assert needed is not None, what

@@ -127,3 +127,21 @@ def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
     assert whole - adapters == saved
     reference = step_flops(shape, **asked, settings=Settings(lora=32, objective="grpo"))
     assert reference - adapters == step_flops(shape, **asked, settings=Settings()) // 3
+
+
+def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work() -> None:
+    asked = {"length": "128k", "lora": 16, "lora_base": "nf4"}
+    found = highwater.recommend("Llama-3.1-8B", gpus="1xRTX-4090", **asked)
+    (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
+    flags = dict(zip(more.flags[::2], more.flags[1::2], strict=True))
+    gpus, copies = flags["--gpus"], int(flags["--copies"])
+    assert gpus == f"{copies}xRTX-4090"
+    assert highwater.recommend("Llama-3.1-8B", gpus=gpus, copies=copies, **asked).chosen is not None
+
+
+def test_experts_in_nf4_are_refused_with_a_hint_that_works() -> None:
+    with pytest.raises(UsageError, match="in nf4") as refused:
+        highwater.predict("Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_base="nf4")
+    targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
+    found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
+    assert any(cell.capacity_tokens for cell in found.cells)

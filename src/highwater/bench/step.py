@@ -252,6 +252,10 @@ def _parse() -> argparse.Namespace:
     without = {"hugging face", "full"} & set(named)
     if arguments.lora is not None and without:
         parser.error("--lora goes with the contenders liger, chunked and attention-kept")
+    if arguments.lora is None and arguments.lora_base != "bf16":
+        parser.error("--lora-base goes with --lora")
+    if arguments.memory is not None and arguments.lengths:
+        parser.error("--memory goes with --alone")
     return arguments
 
 

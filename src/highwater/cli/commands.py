@@ -29,7 +29,14 @@ from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
-from highwater.spec.plan_notes import ON_THE_CPU_NOTE, memory_notes, offload_notes, weights_notes
+from highwater.spec.plan_notes import (
+    ON_THE_CPU_NOTE,
+    base_notes,
+    memory_notes,
+    offload_notes,
+    optimizer_notes,
+    weights_notes,
+)
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
@@ -74,6 +81,8 @@ def try_(arguments: argparse.Namespace) -> int:
     console.notes(
         (
             *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
+            *optimizer_notes(spec.settings),
+            *base_notes(spec.settings),
             *offload_notes(spec.settings, spec.device),
             *weights_notes(load_model(request.model), spec.settings, simulated=request.dry_run),
         )

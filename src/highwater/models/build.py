@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from highwater.activations.recompute import recompute_layers
@@ -152,6 +153,9 @@ def _on_fsdp2(
 
 def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
     """Fill one layer after the other and pack it: the model is never there whole."""
+    assert not any(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters()), (
+        "each rank has all of a model that is packed"
+    )
     table = scale_table(device)
     for unit in (*model.layers, model):
         fill.one_unit(unit)

@@ -51,7 +51,7 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
     """Find the fewest GPUs of the same kind that train the length.
 
     Counts within one machine come first, then twice a machine's GPUs, and twice that: in copies
-    that a machine holds, where copies were named.
+    that a machine holds, where copies were named. Of a model in NF4 each GPU has a copy.
     """
     doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
     larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
@@ -60,12 +60,14 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
         if gpus <= goal.where.gpus:
             continue
         where = msgspec.structs.replace(goal.where, gpus=gpus, may_shard_across=not has_copies)
-        found = _first_fit_if_any_layout(replace(goal, where=where))
+        copies = {"copies": [gpus]} if goal.settings.get("lora_base") == "nf4" else {}
+        changed = replace(goal, where=where, settings={**goal.settings, **copies})
+        found = _first_fit_if_any_layout(changed)
         if found is not None:
             what = f"{gpus} x {where.device_name}"
             if gpus > MOST_GPUS_OF_A_MACHINE:
                 what += ", on several machines, where nothing was ever measured"
-            flags = _gpu_flags(where, gpus + rollout_gpus)
+            flags = (*_gpu_flags(where, gpus + rollout_gpus), *words_of(copies))
             return _alternative("more GPUs", what, found, flags)
     return None
 

@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -39,6 +39,8 @@ _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 
 They are as in the extra ``train`` of pyproject.toml.
 """
+_OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49)}
+"""The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
@@ -58,7 +60,7 @@ def probe() -> Machine:
         cpu_cores=len(os.sched_getaffinity(0)),
         host_memory_total_bytes=memory.total,
         host_memory_available_bytes=memory.available,
-        versions={"python": platform.python_version(), **_installed_versions()},
+        versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )
 
 
@@ -145,7 +147,7 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
         if installed is None:
             obstacles.append(f"{package} is not installed")
             continue
-        release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+        release = _release(installed)
         if release < oldest:
             obstacles.append(
                 f"{package} {installed} is too old: {oldest[0]}.{oldest[1]} is the first that works"
@@ -263,28 +265,40 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def refuse_missing_package(settings: Settings) -> None:
-    """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed."""
-    needed = [(settings.optimizer, settings.optimizer_traits.package, "use `--optimizer adamw`")]
+    """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed, or too
+    old.
+    """
+    package = settings.optimizer_traits.package
+    needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
     if settings.lora is not None:
         needed.append(("LoRA", "peft", "leave `--lora` out"))
     if settings.lora_base == "nf4":
         needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
     for what, package, other in needed:
-        if package is not None and find_spec(package) is None:
-            raise MachineError(
-                f"{what} needs {package}, which is not installed",
-                hint=f"`pip install {package}`, or {other}",
-            )
+        oldest = _OLDEST[package]
+        hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"
+        if find_spec(package) is None:
+            raise MachineError(f"{what} needs {package}, which is not installed", hint=hint)
+        installed = _version(package)
+        if installed is not None and _release(installed) < oldest:
+            raise MachineError(f"{what} needs another {package} than {installed}", hint=hint)
 
 
-def _installed_versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The installed versions of these packages; one that is missing is absent."""
+    found = {package: _version(package) for package in packages}
+    return {package: installed for package, installed in found.items() if installed is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(installed: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", installed)[:2]))
 
 
 def _use_of(gpu: Gpu) -> str:

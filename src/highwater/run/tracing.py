@@ -17,7 +17,13 @@ from highwater.errors import MachineError
 from highwater.run.imported_files import imported_digest
 from highwater.run.local import trial_environment
 from highwater.run.private_folder import last_lines, private_folder
-from highwater.run.probe import INSTALL_HINT, package_obstacles, probe, refuse_missing_package
+from highwater.run.probe import (
+    INSTALL_HINT,
+    package_obstacles,
+    probe,
+    refuse_missing_package,
+    versions_of,
+)
 from highwater.run.reaper import module, under_reaper
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
@@ -175,7 +181,7 @@ def _key(order: TraceOrder) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    return probe().versions
+    return probe().versions | versions_of(("peft", "torchao", "bitsandbytes"))
 
 
 @cache

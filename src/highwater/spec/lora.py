@@ -119,15 +119,17 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     family's names are known, and for every linear layer of a model with experts: peft has adapters
     on experts of some families, which are not trained here. Experts are not packed, either.
     """
-    if lora.names is None and any(run.kind.mlp.experts > 1 for run in shape.runs):
+    has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
+    targets = f", and use `--lora-targets {','.join(ATTENTION)}`" if lora.names is None else ""
+    if lora.base == "nf4" and has_experts:
+        raise UsageError(
+            f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
+            hint=f"leave `--lora-base` out{targets}",
+        )
+    if lora.names is None and has_experts:
         raise UsageError(
             f"LoRA on all of {shape.model_type}, whose experts have no adapters here",
             hint=f"use `--lora-targets {','.join(ATTENTION)}`",
-        )
-    if lora.base == "nf4" and any(run.kind.mlp.experts > 1 for run in shape.runs):
-        raise UsageError(
-            f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
-            hint="leave `--lora-base` out",
         )
     if shape.model_type not in _USUAL_NAMES:
         return

@@ -382,7 +382,7 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
     beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
     if not layer.has_tiles:
-        return max(_mlp_moments(layer, beside)) + layer.unpacked_bytes
+        return max(_mlp_moments(layer, beside))
     tile = step.element * layer.tile
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
     # three products; the gradients of the weights, which are summed in float32, and one of the
@@ -425,9 +425,11 @@ def _mlp_moments(layer: Layer, beside: int) -> tuple[int, ...]:
         for of_hidden, of_width, _ in moments
     )
     weights = (step.element * count * layer.trained_mlp_parameters // 3 for _, _, count in moments)
+    # what is packed is whole for a product of T x E, and not while gates go backward
+    whole = (layer.unpacked_bytes if of_hidden else 0 for of_hidden, _, _ in moments)
     return tuple(
-        step.tokens * max(0, beside + step.element * numbers) + size
-        for numbers, size in zip(per_token, weights, strict=True)
+        step.tokens * max(0, beside + step.element * numbers) + size + unpacked
+        for numbers, size, unpacked in zip(per_token, weights, whole, strict=True)
     )
 
 

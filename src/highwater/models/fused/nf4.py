@@ -4,7 +4,7 @@ https://arxiv.org/abs/2305.14314): a block of 64 numbers shares a scale, which i
 A weight is packed once, from the dtype that is computed in, and made whole again for each product
 that it is part of: forward, in the recomputation and backward. Nothing of it is kept in between.
 
-Shapes:  T tokens  I inputs  O outputs
+Shapes:  I inputs  O outputs
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Nf4Weight:
     dtype: torch.dtype
     """What the weight is computed with in."""
     rows: slice | None = None
-    """The rows that are meant, None of all; the whole weight is made for them."""
+    """The rows that are meant, None of all: where blocks end elsewhere, all are made for them."""
 
     def whole(self) -> Tensor:
         """The numbers that it stands for, of shape O x I."""
@@ -72,8 +72,21 @@ def halves(weight: Weight) -> tuple[Weight, Weight]:
         first, second = weight.chunk(2)
         return first, second
     middle = weight.shape[0] // 2
-    first, second = (replace(weight, rows=each) for each in (slice(middle), slice(middle, None)))
-    return first, second
+    numbers, shared = middle * weight.shape[1], NF4_BLOCK * NF4_SCALE_BLOCK
+    if numbers % shared:
+        first, second = (slice(middle), slice(middle, None))
+        return replace(weight, rows=first), replace(weight, rows=second)
+    one, two = (
+        replace(
+            weight,
+            codes=weight.codes[start // 2 : (start + numbers) // 2],
+            scales=weight.scales[start // NF4_BLOCK : (start + numbers) // NF4_BLOCK],
+            scale_scales=weight.scale_scales[start // shared : (start + numbers) // shared],
+            shape=torch.Size((middle, weight.shape[1])),
+        )
+        for start in (0, numbers)
+    )
+    return one, two
 
 
 def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
@@ -169,11 +182,12 @@ def scale_table(device: torch.device) -> Tensor:
 
 
 def _bitsandbytes() -> Any:
+    other = "leave `--lora-base` out"
     try:
         import bitsandbytes
     except ImportError as error:
         raise MachineError(
             f"weights in NF4 are bitsandbytes', which cannot be imported: {error}",
-            hint="`pip install 'highwater[qlora]'`, or leave `--lora-base` out",
+            hint=f"`pip install 'bitsandbytes>=0.49'`, or {other}",
         ) from error
     return bitsandbytes
