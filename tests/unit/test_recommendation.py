@@ -16,7 +16,7 @@ import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.terminal import terminal_table
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.candidates import DEFAULT_SEQUENCES
 from highwater.recommendation.recommend import recommend
@@ -338,7 +338,7 @@ def test_on_a_narrow_terminal_no_name_and_no_figure_is_broken(width):
         assert row[0] in drawn
         for text in (row[5], *row[6].split(), row[7]):
             assert text in words
-    assert "by predicted, step -" in drawn
+    assert "by predicted; step -" in drawn
 
 
 def test_a_wide_terminal_has_every_column():
