@@ -83,10 +83,10 @@ def test_json_is_one_document_with_a_row_for_each_implementation_mode_and_length
     assert json.loads(written.read_text()) == document
 
 
-def test_80_columns_have_every_figure_whole(highwater: Run, tmp_path: Path) -> None:
+def test_a_terminal_of_any_width_has_every_figure_whole(highwater: Run, tmp_path: Path) -> None:
     """Drawn for a terminal as the command draws it, of the same figures."""
     from highwater.pages.attention.attention_tables import longest_table
-    from highwater.pages.terminal import terminal_table
+    from highwater.pages.terminal_table import terminal_table
     from highwater.pages.text_table import plain_table
     from highwater.recommendation.attention_summary import attention_summary
     from highwater.spec.attention_bench import AttentionBench
@@ -97,10 +97,11 @@ def test_80_columns_have_every_figure_whole(highwater: Run, tmp_path: Path) -> N
     kept = {name: document[name] for name in AttentionBench.__struct_fields__}
     found = from_builtins(kept, AttentionBench)
     table = longest_table(found, attention_summary(found))
-    shown = terminal_table(table, width=80)
-    assert max(map(len, shown.splitlines())) <= 80
     figure = re.compile(r"\d[\d,.]*\d|\d")
-    assert set(figure.findall(plain_table(table))) <= set(figure.findall(shown))
+    for columns in (60, 80, 100, 120, 200):
+        shown = terminal_table(table, width=columns)
+        assert max(map(len, shown.splitlines())) <= columns
+        assert set(figure.findall(plain_table(table))) <= set(figure.findall(shown))
 
 
 @pytest.mark.parametrize(

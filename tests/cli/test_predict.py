@@ -109,7 +109,7 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run
     assert learned["unlike"] == [
         *("A100-80GB", "Qwen3-8B", "4 GPUs", "Ulysses", "offloaded states", "offload")
     ]
-    promised, widened, unlike = done.stdout.splitlines()[-6:-3]
+    promised, widened, unlike = done.stdout.splitlines()[-7:-4]
     for factor in learned["factors"]:
         ends = f"{factor['lower']:.3f} to {factor['upper']:.3f}"
         assert f"{factor['allocator']}, {factor['residuals']} trials: {ends}" in promised

@@ -52,6 +52,8 @@ PAGES: dict[str, tuple[str, ...]] = {
 }
 """Everything that draws a table or prints long lines."""
 FIGURE = re.compile(r"(?<![\w.,])\d[\d,.]*\d(?:\*)?|(?<![\w.,])\d(?!\w|[.,]\d)")
+LONG_WORD = 24
+"""Characters from which a word may be broken on a narrow terminal."""
 REDRAWN = re.compile(r"\r?(?:\x1b\[1A\x1b\[2K)+")
 """How a live table goes back to its first line."""
 OF_A_TERMINAL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|\r")
@@ -137,8 +139,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory, in_a_pipe: Pipe) -> Path
 
 @pytest.fixture(scope="module")
 def check_page(directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe) -> Check:
-    """On a terminal stand exactly the figures of the whole page, which a pipe gets, and no line is
-    too long.
+    """On a terminal stand all words and exactly the figures of the whole page, which a pipe gets,
+    and no line is too long.
     """
 
     def check_page(words: tuple[str, ...], columns: int) -> None:
@@ -150,6 +152,7 @@ def check_page(directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe) -> Che
         )
         assert len(figures) >= 5
         assert figures <= seen
+        assert words_in(piped.stdout) <= words_in(shown)
         counts_of_trials = set(
             "0123456789"
         )  # in a live table, whose other figures a pipe is told too
@@ -159,14 +162,36 @@ def check_page(directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe) -> Che
     return check_page
 
 
+def read(lines: list[str], start: int, end: int) -> str:
+    """A row of a table as one reads it: along its lines, and down each column that the rule above
+    shows.
+    """
+    rule = next(line for line in reversed(lines[:start]) if re.fullmatch(r"-+(  -+)*", line))
+    spans = [match.span() for match in re.finditer("-+", rule)]
+    columns = (" ".join(line[slice(*span)].strip() for line in lines[start:end]) for span in spans)
+    return " ".join(" | ".join((*lines[start:end], *columns)).split())
+
+
+def words_in(text: str) -> set[str]:
+    """Words of a page, without what encloses them; and without the memory that is free."""
+    return {
+        word.strip("|:;,-").replace("\\", "")
+        for word in re.sub(r"\S+ [GM]iB free", "", text).split()
+        if len(word) < LONG_WORD and "/" not in word
+    } - {""}
+
+
 def figures_in(text: str) -> set[str]:
     """Every figure, but for the memory that this machine has free at the moment."""
     return set(FIGURE.findall(re.sub(r"\S+ [GM]iB free", "", text)))
 
 
+@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_a_narrow_terminal_has_every_figure_of_the_page_whole(check_page: Check, page: str) -> None:
-    check_page(PAGES[page], 60)
+def test_a_terminal_has_every_figure_of_the_page_whole(
+    check_page: Check, page: str, columns: int
+) -> None:
+    check_page(PAGES[page], columns)
 
 
 @pytest.mark.slow
@@ -191,7 +216,7 @@ def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tell
     for predicted, start, end in zip(
         document["cells"], rows, [*rows[1:], lines.index("", rows[-1])], strict=True
     ):
-        head, block = lines[start], " ".join(lines[start:end])
+        head, block = lines[start], read(lines, start, end)
         assert re.search(rf" {predicted['cell']['layout']['ulysses_degree']}  ", head), "SP"
         assert f" {format_tokens(predicted['capacity_tokens'])} " in f"{head} ", "capacity"
         assert f" {format_tokens(predicted['likely_tokens'])} " in f"{head} ", "likely"
@@ -203,6 +228,34 @@ def test_every_figure_of_a_predictions_document_is_in_its_table_beside_what_tell
         assert all(format_bytes(size) in block for size in sizes)
         if predicted["does_not_fit_tokens"] is not None:
             assert f"{format_tokens(predicted['does_not_fit_tokens'])}: GPU memory" in block
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_every_figure_of_a_recommendations_document_is_in_its_list_beside_what_tells_rows_apart(
+    directory: Path, on_a_terminal: Terminal, in_a_pipe: Pipe, columns: int
+) -> None:
+    words = (*RECOMMEND, "--list")
+    lines = lines_of(on_a_terminal(directory, *words, columns=columns))
+    assert max(map(len, lines)) <= columns
+    document = json.loads(in_a_pipe(directory, *words, "--json").stdout)
+    fitting = [each for each in document["candidates"] if each["fits"]]
+    rows = [index for index, line in enumerate(lines) if re.match(r"(vanilla|Env)[ +]", line)]
+    assert len(rows) == len(fitting) >= 20
+    for candidate, start, end in zip(
+        fitting, rows, [*rows[1:], lines.index("", rows[-1])], strict=True
+    ):
+        cell, block = candidate["cell"], read(lines, start, end)
+        degree, sequences = (
+            cell["layout"]["ulysses_degree"],
+            cell["settings"]["sequences_per_micro_batch"],
+        )
+        assert re.search(rf" {degree} .* {sequences} ", lines[start]), "SP, sequences"
+        budget = format_tokens(candidate["token_budget_tokens"])
+        assert f" {budget} " in f"{block} "
+        assert re.search(rf" {format_tokens(candidate['capacity_tokens'])}\*? ", f"{block} ")
+        assert format_bytes(candidate["headroom_bytes"]) in block
+        if cell["settings"]["offload"]:
+            assert format_bytes(candidate["host_bytes"]) in block
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -227,7 +280,7 @@ def test_every_figure_of_a_study_is_in_its_table_beside_what_tells_rows_apart(
         assert re.search(
             rf"  {layout['gpus']} +{layout['ulysses_degree']} +{figure}\*?(  |$)", lines[start]
         )
-        block = " ".join(lines[start:end])
+        block = read(lines, start, end)
         for size in (answer["peak_reserved_bytes"], answer["headroom_bytes"]):
             assert format_bytes(size) in block
         if answer["does_not_fit_tokens"] is not None:

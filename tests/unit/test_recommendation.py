@@ -16,7 +16,7 @@ import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
-from highwater.pages.terminal import terminal_table
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table
 from highwater.recommendation.candidates import DEFAULT_SEQUENCES
 from highwater.recommendation.recommend import recommend

@@ -14,7 +14,7 @@ from places import NO_GPU, question_of, write_model
 
 from highwater.pages.study.published_layout import published_line, published_tables, published_text
 from highwater.pages.study.tables import answer_table, trial_table
-from highwater.pages.terminal import terminal_table
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.pages.text_table import plain_table
 from highwater.spec.codec import to_json

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from highwater.pages.terminal import folded, terminal_table, terminal_text
+from highwater.pages.line_breaks import folded, pieces
+from highwater.pages.terminal import terminal_text
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import TextTable
 
 WIDTHS = st.integers(20, 240)
@@ -48,9 +50,9 @@ def tables(draw: st.DrawFn) -> TextTable:
 
 def words(text: str) -> set[str]:
     """What stands between spaces: a part of a figure is none of its words. A colon belongs to the
-    name before it.
+    name before it, a semicolon stands between what all rows share.
     """
-    return {word.rstrip(":") for word in text.split()}
+    return {word.rstrip(":;") for word in text.split()}
 
 
 @given(tables(), WIDTHS)
@@ -118,17 +120,26 @@ LADDER = TextTable(
 def test_a_row_that_does_not_fit_on_a_line_goes_on_below_with_its_headings() -> None:
     assert terminal_table(LADDER, width=60).splitlines() == [
         "capacities",
+        "in every row: GPUs 4",
         "",
         "rung                     SP  capacity  peak in",
         "-----------------------  --  --------  -------",
-        "vanilla                  1     69,632     loss",
-        "  ended by: 73,728: GPU memory",
+        "vanilla                  1     69,632  loss",
+        "  ended by:             73,728: GPU memory",
         "  predicted GPU memory: 73.24 GiB to 79.15 GiB",
         "Env + Offload + chunked  4    131,072  a layer",
-        "  ended by: the longest length in question",
+        "  ended by:             the longest length in question",
         "  predicted GPU memory: 21.89 GiB to 22.75 GiB",
-        "",
-        "in every row: GPUs 4",
+    ]
+
+
+def test_what_goes_on_below_shares_lines_and_is_aligned_over_all_rows() -> None:
+    assert terminal_table(LADDER, width=70).splitlines()[4:] == [
+        "-----------------------  --  --------  ------------------------------",
+        "vanilla                  1     69,632  73,728: GPU memory",
+        "  predicted GPU memory: 73.24 GiB to 79.15 GiB   peak in: loss",
+        "Env + Offload + chunked  4    131,072  the longest length in question",
+        "  predicted GPU memory: 21.89 GiB to 22.75 GiB   peak in: a layer",
     ]
 
 
@@ -139,16 +150,132 @@ def test_where_there_is_room_a_row_is_a_line_and_nothing_is_left_out() -> None:
 
 
 def test_sentences_break_before_a_row_goes_on_below() -> None:
-    lines = terminal_table(LADDER, width=96).splitlines()
-    assert lines[4:] == [
-        "vanilla                  1     69,632        73,728: GPU memory  73.24 GiB to 79.15 GiB  "
-        "   loss",
-        "Env + Offload + chunked  4    131,072     the longest length in  21.89 GiB to 22.75 GiB  "
-        "a layer",
-        "                                                       question",
-        "",
-        "in every row: GPUs 4",
+    name, gap = "Env + Offload + chunked", " " * 16
+    assert terminal_table(LADDER, width=96).splitlines()[5:] == [
+        f"vanilla{gap}  1     69,632  73,728: GPU memory  73.24 GiB to 79.15 GiB  loss",
+        f"{name}  4    131,072  the longest length  21.89 GiB to 22.75 GiB  a layer",
+        f"{gap}{gap}       in question",
     ]
+
+
+def test_a_heading_takes_two_lines_before_anything_else_breaks() -> None:
+    table = TextTable(
+        title="t",
+        columns=("rung", "predicted GPU memory", "headroom, at least"),
+        rows=(("vanilla", "71.15 GiB", "0.0 MiB"), ("Env + chunked", "60.00 GiB", "16.78 GiB")),
+        left_columns=1,
+    )
+    assert terminal_table(table, width=40).splitlines()[2:] == [
+        "                predicted  headroom,",
+        "rung           GPU memory   at least",
+        "-------------  ----------  ---------",
+        "vanilla         71.15 GiB    0.0 MiB",
+        "Env + chunked   60.00 GiB  16.78 GiB",
+    ]
+
+
+def test_the_second_line_of_a_name_is_indented_and_begins_with_a_plus() -> None:
+    table = TextTable(
+        title="t",
+        columns=("rung", "capacity"),
+        rows=(
+            ("vanilla", "69,632"),
+            ("Env", "81,920"),
+            ("Env + chunked", "102,400"),
+            ("Env + Offload + chunked", "131,072"),
+        ),
+        left_columns=1,
+    )
+    assert terminal_table(table, width=26).splitlines()[4:] == [
+        "vanilla          69,632",
+        "Env              81,920",
+        "Env + chunked   102,400",
+        "Env + Offload   131,072",
+        "  + chunked",
+    ]
+
+
+def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own() -> None:
+    table = TextTable(
+        title="t",
+        columns=("phase", "term", "", "GiB"),
+        rows=(
+            ("loss (the peak), 66.51 GiB", "states", "####", "29.92"),
+            ("", "kept by recompute", "##", "16.00"),
+            ("backward of the last layer", "states", "####", "29.92"),
+        ),
+    )
+    assert terminal_table(table, width=34).splitlines()[2:] == [
+        "phase",
+        "  term                       GiB",
+        "  -----------------  ----  -----",
+        "loss (the peak), 66.51 GiB",
+        "  states             ####  29.92",
+        "  kept by recompute  ##    16.00",
+        "backward of the last layer",
+        "  states             ####  29.92",
+    ]
+
+
+@st.composite
+def tables_of_distinct_words(draw: st.DrawFn) -> TextTable:
+    """Tables no word of which stands there twice: ``r1c2w3`` is a cell's, ``c2w3`` a heading's;
+    figures are ``131,072`` and the like, with their unit.
+    """
+    columns = draw(st.integers(2, 10))
+    sentences = draw(st.lists(st.booleans(), min_size=columns, max_size=columns))
+    figures = iter(range(100_001, 10_000_000, 1_001))
+
+    def cell(row: int, column: int) -> str:
+        if not sentences[column]:
+            return f"{next(figures):,}{draw(st.sampled_from(['', ' GiB', ' tokens', '*']))}"
+        return " ".join(f"r{row}c{column}w{word}" for word in range(draw(st.integers(1, 7))))
+
+    return TextTable(
+        title="t",
+        columns=tuple(
+            " ".join(f"c{column}w{word}" for word in range(draw(st.integers(1, 3))))
+            for column in range(columns)
+        ),
+        rows=tuple(
+            tuple(cell(row, column) for column in range(columns))
+            for row in range(draw(st.integers(1, 5)))
+        ),
+        left_columns=draw(st.integers(0, columns)),
+    )
+
+
+@given(tables_of_distinct_words(), st.integers(40, 200))
+def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(
+    table: TextTable, width: int
+) -> None:
+    lines = terminal_table(table, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    rule = next(index for index, line in enumerate(lines) if line and set(line) <= {"-", " "})
+    end_of_row = rule
+    for row in table.rows:
+        places: list[int] = []
+        for cell in row:
+            lines_of_cell, columns_of_cell = [], []
+            for piece in pieces(cell):
+                (place,) = [
+                    (index, match.start())
+                    for index, line in enumerate(lines)
+                    for match in re.finditer(rf"(?<!\S){re.escape(piece)}(?!\S)", line)
+                ]
+                lines_of_cell.append(place[0])
+                columns_of_cell.append(place[1])
+            order = list(zip(lines_of_cell, columns_of_cell, strict=True))
+            assert order == sorted(order), "reading order"
+            assert set(lines_of_cell) == set(range(lines_of_cell[0], lines_of_cell[-1] + 1))
+            places += lines_of_cell
+        assert min(places) > end_of_row
+        assert lines[min(places)].lstrip().startswith(pieces(row[0])[0]), (
+            "a row begins with its name"
+        )
+        end_of_row = max(places)
+    for heading in table.columns:
+        assert words(heading) <= words(" ".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +319,23 @@ def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(
     assert len(lines) > 1
     assert max(map(len, lines)) <= width
     assert " ".join(line.strip() for line in lines) == text.strip()
+
+
+def test_a_table_in_markdown_folds_as_others_do_where_the_terminal_is_narrower() -> None:
+    text = "\n".join(
+        (
+            "| found in | figures | cells |",
+            "| --- | --- | ---: |",
+            "| predict Qwen3-8B | predicted, nothing was run | 15\\* |",
+        )
+    )
+    assert terminal_text(text, width=80) == text
+    assert terminal_text(text, width=40).splitlines() == [
+        "found in          figures          cells",
+        "----------------  ---------------  -----",
+        "predict Qwen3-8B  predicted,         15*",
+        "                  nothing was run",
+    ]
 
 
 def test_a_word_of_many_thousand_characters_is_broken_at_once() -> None:

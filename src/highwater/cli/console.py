@@ -12,7 +12,9 @@ from typing import TextIO
 
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, UsageError
-from highwater.pages.terminal import folded, terminal_table, terminal_text
+from highwater.pages.line_breaks import folded
+from highwater.pages.terminal import terminal_text
+from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
 from highwater.search.cell_search import SearchEvent

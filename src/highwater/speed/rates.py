@@ -25,7 +25,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "were held out half were within 3 %, 95 % within 16 %; with offload the host decides, and "
     "trials were up to 4 times as slow (docs/results/speed)",
     "scaled": "a step's time is predicted too, from what an H200 does in a second times what the "
-    "data sheets differ by: of other kinds H100s alone were measured, 3 to 5 % off "
+    "data sheets differ by: of other kinds three trials on H100s alone tell, 3 to 5 % off "
     "(docs/results/speed)",
 }
 """How good a predicted time is, as a note says it."""
