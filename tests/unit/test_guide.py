@@ -525,3 +525,28 @@ def test_a_guide_is_written_into_a_new_file_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is there already"):
         write_guide(path, made)
     assert path.read_text() == "mine"
+
+
+def test_another_training_has_tables_of_its_own(tmp_path):
+    files = []
+    for name, asked in {"whole": {}, "adapters": {"lora": 32}}.items():
+        found = predict("Qwen3-4B", gpus="1xH100-80GB", **asked)
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_bytes(msgspec.json.encode(found))
+    made = guide(*files)
+    whole, adapters = made.tables
+    assert "LoRA" not in whole.training
+    assert adapters.training.endswith("LoRA of rank 32")
+    assert not any("LoRA" in choice.label for _, choices in whole.rows for choice in choices)
+
+
+def test_a_guide_of_other_trainings_is_asked_for():
+    trained = {"lora": 16, "lora_base": "nf4"}
+    made = guide(predict=["Qwen3-4B"], gpus=["1xRTX-4090"], trained=trained)
+    (table,) = made.tables
+    assert "LoRA of rank 16 beside a model in NF4" in table.training
+    few_bits = {"optimizer": "adamw-8bit"}
+    made = guide(predict=["Qwen3-0.6B"], gpus=["1xRTX-4090"], trained=few_bits)
+    assert "moments of 8 bits" in made.tables[0].training
+    with pytest.raises(UsageError, match="no model to predict"):
+        guide(trained={"lora": 16})

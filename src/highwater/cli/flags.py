@@ -1,6 +1,7 @@
 """The flags of the command line that set a request, written from the settings' declarations."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import fields
@@ -33,6 +34,13 @@ def add_settings(
             elif row.stands_alone:
                 options |= {"nargs": "?", "const": True}
         section.add_argument(row.flag, **options)
+
+
+def add_trained(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Give the parser flags of settings that say what is trained, None where they are not typed."""
+    for row in (DECLARED[name] for name in names):
+        what = f"what is predicted is trained so: {row.help}".replace("%", "%%")
+        parser.add_argument(row.flag, dest=row.name, metavar=_metavar(row), help=what)
 
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:

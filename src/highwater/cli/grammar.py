@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from highwater.cli.flags import add_settings
+from highwater.cli.flags import add_settings, add_trained
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
@@ -15,6 +15,7 @@ from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDty
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import gpu_catalog
+from highwater.spec.settings import TRAINED_OTHERWISE
 from highwater.spec.trainer import OURS, TRAINERS
 from highwater.spec.trial import Device
 from highwater.version import __version__
@@ -214,6 +215,7 @@ def _guide_flags(parser: Parser) -> None:
     ):
         text = f"what is predicted has {what}; default: {default}"
         parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
+    add_trained(parser, TRAINED_OTHERWISE)
     _output(parser, "a page (.html), or Markdown (.md); default: print it")
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 

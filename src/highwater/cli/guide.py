@@ -12,6 +12,7 @@ from highwater.pages.guide import build as guiding
 from highwater.pages.guide.guide import UNKNOWN, Guide, guide_rows
 from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.guide.guide_parts import gpus_heading, summary
+from highwater.spec.settings import TRAINED_OTHERWISE
 from highwater.spec.trainer import TRAINERS
 from highwater.store.directory import free_name
 
@@ -36,6 +37,11 @@ def guide(arguments: argparse.Namespace) -> int:
         ulysses=arguments.ulysses,
         ring=arguments.ring,
         copies=arguments.copies,
+        trained={
+            name: getattr(arguments, name)
+            for name in TRAINED_OTHERWISE
+            if getattr(arguments, name) is not None
+        },
     )
     console.notes(made.notes)
     if output is not None:

@@ -98,8 +98,8 @@ def _requests(
         offloaded = {"allocator": "expandable", "strategy": "fsdp2"}
         is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
-        whats = ("states", True) if has_states and is_sharded else (True,)
-        ladders += [{**common, **offloaded, "offload": what, **settings} for what in whats]
+        kinds = ("states", True) if has_states and is_sharded else (True,)
+        ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
     return [request_from(fields, keywords=True) for fields in ladders]
 
 

@@ -30,6 +30,9 @@ AttentionMethod = Literal["dense", "block_sparse"]
 Parameters = Literal["float32", "bf16"]
 Offload = bool | Literal["states"]
 
+TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
+"""Fields after which something else is learned, which a guide can be asked for."""
+
 _PATTERN = SparsePatternConfig()
 PATTERN_FIELDS = (
     "pattern_type",

@@ -70,6 +70,7 @@ def guide(
     ulysses: Sequence[int] = (),
     ring: Sequence[int] = (),
     copies: Sequence[int] = (),
+    trained: Mapping[str, Any] | None = None,
 ) -> Guide:
     """The simplest settings that fit each length, on every kind and number of GPUs.
 
@@ -78,7 +79,8 @@ def guide(
     predicted by formula, on each of ``gpus``: ``"4xA100-80GB"``; without any, on this machine's.
     ``gpu_memory`` is the memory of one, whichever they are, for a kind that no catalog has. It is
     predicted of so many ``sequences_per_micro_batch``, with these degrees of ``ulysses`` and
-    ``ring`` and so many ``copies``; None, or none: as ``predict`` does by itself. Raises
+    ``ring`` and so many ``copies``; None, or none: as ``predict`` does by itself. ``trained`` are
+    settings after which something else is learned: ``{"lora": 32}``. Raises
     HighwaterError for a source that cannot be read, and for what cannot be predicted.
     """
     if (gpus or gpu_memory is not None) and not predict:
@@ -96,7 +98,8 @@ def guide(
             hint=f"for example `{_EXAMPLE}`",
         )
     degrees = (("ulysses", ulysses), ("ring", ring), ("copies", copies))
-    named = {name: list(numbers) for name, numbers in degrees if numbers}
+    named: dict[str, Any] = {name: list(numbers) for name, numbers in degrees if numbers}
+    named |= trained or {}
     if named and not predict:
         raise UsageError(
             f"{', '.join(map(flag_of, named))}: and no model to predict",
