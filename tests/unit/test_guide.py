@@ -540,7 +540,7 @@ def test_another_training_has_tables_of_its_own(tmp_path):
     assert not any("LoRA" in choice.label for _, choices in whole.rows for choice in choices)
 
 
-def test_a_guide_of_other_trainings_is_asked_for():
+def test_a_guide_of_other_trainings_is_asked_for(tmp_path):
     trained = {"lora": 16, "lora_base": "nf4"}
     made = guide(predict=["Qwen3-4B"], gpus=["1xRTX-4090"], trained=trained)
     (table,) = made.tables
@@ -548,5 +548,7 @@ def test_a_guide_of_other_trainings_is_asked_for():
     few_bits = {"optimizer": "adamw-8bit"}
     made = guide(predict=["Qwen3-0.6B"], gpus=["1xRTX-4090"], trained=few_bits)
     assert "moments of 8 bits" in made.tables[0].training
-    with pytest.raises(UsageError, match="no model to predict"):
-        guide(trained={"lora": 16})
+    known = tmp_path / "known.json"
+    known.write_bytes(msgspec.json.encode(predict("Qwen3-0.6B", gpus="1xRTX-4090")))
+    with pytest.raises(UsageError, match="--lora: and no model to predict"):
+        guide(known, trained={"lora": 16})
