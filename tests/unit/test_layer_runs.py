@@ -13,7 +13,7 @@ from places import write_model
 from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
 from highwater.errors import ModelError
-from highwater.memory.formula import layers as formula
+from highwater.memory.formula import layer_bytes as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
 from highwater.memory.formula.layers import busiest_step
 from highwater.spec.codec import from_json, to_json

@@ -3,7 +3,7 @@ each, and a maximum over phases.
 
 A single sum would say too much: the logits are gone when a layer is recomputed. Terms are those of
 one GPU, the one with the most trained tokens. What a layer takes stands in
-memory/formula/layers.py, what no allocator holds in outside_allocator.py.
+memory/formula/layer_bytes.py, what no allocator holds in outside_allocator.py.
 
 In the functions:  T tokens of that GPU's micro-batch  N trained ones of them  E hidden size  V
 vocabulary
@@ -23,14 +23,8 @@ from highwater.memory.formula.constants import (
     FILLED_SHARE,
     LIKELY_FILLED_SHARE,
 )
-from highwater.memory.formula.layers import (
-    Backward,
-    Step,
-    backwards,
-    busiest_step,
-    kept_bytes_of_layers,
-    working_set_bytes,
-)
+from highwater.memory.formula.layer_bytes import kept_bytes_of_layers, working_set_bytes
+from highwater.memory.formula.layers import Backward, Step, backwards, busiest_step
 from highwater.memory.formula.moments import families
 from highwater.memory.formula.outside_allocator import outside_terms
 from highwater.spec.families import ROPE_BY_LAYER

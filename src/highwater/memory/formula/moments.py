@@ -1,5 +1,5 @@
 """Moments: what a layer takes while it goes backward, at each moment that may be its peak, of
-families whose layers are not those of memory/formula/layers.
+families whose layers are not those of memory/formula/layer_bytes.
 
 A moment is bytes for each product of sizes: so many for each of T x E numbers, of T x F, of E x F.
 They are learned from traces of small models (tests/numeric/learn_moments.py), whose events are the
