@@ -15,6 +15,7 @@ from highwater.cli.recommend import words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
+from highwater.pages.prediction_answer import prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
@@ -38,6 +39,7 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.answer_json(prediction)
     else:
+        console.answer(f"{prediction_answer(prediction)}\n")
         console.answer_table(prediction_table(prediction))
         _explain(arguments, prediction)
         console.next_command(_after_predict(arguments, prediction))
