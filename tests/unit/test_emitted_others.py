@@ -28,7 +28,7 @@ from highwater.errors import UsageError
 from highwater.recommendation.recommend import recommend
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.hyperparameters import Hyperparameters
-from highwater.spec.model import catalog_names
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.recommendation import Candidate, Recommendation
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ from highwater.memory.formula.breakdown import Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
 from highwater.spec.footprint import policy_parameters
 from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, catalog_names, load_model
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.objective import TRAITS
 from highwater.spec.settings import Settings
 

@@ -29,7 +29,8 @@ from highwater.spec.footprint import (
 )
 from highwater.spec.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.spec.layout import Layout
-from highwater.spec.model import ModelShape, catalog_names, load_model
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.settings import Settings
 
 HIDDEN = 512

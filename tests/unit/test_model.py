@@ -6,7 +6,8 @@ import pytest
 from places import write_model
 
 from highwater.errors import ModelError
-from highwater.spec.model import catalog_names, load_model
+from highwater.spec.model import load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.model_config import MIN_FIELDS
 
 

@@ -29,7 +29,13 @@ from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
-from highwater.spec.plan_notes import ON_THE_CPU_NOTE, memory_notes, offload_notes, weights_notes
+from highwater.spec.plan_notes import (
+    ON_THE_CPU_NOTE,
+    memory_notes,
+    offload_notes,
+    own_code_notes,
+    weights_notes,
+)
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
@@ -70,12 +76,13 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    is_limited = request.memory is not None
+    is_limited, model = request.memory is not None, load_model(request.model)
     console.notes(
         (
             *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
             *offload_notes(spec.settings, spec.device),
-            *weights_notes(load_model(request.model), spec.settings, simulated=request.dry_run),
+            *own_code_notes(model),
+            *weights_notes(model, spec.settings, simulated=request.dry_run),
         )
     )
     console.talk(
