@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from highwater.errors import ModelError
 from highwater.spec.hub import CONFIG, cached_directory, fetched_directory, is_hub_id
-from highwater.spec.model_catalog import catalog_model, catalog_names, near_names
+from highwater.spec.model_catalog import catalog_model, near_names
 
 _LONGEST_NAME = 120
 """Characters of a name that an error repeats."""
-_LIST = f"the catalog has {', '.join(catalog_names())}"
+_LIST = "`highwater models` lists the catalog"
 
 
 class ModelPlace(NamedTuple):
