@@ -152,7 +152,7 @@ def test_what_other_programs_open_is_a_path_or_the_id(cache: Path) -> None:
 
 
 def test_a_name_that_is_nearly_one_is_offered(cache: Path) -> None:
-    assert near_names("lama-3.1-8b") == ["Llama-3.1-8B"]
+    assert near_names("lama-3.1-8b")[0] == "Llama-3.1-8B"
     assert near_names("Qwen3-4")[0] == "Qwen3-4B"
     assert near_names("nothing-like-it") == []
     with pytest.raises(ModelError) as refusal:
