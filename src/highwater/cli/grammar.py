@@ -14,7 +14,6 @@ from highwater.errors import UsageError
 from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.hardware import gpu_catalog
 from highwater.spec.trainer import OURS, TRAINERS
 from highwater.spec.trial import Device
 from highwater.version import __version__
@@ -296,8 +295,7 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
 
 
 def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    text = f"for example {example}; default: this machine's. Kinds: {kinds}"
+    text = f"for example {example}; default: this machine's; `highwater gpus` lists the kinds"
     parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
     parser.add_argument(
         "--gpu-memory",
