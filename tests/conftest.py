@@ -40,9 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every process of a run has the same day, also past midnight, and no thread of one spins
     while others want the core: two trials at once take up to six times as long where they do.
+    Nobody asks the Hub: a test that does starts a server of its own.
     """
     os.environ.setdefault("HIGHWATER_DAY", str(date.today().toordinal()))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

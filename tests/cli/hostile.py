@@ -29,6 +29,8 @@ BASES = {
     "recommend": ("Qwen3-0.6B", "--gpus", "2xA100-80GB", "--length", "8k"),
     "emit": ("Qwen3-0.6B", "--for", "trl", "--gpus", "2xA100-80GB", "--length", "8k"),
     "guide": ("--predict", "Qwen3-0.6B", "--gpus", "2xA100-80GB"),
+    "models": (),
+    "gpus": (),
     "show": (),
     "report": (),
     "profile": (str(SNAPSHOT),),

@@ -184,6 +184,8 @@ def test_the_next_command_after_a_comparison_works_on_every_machine(highwater: R
         "recommend",
         "emit",
         "show",
+        "models",
+        "gpus",
         "doctor",
         "schema",
         "compare-search",

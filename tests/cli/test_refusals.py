@@ -200,9 +200,9 @@ def test_one_trial_of_one_token_is_refused_with_a_flag_that_try_has(highwater: R
     assert highwater(*words, *offered(hint)[0]).returncode == 0
 
 
-def test_a_catalog_model_under_its_hubs_name_is_answered_with_the_catalogs(highwater: Run) -> None:
-    problem, hint = refusal(highwater("find", "Qwen/Qwen3-0.6B", *SIMULATED), 2)
-    assert "'Qwen/Qwen3-0.6B'" in problem
+def test_a_path_that_is_not_there_is_answered_with_the_catalogs_name(highwater: Run) -> None:
+    problem, hint = refusal(highwater("find", "/models/Qwen3-0.6B", *SIMULATED), 2)
+    assert "'/models/Qwen3-0.6B'" in problem
     assert "catalog" not in problem
     assert highwater("find", *offered(hint)[0], *SIMULATED).returncode == 0
 

@@ -43,6 +43,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "recommend, every rung": (*RECOMMEND, "--list"),
     "recommend, nothing fits": ("recommend", "Qwen3-8B", "--gpus", "1xA100-80GB", "--length", "1m"),
     "try": ("try", "Qwen3-0.6B", "--length", "8k", *SIMULATED),
+    "models": ("models",),
+    "gpus": ("gpus",),
     "doctor": ("doctor",),
     "guide": ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB"),
     "report": ("report", str(STUDY)),

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoConfig
 
 from highwater.models.rope import scale_rope
-from highwater.spec.model import catalog_names, load_model
+from highwater.spec.model import load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.rope import yarn
 
 

@@ -24,7 +24,8 @@ def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_ar
         n for n in counts if recommend("Qwen3-8B", gpus=f"{n}xA100-80GB", length="256k").chosen
     )
     assert more.flags == ("--gpus", f"{fewest}xA100-80GB")
-    kinds = [kind for kind in gpu_catalog() if (kind.usable_bytes or 0) > found.device_bytes]
+    kinds = [kind for kind in gpu_catalog() if kind.vendor == "NVIDIA" and kind.usable_bytes]
+    kinds = [kind for kind in kinds if kind.usable_bytes > found.device_bytes]
     does = [k for k in kinds if recommend("Qwen3-8B", gpus=f"1x{k.name}", length="256k").chosen]
     assert larger.flags == ("--gpus", f"1x{min(does, key=lambda k: k.usable_bytes).name}")
     assert technique.label is None

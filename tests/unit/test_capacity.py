@@ -309,6 +309,20 @@ def test_the_grid_ends_where_nothing_scales_the_positions():
         ("NVIDIA H100 80GB HBM3", 1, "H100-80GB"),
         ("NVIDIA H20", 1, "H20-96GB"),
         ("RTX-4090-24GB", 1, "RTX-4090"),
+        ("2xA6000-48GB", 2, "A6000-48GB"),
+        ("NVIDIA RTX A6000", 1, "A6000-48GB"),
+        ("NVIDIA RTX 6000 Ada Generation", 1, "RTX-6000-Ada-48GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 1, "RTX-PRO-6000-96GB"),
+        ("NVIDIA GeForce RTX 5090", 1, "RTX-5090"),
+        ("NVIDIA L4", 1, "L4-24GB"),
+        ("NVIDIA L40S", 1, "L40S"),
+        ("NVIDIA A10G", 1, "A10G-24GB"),
+        ("NVIDIA GH200 480GB", 1, "GH200-96GB"),
+        ("NVIDIA B300 SXM6 AC", 1, "B300"),
+        ("NVIDIA H800", 1, "H800-80GB"),
+        ("NVIDIA A800-SXM4-80GB", 1, "A800-80GB"),
+        ("AMD Instinct MI300X", 1, "MI300X-192GB"),
+        ("8xMI325X", 8, "MI325X-256GB"),
     ],
 )
 def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):
@@ -345,6 +359,14 @@ def test_gpus_that_cannot_be_predicted_are_refused(gpus, error, said):
     with pytest.raises(error) as refused:
         highwater.predict("Qwen3-0.6B", gpus=gpus)
     assert said in f"{refused.value.problem} {refused.value.hint}"
+
+
+def test_what_is_predicted_for_amds_gpus_says_that_nothing_of_them_was_measured():
+    found = highwater.predict("Qwen3-0.6B", gpus="8xMI300X", length="32k")
+    assert [note for note in found.notes if "MI300X" in note and "AMD" in note]
+    assert not [
+        note for note in highwater.predict("Qwen3-0.6B", gpus="H200").notes if "AMD" in note
+    ]
 
 
 def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):

@@ -19,7 +19,8 @@ from highwater.spec.footprint import (
 )
 from highwater.spec.hardware import CPU_SEARCH, Machine
 from highwater.spec.layout import Layout
-from highwater.spec.model import catalog_names, load_model
+from highwater.spec.model import load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.pieces import pieces
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.request import request_from

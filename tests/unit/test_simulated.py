@@ -7,7 +7,8 @@ from highwater.memory.formula.constants import CONTEXT_BYTES, FILLED_SHARE
 from highwater.memory.formula.formula import footprint
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.spec.layout import Layout
-from highwater.spec.model import catalog_names, load_model
+from highwater.spec.model import load_model
+from highwater.spec.model_catalog import catalog_names
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
 from highwater.spec.trial import Outcome, TrialSpec

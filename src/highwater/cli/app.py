@@ -94,6 +94,7 @@ def _run(words: Sequence[str]) -> int:
     # here, so that a slip in the grammar is told at once
     from highwater.cli import (
         bench,
+        catalog,
         commands,
         doctor,
         emit,
@@ -114,6 +115,8 @@ def _run(words: Sequence[str]) -> int:
         "show": commands.show,
         "report": report.report,
         "profile": profile.profile,
+        "models": catalog.models,
+        "gpus": catalog.gpus,
         "doctor": doctor.doctor,
         "bench": bench.bench,
         "schema": commands.schema,

@@ -35,6 +35,7 @@ from highwater.spec.plan_notes import (
     memory_notes,
     offload_notes,
     optimizer_notes,
+    own_code_notes,
     weights_notes,
 )
 from highwater.spec.request import Request
@@ -77,14 +78,15 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    is_limited = request.memory is not None
+    is_limited, model = request.memory is not None, load_model(request.model)
     console.notes(
         (
             *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
             *optimizer_notes(spec.settings),
             *base_notes(spec.settings),
             *offload_notes(spec.settings, spec.device),
-            *weights_notes(load_model(request.model), spec.settings, simulated=request.dry_run),
+            *own_code_notes(model),
+            *weights_notes(model, spec.settings, simulated=request.dry_run),
         )
     )
     console.talk(

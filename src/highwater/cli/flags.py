@@ -84,7 +84,8 @@ def named_model(
     model = settings.pop("model", None)
     if model is None:
         raise UsageError(
-            "no model is named", hint=f"name a directory or a catalog model: `{example}`"
+            "no model is named",
+            hint=f"name a directory, an id of the Hub or a catalog model: `{example}`",
         )
     return str(model), settings
 

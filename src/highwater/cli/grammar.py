@@ -14,7 +14,6 @@ from highwater.errors import UsageError
 from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.hardware import gpu_catalog
 from highwater.spec.settings import TRAINED_OTHERWISE
 from highwater.spec.trainer import OURS, TRAINERS
 from highwater.spec.trial import Device
@@ -35,6 +34,8 @@ _COMMANDS = {
     "as HTML, Markdown, CSV or JSON",
     "profile": "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: "
     "of any program; two side by side",
+    "models": "the models of the catalog: names, ids on the Hub, sizes, native lengths",
+    "gpus": "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
     "doctor": "GPUs, versions, free memory, and what to do",
     "bench": "attention: the longest sequence that each attention holds here, what it costs there, "
     "and a report",
@@ -50,6 +51,8 @@ _EXAMPLES = {
     "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
     "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
     "profile": "highwater profile snapshot.pickle",
+    "models": "highwater models qwen3",
+    "gpus": "highwater gpus h100",
     "bench": "highwater bench attention --device cpu",
     "compare-search": "highwater compare-search capacities.csv",
 }
@@ -294,8 +297,7 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
 
 
 def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    kinds = ", ".join(kind.name for kind in gpu_catalog() if kind.usable_bytes)
-    text = f"for example {example}; default: this machine's. Kinds: {kinds}"
+    text = f"for example {example}; default: this machine's; `highwater gpus` lists the kinds"
     parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
     parser.add_argument(
         "--gpu-memory",
@@ -368,6 +370,13 @@ def _newest_study(parser: Parser) -> None:
         default="./logs",
         help="where to look for the newest study (default: ./logs)",
     )
+
+
+def _catalog_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="list those whose names have it; default: all"
+    )
+    _json(parser)
 
 
 def _doctor_flags(parser: Parser) -> None:
@@ -471,6 +480,8 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "show": _show_flags,
     "report": _report_flags,
     "profile": _profile_flags,
+    "models": _catalog_flags,
+    "gpus": _catalog_flags,
     "doctor": _doctor_flags,
     "bench": _bench_flags,
     "compare-search": _compare_search_flags,

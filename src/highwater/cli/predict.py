@@ -20,6 +20,7 @@ from highwater.pages.prediction_tables import accuracy_table, prediction_table, 
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
+from highwater.spec.hardware import runs_trials
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trainer import TRAINERS
 from highwater.spec.trial import TrialSpec
@@ -152,7 +153,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(
             ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
         )
-    if not prediction.explained.capacity_tokens or prediction.gpus > MOST_GPUS_OF_A_MACHINE:
+    has_trial = prediction.gpus <= MOST_GPUS_OF_A_MACHINE and runs_trials(prediction.device_name)
+    if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens)

@@ -13,6 +13,7 @@ from highwater.pages.recommendation_tables import recommendation_tables, rung_li
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
+from highwater.spec.hardware import runs_trials
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trainer import OURS, TRAINERS
@@ -72,7 +73,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     trainer = TRAINERS[found.trainer]
-    if found.gpus > MOST_GPUS_OF_A_MACHINE and not arguments.list_:  # no trial is of several
+    has_trial = found.gpus <= MOST_GPUS_OF_A_MACHINE and runs_trials(found.device_name)
+    if not has_trial and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:
         return shlex.join(

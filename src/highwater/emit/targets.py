@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from highwater.emit.accelerate import accelerate
@@ -18,6 +17,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import kind_of
+from highwater.spec.model_place import model_place
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell
@@ -117,15 +117,15 @@ def _has_words(cell: Cell) -> bool:
 
 def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
     """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
-    its whole path.
+    its whole path, a model of the Hub by its id.
 
     Raises UsageError for what the trainer has no words for.
     """
-    row, path = TARGETS[target], Path(model).expanduser()
+    row = TARGETS[target]
     _refuse_several_machines(found, chosen)
     if not _has_words(chosen.cell):
         raise _without_words(row, _NOBODYS)
-    made = row.emit(found, chosen, model_path=str(path.resolve()) if path.is_dir() else None)
+    made = row.emit(found, chosen, model_path=model_place(model).opened_as)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
         raise _without_words(row, unknown)

@@ -32,6 +32,7 @@ from highwater.emit.emitted import (
 )
 from highwater.errors import UsageError
 from highwater.spec.footprint import policy_parameters
+from highwater.spec.hub import is_hub_id
 from highwater.spec.layout import Layout
 from highwater.spec.lora import ATTENTION, MLP, Lora
 from highwater.spec.model import load_model
@@ -56,6 +57,7 @@ _LAYERS: Mapping[str, str] = {
 """A linear layer of its own models, by what transformers' models call it."""
 _FUSED = ATTENTION[:3]
 _MODULE = "torchtitan_settings"
+_BY_ENVIRONMENT = 'os.environ["MODEL_PATH"]'
 _OWN = """\
 import os
 from dataclasses import replace
@@ -100,8 +102,8 @@ from torchtitan.experiments.transformers_modeling_backend.configs import Transfo
 def train() -> TransformersBackendConfig:
     return TransformersBackendConfig(
         model_spec=model_registry("sft_full"),
-        hf_model={path},
-        hf_assets_path={path},
+        hf_model={model},
+        hf_assets_path={directory},
         loss=CrossEntropyLoss.Config(),
 {settings}    )
 """
@@ -116,7 +118,8 @@ def torchtitan(
     adapters that it cannot have.
     """
     refuse_obstacle(chosen, _obstacle)
-    own = None if model_path else FLAVORS.get(found.model_name)
+    is_directory = model_path is not None and not is_hub_id(model_path)
+    own = None if is_directory else FLAVORS.get(found.model_name)
     variables, values = environment(chosen), _values(found, chosen)
     values |= _rope(found) if own else {}
     lora = chosen.cell.settings.adapters
@@ -128,7 +131,7 @@ def torchtitan(
     cannot = _cannot(found, chosen, is_own=own is not None)
     said = heading(found, chosen, name="torchtitan", version=VERSION)
     said += exports(variables, before="it starts")
-    said += model_lies(model_path, before="it starts")
+    said += model_lies(model_path if is_directory else None, before="it starts")
     said.append(
         "the learning rate is to be replaced by yours; add a dataloader=, a checkpoint= that "
         "loads the weights, ..."
@@ -300,9 +303,11 @@ def _program(
     written += f"        activation_checkpoint={recompute},\n"
     written += "        optimizer=default_adamw(lr=1e-5),\n"
     if own is None:
-        path = repr(model_path) if model_path else 'os.environ["MODEL_PATH"]'
-        imports = "" if model_path else "import os\n\n"
-        return imports + _TRANSFORMERS.format(path=path, settings=written)
+        model = repr(model_path) if model_path else _BY_ENVIRONMENT
+        # the tokenizer is read from a directory, the model by its id, too
+        directory = _BY_ENVIRONMENT if model_path and is_hub_id(model_path) else model
+        imports = "import os\n\n" if directory == _BY_ENVIRONMENT else ""
+        return imports + _TRANSFORMERS.format(model=model, directory=directory, settings=written)
     rope = _arguments("rope", values)
     loss = "ChunkedLossWrapper.Config(loss_fn=loss)" if settings.loss == "chunked" else "loss"
     lora = _converter(values)

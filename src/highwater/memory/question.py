@@ -22,7 +22,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle, ring_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
-from highwater.spec.hardware import kind_of
+from highwater.spec.hardware import kind_of, runs_trials
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan
@@ -51,7 +51,7 @@ def predicted_question(
     cells = tuple(cell for each in plans for cell in each.question.cells)
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
-    notes += _machine_notes(cells)
+    notes += (*_machine_notes(cells), *_vendor_notes(where))
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
@@ -175,6 +175,16 @@ def _machine_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
         f"{gpus} GPUs are of several machines: what NCCL takes between those was measured nowhere, "
         f"and is taken as within one; host memory is that of one, of "
         f"{' or '.join(map(str, each))} GPUs",
+    )
+
+
+def _vendor_notes(where: Cluster) -> tuple[str, ...]:
+    """That nothing of AMD's GPUs was measured."""
+    if runs_trials(where.device_name):
+        return ()
+    return (
+        f"{where.device_name} is AMD's: predicted by what NVIDIA's libraries take beside tensors; "
+        "nothing of it was measured, and no trial is run on it",
     )
 
 

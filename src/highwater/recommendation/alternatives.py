@@ -15,7 +15,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.hardware import gpu_catalog, kind_of, lacking
+from highwater.spec.hardware import gpu_catalog, kind_of, lacking, runs_trials
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, Candidate
 from highwater.spec.trainer import TRAINERS
@@ -75,12 +75,16 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
 def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
     """Find the smallest kind of GPU in the catalog of which as many train the length.
 
-    Of two kinds with the same memory the first in the catalog is taken.
+    Of two kinds with the same memory the first in the catalog is taken; AMD's are named where the
+    GPUs in question are AMD's.
     """
+    has_trials = runs_trials(goal.where.device_name)
     kinds = [
         kind
         for kind in gpu_catalog()
-        if (kind.usable_bytes or 0) > goal.where.device_bytes and not lacking(kind)
+        if (kind.usable_bytes or 0) > goal.where.device_bytes
+        and not lacking(kind)
+        and runs_trials(kind.name) == has_trials
     ]
     for kind in sorted(kinds, key=lambda kind: kind.usable_bytes or 0):
         device_bytes = kind.usable_bytes or 0

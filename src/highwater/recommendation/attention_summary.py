@@ -16,7 +16,7 @@ from highwater.spec.attention_bench import (
     Mode,
 )
 from highwater.spec.codec import Record
-from highwater.spec.hardware import gpu_catalog
+from highwater.spec.hardware import gpu_catalog, runs_trials
 
 Why = Literal["ran out of memory", "took too long", "crashed", "longest tried", "red"]
 _USE_CASES = ((16_384, 32_768), (32_768, 65_536), (65_536, 131_072), (131_072, None))
@@ -290,7 +290,7 @@ def _predicted(
     is_gpu = bench.order.device == "cuda"
     outside = bench.machine.outside_bytes if is_gpu else CONTEXT_BYTES["cuda"]
     for kind in gpu_catalog():
-        if kind.usable_bytes is None or not kind.flash_attention:
+        if kind.usable_bytes is None or not kind.flash_attention or not runs_trials(kind.name):
             continue
         for each in estimates:
             free = (kind.usable_bytes - outside) / each.reserved_ratio

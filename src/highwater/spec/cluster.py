@@ -5,7 +5,6 @@
 
 import re
 from difflib import SequenceMatcher
-from os.path import commonprefix
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
@@ -28,12 +27,18 @@ _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
 """A word of a GPU's name that says how much memory it has: ``80GB``."""
+_SAID_SIZE = re.compile(r"\b(\d{1,3})gi?b\b")
+"""The same anywhere in a name, its unit written."""
 _LEAST_BYTES = GIB
 """Bytes that a GPU has at least: less is a number without its unit."""
 _SAME_FROM = 0.9
 """Least share of the size in a card's name that its driver reports."""
-_SAME_START, _ALIKE = 3, 0.7
-"""What two names share to be taken for one another: first letters, or a share of all letters."""
+_NUMBER = re.compile(r"([a-z ]*)(\d+)([a-z]*)")
+"""A card's name: letters, its number, letters right behind it: ``l 40 s``, ``rtx 4090``."""
+_FORMS = ("sxm", "pcie", "nvl")
+"""Letters behind a number that name how a card is built, and not another card."""
+_WORD, _ALIKE = 3, 0.6
+"""Letters from which a word may be mistyped, and the share of them that has to be right."""
 
 
 class Cluster(Record, frozen=True, kw_only=True):
@@ -166,10 +171,10 @@ def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind
     counted = _COUNT_ALONE.fullmatch(name) if count is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else count or 1
     if found is None:
-        known = ", ".join(kind.name for kind in kinds.values() if kind.usable_bytes)
+        said = _SAID_SIZE.search(name.lower())
         raise UsageError(
-            f"the catalog has no GPU {name!r}, it has {known}",
-            hint=_meant(_near(name), gpus, gpu_memory_bytes),
+            f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
+            hint=_meant(_near(name), gpus, gpu_memory_bytes, said_gib=int(said[1]) if said else 80),
         )
     size = _contradicting_size(name, found)
     if size is not None:
@@ -188,7 +193,8 @@ def _contradicting_size(name: str, kind: GpuKind) -> int | None:
     """The size in GB that a name says and the kind that it names has not."""
     matches = map(_SIZE.fullmatch, re.split(r"[\s-]+", name.lower()))
     said = (int(match[1]) for match in matches if match)
-    return next((size for size in said if not _has(kind, size)), None)
+    own = (size for size in said if size not in kind.host_gigabytes)
+    return next((size for size in own if not _has(kind, size)), None)
 
 
 def _has(kind: GpuKind, size: int) -> bool:
@@ -204,23 +210,30 @@ def _has(kind: GpuKind, size: int) -> bool:
 def _near(name: str) -> GpuKind | None:
     """The kind that somebody may have meant who typed a name that no catalog has.
 
-    It is the one whose name begins most alike.
+    It has the very number that was typed, between the same letters, or nearly the same where they
+    are a word; another number is another card.
     """
-    typed = name.lower()
+    typed = _numbered(name)
+    if typed is None:
+        return None
+    near = (kind for kind in gpu_catalog() if kind.usable_bytes and _is_meant(kind, *typed))
+    return next(near, None)
 
-    def alike(kind: GpuKind) -> tuple[str, float]:
-        own = kind.name.lower()
-        pairs = ((own, typed), (_family(own), _family(typed)))
-        ratio = max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
-        return commonprefix((own, typed)), ratio  # noqa: RUF071
 
-    def closeness(kind: GpuKind) -> tuple[int, float]:
-        return len(alike(kind)[0]), alike(kind)[1]
+def _numbered(name: str) -> tuple[str, str, str] | None:
+    """The letters before a card's number, the number, and letters right behind it; None without a
+    number.
+    """
+    match = _NUMBER.match(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
+    return None if match is None else (match[1].replace(" ", ""), match[2], match[3])
 
-    best = max((kind for kind in gpu_catalog() if kind.usable_bytes), key=closeness)
-    shared, ratio = alike(best)
-    has_number = len(shared) >= _SAME_START and shared[-1].isdecimal()
-    return best if has_number or (shared and ratio >= _ALIKE) else None
+
+def _is_meant(kind: GpuKind, before: str, number: str, behind: str) -> bool:
+    own = _numbered(kind.name)
+    if own is None or own[1] != number or own[2] != (behind if behind not in _FORMS else ""):
+        return False
+    ratio = SequenceMatcher(None, own[0], before).ratio()
+    return own[0] == before or (min(len(own[0]), len(before)) >= _WORD and ratio >= _ALIKE)
 
 
 def _family(name: str) -> str:
@@ -229,13 +242,15 @@ def _family(name: str) -> str:
     return first if any(letter.isdecimal() for letter in first) else name.lower()
 
 
-def _meant(kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None) -> str:
+def _meant(
+    kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None, *, said_gib: int = 80
+) -> str:
     """What to type: the kind, or the memory, which stands for any GPU.
 
-    The memory, where it is known or no kind is meant.
+    The memory, where it is known or no kind is meant; ``said_gib`` where the name says it.
     """
     if gpu_memory_bytes is not None or kind is None or kind.usable_bytes is None:
-        memory = "80GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
+        memory = f"{said_gib}GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
         return f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
     return f"use `--gpus {gpus}x{kind.name}`"
 

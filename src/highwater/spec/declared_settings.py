@@ -55,7 +55,8 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "model",
             MODEL,
             _ALL,
-            "directory of a Hugging Face model, or a catalog name such as Qwen3-0.6B",
+            "directory of a Hugging Face model, its id on the Hub such as Qwen/Qwen2.5-7B, or a "
+            "catalog name such as Qwen3-0.6B",
         ),
     ),
     "trial": (

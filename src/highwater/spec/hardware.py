@@ -29,8 +29,12 @@ class GpuKind(Record, frozen=True, kw_only=True):
     name: str
     match: str
     """Words, in lower case, which are all in the driver's name for it."""
+    vendor: Literal["NVIDIA", "AMD"] = "NVIDIA"
+    """Of AMD's, memory is predicted, and no trial is run."""
+    host_gigabytes: tuple[int, ...] = ()
+    """Sizes in the driver's name that are not the card's but its host's: ``GH200 480GB``."""
     compute_capability: tuple[int, int]
-    """Source: https://developer.nvidia.com/cuda-gpus."""
+    """Source: https://developer.nvidia.com/cuda-gpus; of AMD's the oldest that trains."""
     usable_bytes: int | None
     """Memory the driver reports as the card's total; None where nobody has read it."""
     bf16_dense_tflops: float | None
@@ -95,6 +99,12 @@ def kind_name(driver_name: str) -> str:
     """The catalog's name of a GPU, or else the driver's."""
     kind = kind_of(driver_name)
     return driver_name if kind is None else kind.name
+
+
+def runs_trials(driver_name: str) -> bool:
+    """Whether trials can run on such a GPU, as far as its name tells: on NVIDIA's alone."""
+    kind = kind_of(driver_name)
+    return kind is None or kind.vendor == "NVIDIA"
 
 
 def kernels(compute_capability: tuple[int, int]) -> tuple[Kernel, ...]:

@@ -3,8 +3,6 @@ without transformers.
 """
 
 from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,10 +27,8 @@ from highwater.spec.model_config import (
     tied_embeddings,
     trained_family,
 )
+from highwater.spec.model_place import model_place
 from highwater.spec.weight_files import refuse_quantised, unties
-
-_LONGEST_NAME = 120
-"""Characters of a name that an error repeats."""
 
 WITHOUT_ROPE = frozenset(("opt",))
 """Trained families whose positions are no RoPE: learned, fixed or none. A config.json tells nothing
@@ -163,7 +159,8 @@ class Model(Record, frozen=True, kw_only=True):
     """A model that can be trained: its name, its directory and its shape."""
 
     name: str
-    """Last component of the path, or the catalog name; the name in tables and log paths."""
+    """Last component of the path or of the Hub's id, or the catalog name; the name in tables and
+    log paths."""
     directory: str
     """Absolute path that holds ``config.json``, and maybe ``*.safetensors``."""
     config_digest: str
@@ -175,15 +172,17 @@ class Model(Record, frozen=True, kw_only=True):
     """Its positions are RoPE, which can be scaled past the native length."""
 
 
-def load_model(name_or_path: str) -> Model:
-    """The model in a directory with ``config.json``, or of a catalog name such as ``Qwen3-0.6B``.
+def load_model(name: str) -> Model:
+    """The model of a directory with ``config.json``, of an id on the Hugging Face Hub such as
+    ``Qwen/Qwen2.5-7B-Instruct``, or of a catalog name such as ``Qwen3-0.6B``; where it is looked
+    for, spec/model_place.py says.
 
     Raises ModelError when there is none, when the config lacks a field that training needs, or when
     the weights beside it are quantised, incomplete or no model's (spec/weight_files.py). What is
     read of them is their headers.
     """
-    directory = _directory(name_or_path)
-    source = str(directory / "config.json")
+    place = model_place(name)
+    directory, source = place.directory, str(place.directory / "config.json")
     config = read_config(directory / "config.json")
     shape = shape_of(config, source=source)
     refuse_quantised(directory, config)
@@ -191,74 +190,13 @@ def load_model(name_or_path: str) -> Model:
     if shape.tied_embeddings and unties(directory):
         shape = msgspec.structs.replace(shape, tied_embeddings=False)
     return Model(
-        name=directory.name,
+        name=place.name,
         directory=str(directory),
         config_digest=config_digest(config, source),
         shape=shape,
         own_rope_scaling=own_rope_scaling(config, source),
         rope=shape.model_type not in WITHOUT_ROPE,
     )
-
-
-def _directory(name_or_path: str) -> Path:
-    """The absolute directory of a model; raises ModelError where there is none that can be read."""
-    try:
-        directory = Path(name_or_path).expanduser()
-        if not (directory / "config.json").is_file():
-            directory = _catalog_directory(name_or_path, directory)
-        directory = directory.resolve()
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a name too long, a folder without rights; a home that nobody has
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise ModelError(
-            f"no model {name_or_path[:_LONGEST_NAME]!r}: {said}",
-            hint="give a directory that can be read, or `Qwen3-0.6B`",
-        ) from error
-    if not _is_utf_8(str(directory)):
-        raise ModelError(
-            f"the directory {directory} is not named in UTF-8",
-            hint="rename it: a study has to name it",
-        )
-    return directory
-
-
-def _catalog_directory(name: str, tried: Path) -> Path:
-    if "/" not in name and name in catalog_names():
-        return Path(str(files("highwater.spec") / "catalog" / "models" / name))
-    known = ", ".join(catalog_names())
-    base = name.rstrip("/").rpartition("/")[2]
-    if not tried.is_dir() and base in catalog_names():
-        raise ModelError(
-            f"no model {name!r}: not a directory", hint=f"the catalog calls it `{base}`"
-        )
-    if tried.is_dir():
-        raise ModelError(
-            f"{tried} has no config.json",
-            hint=f"give the directory of a Hugging Face model, or one of {known}",
-        )
-    raise ModelError(
-        f"no model {name!r}: not a directory, not in the catalog",
-        hint=f"give a directory, or one of {known}",
-    )
-
-
-def catalog_names() -> list[str]:
-    """Names of the models whose shapes ship with the package, smallest name first."""
-    return sorted(
-        entry.name
-        for entry in (files("highwater.spec") / "catalog" / "models").iterdir()
-        if entry.is_dir()
-    )
-
-
-def _is_utf_8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:

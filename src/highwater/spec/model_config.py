@@ -5,7 +5,7 @@ cannot be.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def trained_family(config: dict[str, Any], source: str) -> str:
     that do not train exactly, and for fields that are missing.
     """
     family = _family_of_text(config, source)
-    refuse_untrained(family, source)
+    refuse_untrained(family, source, has_own_code=has_own_code(config))
     missing = [
         field for field in (*MIN_FIELDS, *NEEDED.get(family, ())) if config.get(field) is None
     ]
@@ -90,6 +90,11 @@ def trained_family(config: dict[str, Any], source: str) -> str:
         _refuse_dense_layers(config, source)
     refuse_features(config, source)
     return family
+
+
+def has_own_code(config: Mapping[str, Any]) -> bool:
+    """Whether a config names code that came with the model, which nothing here ever runs."""
+    return bool(config.get("auto_map"))
 
 
 def _family_of_text(config: dict[str, Any], source: str) -> str:

@@ -19,6 +19,7 @@ from highwater.spec.plan_notes import (
     base_notes,
     offload_notes,
     optimizer_notes,
+    own_code_notes,
     weights_notes,
 )
 from highwater.spec.profiling import refuse_absent_ranks
@@ -89,10 +90,13 @@ def plan(
         *base_notes(cells[0].settings),
         *offload_notes(cells[0].settings, device),
     )
-    of_weights = weights_notes(model, cells[0].settings, simulated=request.dry_run)
+    of_model = (
+        *own_code_notes(model),
+        *weights_notes(model, cells[0].settings, simulated=request.dry_run),
+    )
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     of_attention = attention_notes(cells[0].settings)
-    notes = (*fallback, *skipped, *too_small, *capped, *of_attention, *of_settings, *of_weights)
+    notes = (*fallback, *skipped, *too_small, *capped, *of_attention, *of_settings, *of_model)
     return Plan(question=question, notes=notes)
 
 

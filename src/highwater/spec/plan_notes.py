@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from highwater.spec.families import value_of
-from highwater.spec.model import Model, read_config
+from highwater.spec.model import Model
+from highwater.spec.model_config import has_own_code, read_config
 from highwater.spec.settings import Settings
 from highwater.spec.trial import Device
 from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
@@ -61,6 +62,16 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
             "each backward pass ends; `--strategy fsdp2` offloads that too",
         )
     return ()
+
+
+def own_code_notes(model: Model) -> tuple[str, ...]:
+    """That code which came with a model is not run."""
+    if not has_own_code(read_config(Path(model.directory, "config.json"))):
+        return ()
+    return (
+        f"{model.name} brings code of its own (auto_map in its config.json), which is not run: "
+        f"it is taken for the {model.shape.model_type} of transformers",
+    )
 
 
 def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:

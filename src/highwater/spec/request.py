@@ -253,7 +253,8 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
     if not values.get("model"):
         raise UsageError(
             f"{where}no model is named",
-            hint="name a directory or a catalog model: `highwater find Qwen3-0.6B`",
+            hint="name a directory, an id of the Hub or a catalog model: "
+            "`highwater find Qwen3-0.6B`",
         )
     if all(values.get(name) is not None for name in PACKINGS):
         one, other = map(spelling.name, PACKINGS)

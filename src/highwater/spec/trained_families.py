@@ -354,7 +354,7 @@ ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
 
 
-def refuse_untrained(family: str, source: str) -> None:
+def refuse_untrained(family: str, source: str, *, has_own_code: bool = False) -> None:
     """Raise ModelError for a family that does not train exactly, or that nobody has compared."""
     if family in TRAINED:
         return
@@ -363,9 +363,10 @@ def refuse_untrained(family: str, source: str) -> None:
         raise ModelError(
             f"{source} is of the family {family}, which cannot be trained exactly: {why}", hint=hint
         )
+    own_code = "; its own code (auto_map) is not run" if has_own_code else ""
     raise ModelError(
         f"{source} is of the family {family}, which nobody has compared with its own class: it "
-        f"may train, and wrongly",
+        f"may train, and wrongly{own_code}",
         hint=f"use a family that was compared ({', '.join(sorted(TRAINED))}), for example "
         f"`highwater find Qwen3-0.6B`",
     )

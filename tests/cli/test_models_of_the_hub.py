@@ -1,0 +1,173 @@
+"""Models by their ids on the Hub: fetched from a server with the Hub's routes, and then read from
+the Hub's cache; each way that it can fail is told with what to do.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from conftest import SIMULATED, Run, offered, refusal
+from hub_server import TOKEN
+
+GPUS = ("--gpus", "1xH200-141GB")
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+class Hub(NamedTuple):
+    """A server with the Hub's routes."""
+
+    environment: dict[str, str]
+    """What sends a command to it, with a cache of its own."""
+    log: Path
+    cache: Path
+
+    @property
+    def requests(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+
+def publish(root: Path, hub_id: str, **changes: object) -> None:
+    (root / hub_id).mkdir(parents=True)
+    (root / hub_id / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    folder = tmp_path_factory.mktemp("hub")
+    root, log, cache = folder / "files", folder / "requests", folder / "cache"
+    publish(root, "someone/small-model-instruct")
+    publish(root, "gated/small-model")
+    publish(root, "someone/with-code", auto_map={"AutoModel": "modeling_own.Own"})
+    publish(root, "someone/of-tomorrow", model_type="tomorrow", auto_map={"AutoModel": "own.Own"})
+    (root / "someone" / "adapter").mkdir()
+    with log.open("w") as said:
+        server = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("hub_server.py"), root],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        environment = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": ""}
+        yield Hub({**environment, "HF_HUB_DISABLE_TELEMETRY": "1"}, log, cache)
+        server.terminate()
+        server.wait()
+
+
+def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(
+    highwater: Run, hub: Hub
+) -> None:
+    words = ("predict", "someone/small-model-instruct", *GPUS)
+    done = highwater(*words, **hub.environment)
+    assert (done.returncode, "small-model-instruct" in done.stdout) == (0, True), done.stderr
+    assert "someone" not in done.stdout, "the name in tables is the short one"
+    asked = len(hub.requests)
+    assert asked
+    assert all(line.endswith("/config.json") for line in hub.requests), "nothing else is fetched"
+    again = highwater(*words, **hub.environment)
+    assert (again.returncode, again.stdout, len(hub.requests)) == (0, done.stdout, asked)
+    offline = highwater(*words, **{**hub.environment, "HF_HUB_OFFLINE": "1"})
+    assert (offline.returncode, offline.stdout) == (0, done.stdout)
+
+
+def test_every_command_takes_an_id_of_the_hub(highwater: Run, hub: Hub) -> None:
+    model = "someone/small-model-instruct"
+    for words in (
+        ("find", model, *SIMULATED),
+        ("try", model, "--length", "2k", *SIMULATED),
+        ("recommend", model, "--length", "2k", *GPUS),
+        ("guide", "--predict", model, *GPUS),
+    ):
+        done = highwater(*words, **hub.environment)
+        assert done.returncode == 0, (words, done.stderr)
+        assert "small-model-instruct" in done.stdout
+
+
+def test_a_configuration_for_another_trainer_has_the_id(highwater: Run, hub: Hub) -> None:
+    model = "someone/small-model-instruct"
+    words = ("--length", "2k", *GPUS)
+    done = highwater("emit", "--for", "trl", model, *words, **hub.environment)
+    assert yaml.safe_load(done.stdout)["model_name_or_path"] == model, done.stderr
+    done = highwater("emit", "--for", "torchtitan", model, *words, **hub.environment)
+    assert f"hf_model='{model}'" in done.stdout, done.stderr
+    assert 'hf_assets_path=os.environ["MODEL_PATH"]' in done.stdout
+    done = highwater("emit", "--for", "trl", "Qwen/Qwen3-0.6B", *words)
+    assert yaml.safe_load(done.stdout)["model_name_or_path"] == "Qwen/Qwen3-0.6B", done.stderr
+
+
+def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater: Run, hub: Hub) -> None:
+    words = ("predict", "gated/small-model", *GPUS)
+    for token in ("", "hf_of_somebody_else"):
+        problem, hint = refusal(highwater(*words, **hub.environment, HF_TOKEN=token), 2)
+        assert problem.startswith("gated/small-model is gated")
+        assert f"{hub.environment['HF_ENDPOINT']}/gated/small-model" in hint
+        assert "HF_TOKEN" in hint
+        assert offered(hint) == [["hf", "auth", "login"]]
+    done = highwater(*words, **hub.environment, HF_TOKEN=TOKEN)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_id_that_the_hub_does_not_have_is_told(highwater: Run, hub: Hub) -> None:
+    problem, hint = refusal(highwater("predict", "Qwen/Qwen3-0.8B", *GPUS, **hub.environment), 2)
+    assert problem.startswith("the Hub has no model 'Qwen/Qwen3-0.8B'")
+    meant = offered(hint)[0]
+    assert highwater("predict", *meant, *GPUS, **hub.environment).returncode == 0
+    problem, _ = refusal(highwater("predict", "someone/adapter", *GPUS, **hub.environment), 2)
+    assert problem == "someone/adapter has no config.json on the Hub"
+
+
+def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(
+    highwater: Run, hub: Hub
+) -> None:
+    words = ("predict", "someone/small-model-instruct", *GPUS)
+    offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
+    problem, hint = refusal(highwater(*words, **offline), 2)
+    assert "HF_HUB_OFFLINE is set" in problem
+    assert not hub.requests
+    unset, _, switch, program, *fetch = offered(hint)[0]
+    assert (unset, switch) == ("env", "HF_HUB_OFFLINE")
+    assert program == "hf"
+    fetched = subprocess.run(
+        [sys.executable, "-m", "huggingface_hub.cli.hf", *fetch],
+        env={**os.environ, **hub.environment},
+        capture_output=True,
+        text=True,
+    )
+    assert fetched.returncode == 0, fetched.stderr
+    assert highwater(*words, **offline).returncode == 0
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None], ids=["nobody", "broken"])
+def test_a_hub_that_does_not_answer_is_told_at_once(
+    highwater: Run, hub: Hub, endpoint: str | None
+) -> None:
+    environment = hub.environment | ({"HF_ENDPOINT": endpoint} if endpoint else {})
+    problem, hint = refusal(highwater("predict", "broken/model", *GPUS, **environment), 2)
+    assert problem.startswith("broken/model is not in the Hub's cache, and the Hub does not give")
+    assert offered(hint) == [["hf", "download", "broken/model", "config.json"]]
+
+
+def test_code_that_comes_with_a_model_is_not_run_and_that_is_said(highwater: Run, hub: Hub) -> None:
+    done = highwater("predict", "someone/with-code", *GPUS, **hub.environment)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "auto_map" in line and "not run" in line]
+    problem, _ = refusal(highwater("predict", "someone/of-tomorrow", *GPUS, **hub.environment), 2)
+    assert "its own code (auto_map) is not run" in problem
