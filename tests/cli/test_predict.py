@@ -302,6 +302,11 @@ def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater: Run, flags: 
         ("2xH20-141GB", ["--gpus 2xH20-96GB", "--gpus 2 --gpu-memory 141GiB"]),
         ("H20-141GB --gpu-memory 139GiB", ["--gpus 1 --gpu-memory 139GiB"]),
         ("H100-94GB", ["--gpus 1xH100-94GB-NVL"]),
+        ("32xA40-48GB", ["--gpus 4x8 --gpu-memory 48GiB"]),
+        ("2x8xA40-48GB", ["--gpus 2x8 --gpu-memory 48GiB"]),
+        ("32xA100", ["--gpus 4x8xA100-80GB"]),
+        ("2x8xH20-141GB", ["--gpus 2x8xH20-96GB", "--gpus 2x8 --gpu-memory 141GiB"]),
+        ("2x4090", ["--gpus 2xRTX-4090"]),
     ],
 )
 def test_a_gpu_of_no_catalog_is_hinted_at_by_its_memory_and_no_far_name_is_offered(
@@ -394,6 +399,22 @@ def test_an_unknown_gpu_is_answered_with_the_one_of_the_same_number(
     _, hint = refusal(highwater("predict", "Qwen3-0.6B", "--gpus", name), 2)
     assert offered(hint) == [["--gpus", meant]]
     assert highwater("predict", "Qwen3-0.6B", *offered(hint)[0]).returncode == 0
+
+
+@pytest.mark.parametrize("gpus", ["2x8xH100-80GB", "4x8xH100-80GB", "2x8 --gpu-memory 40GiB"])
+def test_machines_are_named_for_every_question_and_the_next_command_works(
+    highwater: Run, gpus: str
+) -> None:
+    for words in (
+        ("predict", "Qwen3-8B", "--length", "64k"),
+        ("recommend", "Qwen3-8B", "--length", "64k"),
+        ("guide", "--predict", "Qwen3-8B"),
+    ):
+        done = highwater(*words, "--gpus", *gpus.split())
+        assert done.returncode == 0, done.stderr
+        assert gpus.split()[0] in done.stderr
+        if words[0] != "guide":
+            assert highwater(*following(done)).returncode == 0
 
 
 @pytest.mark.parametrize("words", [("--gpus", "4xA100-70GB"), ("--gpus", "H200-141GB-NVL"), ()])

@@ -9,6 +9,7 @@ from highwater.emit.targets import configured
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.recommendation.recommend import recommend
+from highwater.spec.codec import from_json, to_json
 from highwater.spec.layout import Layout
 
 OF_COPIES = ("NCCL", "gradient reduction")
@@ -92,3 +93,70 @@ def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named() -> 
     chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
     assert chosen is not None
     assert chosen.label == more.label
+
+
+def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus() -> None:
+    named = predict("Qwen3-8B", gpus="2x8xH100-80GB", length="64k")
+    layouts = [each.cell.layout for each in named.cells]
+    assert {layout.replicate_degree for layout in layouts} == {2}
+    assert {layout.machine_gpus for layout in layouts} == {8}
+    assert {layout.ulysses_degree for layout in layouts} == {1, 2, 4, 8}, "within a machine"
+    assert named.gpus == 16
+    assert [note for note in named.notes if "of one, of 8 GPUs" in note]
+
+
+@pytest.mark.parametrize("machines", [4, 8, 128])
+def test_machines_of_8_that_are_named_are_the_machines_that_follow_from_copies(
+    machines: int,
+) -> None:
+    asked = {"length": "64k", "ulysses": [2], "host_memory": "256GiB"}
+    named = predict("Qwen3-8B", gpus=f"{machines}x8xH100-80GB", **asked)
+    copied = predicted(8 * machines, copies=[machines])
+    for a, b in zip(named.cells, copied.cells, strict=True):
+        assert (a.footprint, a.cell.label) == (b.footprint, b.cell.label)
+
+
+def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus() -> None:
+    asked = {"length": "32k", "ulysses": [1], "offload": True, "allocator": "expandable"}
+    one = predict("Qwen3-8B", gpus="4xH100-80GB", **asked)
+    two = predict("Qwen3-8B", gpus="2x4xH100-80GB", **asked)
+    for alone, several in zip(one.cells, two.cells, strict=True):
+        assert several.footprint.host_bytes == alone.footprint.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "copies", "said"),
+    [
+        ("2x8xH100-80GB", [1], "16 GPUs share the states, and a machine has 8"),
+        ("3x8xH100-80GB", [2], "12 GPUs share the states, and a machine has 8"),
+        ("2x17xH100-80GB", None, "16 GPUs at the most"),
+        ("129x8xH100-80GB", None, "up to 1024"),
+        ("0x8xH100-80GB", None, "1 to 1024"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused_with_what_can(
+    gpus: str, copies: list[int] | None, said: str
+) -> None:
+    settings: dict[str, Any] = {} if copies is None else {"copies": copies}
+    with pytest.raises(UsageError, match=said) as refusal:
+        predict("Qwen3-8B", gpus=gpus, **settings)
+    flag, value = refusal.value.hint.split("`")[1].split()
+    mended = {"gpus": value} if flag == "--gpus" else {"gpus": gpus, "copies": [int(value)]}
+    assert predict("Qwen3-8B", **mended).cells
+
+
+def test_more_machines_are_offered_where_machines_were_named() -> None:
+    asked: dict[str, Any] = {"length": "64k", "offload": False}
+    found = recommend("Qwen3-30B-A3B", gpus="2x2xH100-80GB", **asked)
+    assert found.chosen is None
+    offered = [each.flags[1] for each in found.alternatives if each.flags[:1] == ("--gpus",)]
+    assert offered
+    for gpus in offered:
+        assert gpus.split("x")[1] == "2", "machines are as large as those that were named"
+        assert recommend("Qwen3-30B-A3B", gpus=gpus, **asked).chosen is not None
+
+
+def test_a_layout_without_named_machines_has_none_in_its_document() -> None:
+    assert "machines" not in to_json(Layout(gpus=16, replicate_degree=2))
+    named = Layout(gpus=16, replicate_degree=2, machines=2)
+    assert from_json(to_json(named), Layout) == named

@@ -297,8 +297,11 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
 
 
 def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
-    text = f"for example {example}; default: this machine's; `highwater gpus` lists the kinds"
-    parser.add_argument("--gpus", dest="cluster", metavar="[N x]KIND", help=text, **several)
+    text = (
+        f"for example {example}, or 2x8xH100-80GB of two machines; default: this machine's; "
+        "`highwater gpus` lists the kinds"
+    )
+    parser.add_argument("--gpus", dest="cluster", metavar="[[M x] N x]KIND", help=text, **several)
     parser.add_argument(
         "--gpu-memory",
         metavar="SIZE",

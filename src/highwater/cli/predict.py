@@ -17,7 +17,6 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.pages.prediction_answer import prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
 from highwater.spec.hardware import runs_trials
@@ -153,7 +152,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(
             ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
         )
-    has_trial = prediction.gpus <= MOST_GPUS_OF_A_MACHINE and runs_trials(prediction.device_name)
+    is_several = prediction.explained.cell.layout.is_several_machines
+    has_trial = not is_several and runs_trials(prediction.device_name)
     if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:

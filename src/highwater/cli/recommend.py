@@ -11,7 +11,6 @@ from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import runs_trials
 from highwater.spec.recommendation import Recommendation
@@ -73,7 +72,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     trainer = TRAINERS[found.trainer]
-    has_trial = found.gpus <= MOST_GPUS_OF_A_MACHINE and runs_trials(found.device_name)
+    is_several = found.chosen.cell.layout.is_several_machines
+    has_trial = not is_several and runs_trials(found.device_name)
     if not has_trial and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:

@@ -13,7 +13,6 @@ from highwater.emit.trinity import trinity
 from highwater.emit.trl import trl
 from highwater.emit.verl import verl
 from highwater.errors import UsageError
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import kind_of
@@ -134,7 +133,7 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
 
 def _refuse_several_machines(found: Recommendation, chosen: Candidate) -> None:
     """Raise UsageError for GPUs of several machines, which the files say nothing of."""
-    if found.gpus > MOST_GPUS_OF_A_MACHINE:
+    if chosen.cell.layout.is_several_machines:
         kind = f"x{found.device_name}" if kind_of(found.device_name) else ""
         gpus = f"{chosen.cell.layout.machine_gpus}{kind}"
         raise UsageError(

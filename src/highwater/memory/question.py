@@ -22,7 +22,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle, ring_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
-from highwater.spec.hardware import kind_of, runs_trials
+from highwater.spec.hardware import runs_trials
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.plan import plan
@@ -45,7 +45,13 @@ def predicted_question(
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
     within = not where.may_shard_across
     plans = [
-        plan(request, where.machine(), trainer=trainer, within_machines=within)
+        plan(
+            request,
+            where.machine(),
+            trainer=trainer,
+            within_machines=within,
+            machines=where.machines,
+        )
         for request in _requests(model, where, trainer, settings)
     ]
     cells = tuple(cell for each in plans for cell in each.question.cells)
@@ -87,6 +93,7 @@ def _requests(
         "ulysses": _degrees(model, where, settings),
         "device": "cuda",
         "dry_run": True,
+        **_copies_of_machines(where),
         **MEMORY[trainer].fixed_fields(settings),
     }
     _refuse_offloaded_states(trainer, settings)
@@ -112,15 +119,19 @@ def _refuse_offloaded_states(trainer: Trainer, settings: Mapping[str, Any]) -> N
         )
 
 
+def _copies_of_machines(where: Cluster) -> dict[str, Any]:
+    """One copy of the states on each machine, where they were named; nothing else."""
+    return {"copies": [where.machines]} if where.machines > 1 else {}
+
+
 def _refuse_without_copies(where: Cluster, trainer: Trainer) -> None:
     """Raise UsageError for several machines of a trainer that keeps no copies of its states."""
     if TRAINERS[trainer].refused(["copies"]):
-        most = MOST_GPUS_OF_A_MACHINE
-        kind = f"x{where.device_name}" if kind_of(where.device_name) else ""
+        one = where.on_one_machine()
         raise UsageError(
             f"{where.gpus} GPUs are of several machines, and a trainer without copies is predicted "
-            f"on one, of {most} GPUs at the most",
-            hint=f"use `--gpus {most}{kind}`",
+            f"on one, of {one.gpus} GPUs at the most",
+            hint=f"use `--gpus {one.typed}`",
         )
 
 
@@ -133,9 +144,11 @@ def _degrees(model: str, where: Cluster, settings: Mapping[str, Any]) -> list[in
     works = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     if not where.is_several_machines or where.may_shard_across:
         return works
-    named = request_from({"model": model, **settings}, keywords=True)
+    named = request_from({"model": model, **_copies_of_machines(where), **settings}, keywords=True)
     machines = [
-        Layout(gpus=where.gpus, replicate_degree=copies).machine_gpus
+        where.gpus // where.machines
+        if where.machines > 1
+        else Layout(gpus=where.gpus, replicate_degree=copies).machine_gpus
         for copies in named.copies
         if where.gpus % copies == 0 and where.gpus // copies <= MOST_GPUS_OF_A_MACHINE
     ]
@@ -168,7 +181,7 @@ def _ring_notes(
 def _machine_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     """What was measured nowhere of several machines, and what is taken for one of them."""
     gpus = max(cell.layout.gpus for cell in cells)
-    if gpus <= MOST_GPUS_OF_A_MACHINE:
+    if not any(cell.layout.is_several_machines for cell in cells):
         return ()
     each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
     return (

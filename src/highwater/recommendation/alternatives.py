@@ -15,7 +15,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cells import heads_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
-from highwater.spec.hardware import gpu_catalog, kind_of, lacking, runs_trials
+from highwater.spec.hardware import gpu_catalog, lacking, runs_trials
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, Candidate
 from highwater.spec.trainer import TRAINERS
@@ -53,23 +53,35 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
     Counts within one machine come first, then twice a machine's GPUs, and twice that: in copies
     that a machine holds, where copies were named. Of a model in NF4 each GPU has a copy.
     """
-    doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
-    larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
-    has_copies = "copies" in goal.settings
-    for gpus in (*range(goal.where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
-        if gpus <= goal.where.gpus:
-            continue
-        where = msgspec.structs.replace(goal.where, gpus=gpus, may_shard_across=not has_copies)
-        copies = {"copies": [gpus]} if goal.settings.get("lora_base") == "nf4" else {}
+    for where in _larger_clusters(goal):
+        copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
         changed = replace(goal, where=where, settings={**goal.settings, **copies})
         found = _first_fit_if_any_layout(changed)
         if found is not None:
-            what = f"{gpus} x {where.device_name}"
-            if gpus > MOST_GPUS_OF_A_MACHINE:
+            what = f"{where.gpus} x {where.device_name}"
+            if where.is_several_machines:
                 what += ", on several machines, where nothing was ever measured"
-            flags = (*_gpu_flags(where, gpus + rollout_gpus), *words_of(copies))
+            flags = (*_gpu_flags(where, rollout_gpus), *words_of(copies))
             return _alternative("more GPUs", what, found, flags)
     return None
+
+
+def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
+    """More GPUs of the kind, the fewest first; of machines that were named twice as many, and more
+    of these.
+    """
+    where = goal.where
+    if where.machines > 1:
+        for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
+            gpus, machines = where.gpus << doubled, where.machines << doubled
+            yield msgspec.structs.replace(where, gpus=gpus, machines=machines)
+        return
+    doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
+    larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
+    has_copies = "copies" in goal.settings
+    for gpus in (*range(where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
+        if gpus > where.gpus:
+            yield msgspec.structs.replace(where, gpus=gpus, may_shard_across=not has_copies)
 
 
 def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
@@ -88,8 +100,8 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
     ]
     for kind in sorted(kinds, key=lambda kind: kind.usable_bytes or 0):
         device_bytes = kind.usable_bytes or 0
-        where = Cluster(
-            gpus=goal.where.gpus,
+        where = msgspec.structs.replace(
+            goal.where,
             device_name=kind.name,
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
@@ -99,7 +111,7 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
         )
         found = first_fit(replace(goal, where=where, memory_limit=memory_limit))
         if found is not None:
-            flags = _gpu_flags(where, where.gpus + rollout_gpus)
+            flags = _gpu_flags(where, rollout_gpus)
             alternative = _alternative("a larger GPU", f"{where.gpus} x {kind.name}", found, flags)
             return msgspec.structs.replace(alternative, without=("--gpu-memory",))
     return None
@@ -202,9 +214,11 @@ def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...])
     return msgspec.convert({**fields, "headroom_bytes": found.headroom_bytes}, Alternative)
 
 
-def _gpu_flags(where: Cluster, gpus: int) -> tuple[str, ...]:
-    """Flags that name these GPUs; none for GPUs that one may not ask about."""
-    if where.may_shard_across and gpus > MOST_GPUS_OF_A_MACHINE:
+def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
+    """Flags that name these GPUs, those for rollout too; none for GPUs that one may not ask
+    about.
+    """
+    every = msgspec.structs.replace(where, gpus=where.gpus + rollout_gpus)
+    if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
-    is_known = kind_of(where.device_name) is not None
-    return ("--gpus", f"{gpus}x{where.device_name}" if is_known else str(gpus))
+    return ("--gpus", every.typed)

@@ -156,8 +156,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     """The command that predicts this cell again."""
     where, memory_limit, settings = goal.where, goal.memory_limit, cell.settings
     kind = kind_of(where.device_name)
-    gpus = f"{where.gpus}x{where.device_name}" if kind else str(where.gpus)
-    words = ["highwater", "predict", goal.model, "--gpus", gpus]
+    words = ["highwater", "predict", goal.model, "--gpus", where.typed]
     if kind is None or kind.usable_bytes != where.device_bytes:
         words += ["--gpu-memory", str(where.device_bytes)]
     if TRAINERS[goal.trainer].knows_every_setting:

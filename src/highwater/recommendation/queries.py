@@ -5,7 +5,6 @@ from contextlib import suppress
 
 from highwater.errors import ModelError
 from highwater.memory.capacity import Prediction
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.capacities import Capacity
 from highwater.spec.cluster import nameless
 from highwater.spec.declared_settings import taken_by
@@ -64,7 +63,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
     if words is None or settings is None or prediction.method == "trace":
         return None
-    if prediction.gpus > MOST_GPUS_OF_A_MACHINE:  # its copies are no part of a query
+    if any(cell.layout.is_several_machines for cell in cells):  # copies are no part of a query
         return None
     if kind is None and not is_nameless:
         return None

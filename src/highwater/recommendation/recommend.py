@@ -25,10 +25,8 @@ from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.recommendation.alternatives import alternatives
 from highwater.recommendation.candidates import Goal, predicted_candidates
 from highwater.run.probe import gpus_meant
-from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
-from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.request import request_from
@@ -130,11 +128,11 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
     if rollout_gpus < 0:
         raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
     if rollout_gpus and where.is_several_machines:
-        most = MOST_GPUS_OF_A_MACHINE
-        kind = f"x{where.device_name}" if kind_of(where.device_name) else ""
+        one = where.on_one_machine()
+        rollout = min(rollout_gpus, max(1, one.gpus // 2))
         raise UsageError(
             f"GPUs for rollout are set aside of one machine, and {where.gpus} are of several",
-            hint=f"use `--gpus {most}{kind} --rollout-gpus {min(rollout_gpus, most // 2)}`",
+            hint=f"use `--gpus {one.typed} --rollout-gpus {rollout}`",
         )
     if rollout_gpus >= where.gpus:
         fewer = f"use `--rollout-gpus {where.gpus - 1}` or fewer"

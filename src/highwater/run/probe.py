@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from highwater.errors import MachineError
-from highwater.spec.cluster import Cluster, cluster
+from highwater.spec.cluster import Cluster, cluster, names_no_kind
 from highwater.spec.environment import RECORDED_VARIABLES, Environment
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.spec.settings import Settings
@@ -84,7 +84,7 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
     Raises what ``cluster`` raises.
     """
     text = None if gpus is None else str(gpus)
-    is_here = text is None or text.strip().isdecimal()
+    is_here = text is None or names_no_kind(text)
     memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
     return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
+
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.grid import Grid
@@ -26,13 +28,15 @@ def cells_of(
     *,
     has_ring: bool = True,
     within_machines: bool = False,
+    machines: int = 1,
     longest_tokens: int | None = None,
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """Every layout that can work, on every rung; and a note for each that is skipped.
 
     ``has_ring``: of a trainer that can share sequences by a ring. ``within_machines``: whether a
-    machine holds each copy of the states, and shares its sequences with no other.
-    ``longest_tokens``: the longest document; None where that is not known.
+    machine holds each copy of the states, and shares its sequences with no other; ``machines``: how
+    many were named, 1 where none were. ``longest_tokens``: the longest document; None where that is
+    not known.
     """
     if device == "cpu" and request.allocator == "expandable":
         raise UsageError(
@@ -45,12 +49,13 @@ def cells_of(
         allocator=request.allocator,
         loss=request.loss,
     )
-    asked = list(dict.fromkeys(_asked(request, counts)))
+    asked = list(dict.fromkeys(_asked(request, counts, machines)))
     pattern = request.common_settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
         *(shape, device, request.strategy, has_ring, within_machines, longest_tokens, pattern),
         is_packed=request.lora_base == "nf4",
+        machines=machines,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
     layouts = [each.layout for each, obstacle in obstacles.items() if obstacle is None]
@@ -127,6 +132,8 @@ class _Degrees(NamedTuple):
     ulysses: int
     ring: int
     copies: int
+    machines: int = 1
+    """Machines that were named; 1 where none were."""
 
     @property
     def context(self) -> int:
@@ -151,12 +158,14 @@ class _Degrees(NamedTuple):
             ulysses_degree=self.ulysses,
             ring_degree=self.ring,
             replicate_degree=self.copies,
+            machines=self.machines if self.machines > 1 else msgspec.UNSET,
         )
 
     def label_on(self, device: Device) -> str:
         """``SP=2, ring=3 on 6 GPUs``."""
         # on as many as the degrees would do on, a layout that is one has their spelling
-        whole = self._replace(gpus=self.ulysses * self.ring * self.copies).layout
+        gpus = self.ulysses * self.ring * self.copies
+        whole = self._replace(gpus=gpus, machines=1).layout
         degrees = whole.degrees if self.ulysses > 1 else (f"SP={self.ulysses}", *whole.degrees)
         return f"{', '.join(degrees)} on {counted_ranks(self.gpus, device)}"
 
@@ -174,6 +183,8 @@ class _Bounds(NamedTuple):
     """What attention keeps of the keys; None: all."""
     is_packed: bool
     """Whether the model is frozen in NF4."""
+    machines: int = 1
+    """Machines that were named; 1 where none were."""
 
     def obstacle(self, asked: _Degrees) -> str | None:
         """Why so many GPUs cannot be laid out so, in words; None when they can."""
@@ -200,8 +211,13 @@ class _Bounds(NamedTuple):
 
     def _across_machines(self, layout: Layout) -> str | None:
         """That a copy or a sequence would be shared by machines, in words; None where neither."""
-        if layout.gpus <= MOST_GPUS_OF_A_MACHINE:
+        if not layout.is_several_machines:
             return None
+        if layout.machines and layout.machine_gpus % layout.shard_degree:
+            return (
+                f"{layout.shard_degree} GPUs share the states, and a machine has "
+                f"{layout.machine_gpus}"
+            )
         if layout.shard_degree > MOST_GPUS_OF_A_MACHINE:
             return (
                 f"{layout.shard_degree} GPUs share the states, and {MOST_GPUS_OF_A_MACHINE} are "
@@ -218,13 +234,14 @@ class _Bounds(NamedTuple):
         """Every layout of so many GPUs that can work."""
         divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
         rings = divisors if self.has_ring else [1]
-        every = (_Degrees(gpus, *each) for each in product(divisors, rings, divisors))
+        degrees = product(divisors, rings, divisors)
+        every = (_Degrees(gpus, *each, machines=self.machines) for each in degrees)
         return (each for each in every if self.obstacle(each) is None)
 
 
-def _asked(request: Request, counts: tuple[int, ...]) -> Iterator[_Degrees]:
+def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
     for each in product(counts, request.ulysses, request.ring, request.copies):
-        yield _Degrees(*each)
+        yield _Degrees(*each, machines=machines)
 
 
 def _offers(
@@ -259,8 +276,7 @@ def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
         context = abs(each.context - refused.context)
         heads, copies = abs(each.ulysses - refused.ulysses), abs(each.copies - refused.copies)
         is_unusual = bounds.within_machines and (
-            each.gpus > MOST_GPUS_OF_A_MACHINE
-            and each.layout.machine_gpus > USUAL_GPUS_OF_A_MACHINE
+            each.layout.is_several_machines and each.layout.machine_gpus > USUAL_GPUS_OF_A_MACHINE
         )
         return (context > 0, heads, context, -each.context, is_unusual, copies)
 
@@ -275,7 +291,8 @@ def _ulysses_alone(
     """
     ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
-        asked = (_Degrees(*each) for each in product(counts, (degree,), (1,), request.copies))
+        every = product(counts, (degree,), (1,), request.copies)
+        asked = (_Degrees(*each, machines=bounds.machines) for each in every)
         if any(bounds.obstacle(each) is None for each in asked):
             yield f"--ulysses {degree}{ring}"
         else:

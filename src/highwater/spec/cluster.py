@@ -1,10 +1,13 @@
 """Cluster: GPUs that are not here, as a user names them.
 
-``4xA100-80GB``, ``H200-141GB``, or ``8`` of this machine's kind.
+``4xA100-80GB``, ``H200-141GB``, ``2x8xH100-80GB`` of two machines, or ``8`` of this machine's kind.
 """
 
 import re
 from difflib import SequenceMatcher
+from typing import NamedTuple
+
+import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
@@ -21,6 +24,8 @@ from highwater.spec.hardware import (
 from highwater.units import GIB, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
+_OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
+"""What follows the number of machines: the GPUs of each, and their kind."""
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
@@ -50,14 +55,29 @@ class Cluster(Record, frozen=True, kw_only=True):
     """Memory of one GPU, as its driver reports it."""
     compute_capability: tuple[int, int] = OLDEST_CAPABILITY
     """The oldest that trains, where nobody named the kind."""
+    machines: int = 1
+    """Machines that have as many of the GPUs each, where somebody named them; else 1."""
     may_shard_across: bool = False
     """Whether one copy of the states may be sharded across machines: where it is only to be known
     whether so many GPUs would do."""
 
     @property
     def is_several_machines(self) -> bool:
-        """Whether no machine has so many GPUs."""
-        return self.gpus > MOST_GPUS_OF_A_MACHINE
+        """Whether no machine has so many GPUs, or several were named."""
+        return self.machines > 1 or self.gpus > MOST_GPUS_OF_A_MACHINE
+
+    @property
+    def typed(self) -> str:
+        """The GPUs as ``--gpus`` takes them: ``8xH100-80GB``, ``2x8xH100-80GB``; without the kind
+        where no catalog has it.
+        """
+        known = self.device_name if kind_of(self.device_name) else None
+        return _typed(self.gpus, known, machines=self.machines)
+
+    def on_one_machine(self) -> "Cluster":
+        """The GPUs of one of the machines, as many as it can have."""
+        own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
+        return msgspec.structs.replace(self, gpus=min(own, self.gpus), machines=1)
 
     def machine(self) -> Machine:
         """A machine with these GPUs and nothing else known."""
@@ -80,17 +100,33 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 
 def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
-    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone.
+    """Read ``--gpus`` and ``--gpu-memory``: a count and a kind of the catalog, or either alone; in
+    front of both the number of machines that have so many each.
 
     ``machine`` is this one, where somebody has looked: a count without a kind, or nothing at all,
     means its GPUs. Raises UsageError for a kind that is not known, or whose memory nobody has read;
     MachineError for one without bf16.
     """
-    count, name = _parse(text)
+    named = _parse(text)
     if gpu_memory_bytes is not None:
         refuse_small_gpu(gpu_memory_bytes)
+    found = _cluster(named, gpu_memory_bytes, machine)
+    return msgspec.structs.replace(found, machines=named.machines)
+
+
+class _Named(NamedTuple):
+    """What somebody typed."""
+
+    machines: int = 1
+    gpus: int | None = None
+    """Of all machines together; None where no number was typed."""
+    kind: str | None = None
+
+
+def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | None) -> Cluster:
+    count, name = named.gpus, named.kind
     if name is not None:
-        return _of_kind(_kind(name, count, gpu_memory_bytes), count or 1, gpu_memory_bytes)
+        return _of_kind(_kind(name, named, gpu_memory_bytes), count or 1, gpu_memory_bytes)
     if gpu_memory_bytes is not None:
         return Cluster(
             gpus=count or 1, device_name=nameless(gpu_memory_bytes), device_bytes=gpu_memory_bytes
@@ -128,6 +164,11 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
     )
 
 
+def names_no_kind(text: str) -> bool:
+    """Whether a text has numbers alone: of this machine's GPUs, or of any with a memory."""
+    return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
+
+
 def refuse_small_gpu(memory_bytes: int) -> None:
     """Raise UsageError for a memory that no GPU has."""
     if memory_bytes < _LEAST_BYTES:
@@ -141,15 +182,30 @@ def nameless(device_bytes: int) -> str:
     return f"a GPU of {format_bytes(device_bytes)}"
 
 
-def _parse(text: str | None) -> tuple[int | None, str | None]:
+def _parse(text: str | None) -> _Named:
     if text is None:
-        return None, None
+        return _Named()
     if text.strip().isdecimal():
-        return _counted(text, text), None
+        return _Named(gpus=_counted(text, text))
     match = _NAMED.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} names no GPUs", hint=f"for example {_EXAMPLE}")
-    return (None if match[1] is None else _counted(match[1], text)), match[2]
+    count = None if match[1] is None else _counted(match[1], text)
+    within = _OF_A_MACHINE.fullmatch(match[2])
+    is_kind = within is None or (within[2] is None and int(within[1]) > MOST_GPUS_PREDICTED)
+    if count is None or within is None or is_kind:  # `2x4090`: a card by its number
+        return _Named(gpus=count, kind=match[2])
+    own = _counted(within[1], text)
+    if own > MOST_GPUS_OF_A_MACHINE or count * own > MOST_GPUS_PREDICTED:
+        fewer = min(own, MOST_GPUS_OF_A_MACHINE)
+        machines = min(count, MOST_GPUS_PREDICTED // fewer)
+        most = _typed(fewer * machines, within[2], machines=machines)
+        raise UsageError(
+            f"{text!r}: a machine has {MOST_GPUS_OF_A_MACHINE} GPUs at the most, and a prediction "
+            f"is about up to {MOST_GPUS_PREDICTED}",
+            hint=f"for example `--gpus {most}`",
+        )
+    return _Named(machines=count, gpus=count * own, kind=within[2])
 
 
 def _counted(digits: str, text: str) -> int:
@@ -161,29 +217,34 @@ def _counted(digits: str, text: str) -> int:
     return int(digits)
 
 
-def _kind(name: str, count: int | None, gpu_memory_bytes: int | None) -> GpuKind:
+def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     """The kind of this name in the catalog, or of a driver's name.
 
     Raises UsageError for another memory than that kind has.
     """
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     found = kinds.get(name.lower()) or kind_of(name)
-    counted = _COUNT_ALONE.fullmatch(name) if count is None else None
-    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else count or 1
+    counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
+    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus or 1
+    asked = named._replace(gpus=gpus)
     if found is None:
         said = _SAID_SIZE.search(name.lower())
+        said_gib = int(said[1]) if said else 80
         raise UsageError(
             f"the catalog has no GPU {name!r}; `highwater gpus` lists those that it has",
-            hint=_meant(_near(name), gpus, gpu_memory_bytes, said_gib=int(said[1]) if said else 80),
+            hint=_meant(_near(name), asked, gpu_memory_bytes, said_gib=said_gib),
         )
     size = _contradicting_size(name, found)
     if size is not None:
         family = (kind for kind in kinds.values() if _family(kind.name) == _family(found.name))
         sizes = [kind for kind in family if _has(kind, size)]
-        hint = _meant(sizes[0] if sizes else found, gpus, gpu_memory_bytes)
+        hint = _meant(sizes[0] if sizes else found, asked, gpu_memory_bytes)
         if not sizes and gpu_memory_bytes is None:
-            own = f"`--gpus {gpus} --gpu-memory {size}GiB`, or what its driver reports"
-            hint += f"; for one of {size} GB {own}"
+            own = _typed(gpus, None, machines=named.machines)
+            hint += (
+                f"; for one of {size} GB `--gpus {own} --gpu-memory {size}GiB`, or what its driver "
+                "reports"
+            )
         problem = f"{name!r} has {size} GB, and the catalog's {found.name} has not"
         raise UsageError(problem, hint=hint)
     return found
@@ -216,8 +277,12 @@ def _near(name: str) -> GpuKind | None:
     typed = _numbered(name)
     if typed is None:
         return None
-    near = (kind for kind in gpu_catalog() if kind.usable_bytes and _is_meant(kind, *typed))
-    return next(near, None)
+    kinds = [kind for kind in gpu_catalog() if kind.usable_bytes]
+    near = [kind for kind in kinds if _is_meant(kind, *typed)]
+    if not near and typed[0] == "":  # `4090`: its number alone, if only one has it
+        near = [kind for kind in kinds if (_numbered(kind.name) or ("",) * 3)[1:] == typed[1:]]
+        near = near if len(near) == 1 else []
+    return near[0] if near else None
 
 
 def _numbered(name: str) -> tuple[str, str, str] | None:
@@ -243,7 +308,7 @@ def _family(name: str) -> str:
 
 
 def _meant(
-    kind: GpuKind | None, gpus: int, gpu_memory_bytes: int | None, *, said_gib: int = 80
+    kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, *, said_gib: int = 80
 ) -> str:
     """What to type: the kind, or the memory, which stands for any GPU.
 
@@ -251,8 +316,20 @@ def _meant(
     """
     if gpu_memory_bytes is not None or kind is None or kind.usable_bytes is None:
         memory = f"{said_gib}GiB" if gpu_memory_bytes is None else _size(gpu_memory_bytes)
-        return f"name its memory, `--gpus {gpus} --gpu-memory {memory}`"
-    return f"use `--gpus {gpus}x{kind.name}`"
+        own = _typed(asked.gpus or 1, None, machines=asked.machines)
+        return f"name its memory, `--gpus {own} --gpu-memory {memory}`"
+    return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
+
+
+def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
+    """GPUs as ``--gpus`` takes them: of several machines the number of these in front, which is
+    what 8, or else the most that divide the GPUs, make of more than one has.
+    """
+    if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
+        usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
+        machines = gpus // next(own for own in usual if gpus % own == 0)
+    counts = (machines, gpus // machines) if machines > 1 else (gpus,)
+    return "x".join((*map(str, counts), *((kind,) if kind else ())))
 
 
 def _size(count: int) -> str:

@@ -25,6 +25,9 @@ class Layout(Record, frozen=True, kw_only=True):
     """GPUs that share one sequence by rotating K and V."""
     replicate_degree: int = 1
     """HSDP copies; the shards number ``gpus / replicate_degree``."""
+    machines: int | msgspec.UnsetType = msgspec.UNSET
+    """Machines that have as many of the GPUs each, where somebody named them; unset, and in no
+    document, where what one machine has follows from the other numbers."""
 
     def __post_init__(self) -> None:
         """Raise UsageError unless every degree is positive and divides the GPUs."""
@@ -64,10 +67,17 @@ class Layout(Record, frozen=True, kw_only=True):
         return self.gpus // self.replicate_degree
 
     @property
+    def is_several_machines(self) -> bool:
+        """Whether no machine has so many GPUs, or several were named."""
+        return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
+
+    @property
     def machine_gpus(self) -> int:
-        """GPUs of one machine: all, as far as one has so many; else those of one copy, or of as
-        many as fit into a usual one.
+        """GPUs of one machine: as they were named; else all, as far as one has so many; else those
+        of one copy, or of as many as fit into a usual one.
         """
+        if self.machines:
+            return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
             return self.gpus
         return self.shard_degree * max(1, USUAL_GPUS_OF_A_MACHINE // self.shard_degree)

@@ -51,9 +51,10 @@ def plan(
     *,
     trainer: Trainer = "highwater",
     within_machines: bool = False,
+    machines: int = 1,
 ) -> Plan:
-    """The question that a request asks of a machine, and of a trainer; ``within_machines`` as for
-    ``cells_of``.
+    """The question that a request asks of a machine, and of a trainer; ``within_machines`` and
+    ``machines`` as for ``cells_of``.
 
     Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
     """
@@ -75,6 +76,7 @@ def plan(
         where.counts,
         has_ring=not TRAINERS[trainer].refused(["ring"]),
         within_machines=within_machines,
+        machines=machines,
         # how long documents of a user's data are is known when they come
         longest_tokens=grid.max_tokens if request.data is None else None,
     )
