@@ -39,7 +39,7 @@ from highwater.units import GIB
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
-LARGEST_BYTES = 1_420_000
+LARGEST_BYTES = 1_300_000
 """Below the 1.5 MB that a page may be: other trainers' configurations are to have room."""
 A_BIG_GUIDE = {
     "predict": ["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B"],

@@ -48,7 +48,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks() -> None:
     ("asked", "words"),
     [
         ({}, "nothing set"),
-        ({"lora": 16, "lora_base": "nf4"}, "LoRA of rank 16 beside a model in 4 bits"),
+        ({"lora": 16, "lora_base": "nf4"}, "LoRA of rank 16 beside a model in NF4"),
         (
             {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
             "AdamW with moments of 8 bits and parameters in bf16",

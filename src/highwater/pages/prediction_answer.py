@@ -3,6 +3,7 @@ what is left, how long a step takes. It stands before the table.
 """
 
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.pages.other_training import other_training
 from highwater.pages.text import plain
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -66,14 +67,7 @@ def _how(predicted: CellPrediction, *, is_scaled: bool = False) -> str:
 
 def _of_settings(settings: Settings, host_bytes: int) -> list[str]:
     """Settings that are not the plainest, in words."""
-    said: list[str] = []
-    if settings.lora is not None:
-        base = " beside a model in 4 bits" if settings.lora_base == "nf4" else ""
-        said.append(f"LoRA of rank {settings.lora}{base}")
-    if not settings.optimizer_traits.is_exact:
-        said.append(settings.optimizer_traits.words)
-    if settings.parameters == "bf16":
-        said.append("parameters in bf16")
+    said = other_training(settings)
     if settings.allocator == "expandable":
         said.append("expandable segments")
     if settings.loss == "chunked":

@@ -258,7 +258,7 @@ def _step_in_words(step: StepTime | None) -> str:
     if step.source == "measured":
         return f"{figure}: {step.tokens_per_s:,.0f} tokens/s"
     if step.measured_length_tokens is None:
-        return f"{figure}: {step.tokens_per_s:,.0f} tokens/s, by no trial of this rung"
+        return f"{format_seconds(step.time_s)} predicted, {step.tokens_per_s:,.0f} tokens/s"
     at = format_tokens(step.measured_length_tokens)
     return (
         f"{figure} from {step.tokens_per_s:,.0f} tokens/s, measured at {at} tokens, at the "

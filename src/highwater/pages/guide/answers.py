@@ -37,7 +37,7 @@ from highwater.spec.trainer import TRAINERS
 
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
-_APART = (5 / 4, 4 / 3, 2, 4)
+_APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
 """Factors by which the next length of the chooser is longer, at least.
 
 The least of them counts with which there are not too many lengths.
@@ -47,8 +47,8 @@ _REPLAYED_APART = 2
 
 Each answer replays a trace for every cell: 1 s instead of 10 ms.
 """
-_MOST_ANSWERS = 400
-"""Answers of a page at the most, of about 2 KB each."""
+_MOST_ANSWERS = 300
+"""Answers of a page at the most, of about 3 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
 _Own = tuple[GuideTable, tuple[Capacity, ...]]
 """A table of the guide, and what it has of one model."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from highwater.pages.other_training import other_training
 from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.query import Query
@@ -166,24 +167,9 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
         if TRAINERS[capacity.trainer].knows_every_setting
         else []
     )
-    own += _otherwise(settings)
+    own += other_training(settings)
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     return (TRAINERS[capacity.trainer].title, objective, *own, *left)
-
-
-def _otherwise(settings: Settings) -> list[str]:
-    """What is trained, or how it is updated, where that is something else than all of a model by
-    AdamW in float32: settings for one are none for the other.
-    """
-    said: list[str] = []
-    if settings.lora is not None:
-        base = " beside a model in NF4" if settings.lora_base == "nf4" else ""
-        said.append(f"LoRA of rank {settings.lora}{base}")
-    if not settings.optimizer_traits.is_exact:
-        said.append(settings.optimizer_traits.words)
-    if settings.parameters == "bf16":
-        said.append("parameters in bf16")
-    return said
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
