@@ -104,9 +104,10 @@ def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) ->
     done = run(program, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    if words[0] in ("find", "predict") and not {"--length", "--proof", "--print-config"} & set(
-        words
-    ):
+    grids = not {"--length", "--proof", "--print-config"} & set(words)
+    if words[0] == "predict" and grids:
+        assert re.search(r" trains? up to [\d,]+ tokens on ", done.stdout.splitlines()[0])
+    if words[0] == "find" and grids:
         assert "high-water mark" in done.stdout
 
 

@@ -144,12 +144,14 @@ def test_a_capacity_is_the_longest_length_that_fits():
         ]
         found = [next(each for each in cells if each.cell == cell.cell) for cells in fits]
         assert [bool(each.capacity_tokens) for each in found] == [True, False]
-        assert found[0].headroom_bytes == cell.headroom_bytes >= 0 > found[1].headroom_bytes
+        assert found[0].headroom_bytes == cell.headroom_bytes >= prediction.margin_bytes
+        assert found[0].lacks_bytes is None
+        assert (found[1].lacks_bytes or 0) > 0
 
 
 def test_a_length_fits_where_the_upper_end_of_its_interval_does():
     prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB")
-    memory_limit = prediction.memory_limit.device_bytes - 2 * GIB
+    memory_limit = prediction.memory_limit.device_bytes
     for cell in prediction.cells:
         assert cell.interval is not None
         assert (
@@ -158,11 +160,7 @@ def test_a_length_fits_where_the_upper_end_of_its_interval_does():
             <= cell.interval.high_bytes
             <= memory_limit
         )
-        assert (
-            cell.headroom_bytes
-            == prediction.memory_limit.device_bytes - cell.interval.high_bytes
-            >= 2 * GIB
-        )
+        assert cell.headroom_bytes == memory_limit - cell.footprint.needed_bytes >= 2 * GIB
         for length in (cell.does_not_fit_tokens, cell.likely_tokens):
             beyond = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB", length=length)
             found = next(each for each in beyond.cells if each.cell == cell.cell)
@@ -255,7 +253,11 @@ def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity")
     assert prediction.calibration is None
     assert {cell.interval for cell in prediction.cells} == {None}
-    assert all(cell.likely_tokens == cell.capacity_tokens for cell in prediction.cells)
+    whole = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity", margin=0)
+    assert all(cell.likely_tokens == cell.capacity_tokens for cell in whole.cells)
+    assert [cell.likely_tokens for cell in prediction.cells] == [
+        cell.likely_tokens for cell in whole.cells
+    ]
     assert "without an interval" in prediction.accuracy
 
 

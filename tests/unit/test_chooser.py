@@ -132,7 +132,7 @@ def assert_says_what_was_found(
 def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_and_length() -> (
     None
 ):
-    page = embedded(guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"]))
+    page = embedded(guide(predict=["Qwen3-0.6B", "Qwen3-32B"], gpus=["1xA100-80GB", "4xA100-80GB"]))
     seen = 0
     for place, answer in page.answers():
         where = f"{place['gpus']}x{place['gpu']}"
@@ -211,7 +211,9 @@ def test_settings_that_a_study_had_are_asked_for() -> None:
         words = command.split()
         for flag, value in (("strategy", "fsdp"), ("objective", "grpo"), ("entropy", "full")):
             assert words[words.index(f"--{flag}") + 1] == value
-        assert place["basis"].endswith(": fsdp: measured, else predicted")
+        assert place["basis"].endswith(
+            "fsdp, sequences_per_micro_batch: 2: measured, else predicted"
+        )
         found = as_typed(command)
         assert_says_what_was_found(page, answer, found)
         measured += any(each.source == "measured" for each in found.candidates)
@@ -242,11 +244,8 @@ def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_
     found = page.configurations(answer)
     assert list(found) == ["highwater", "trl", "torchtitan", "accelerate"]
     layout = ("--gpus", "4", "--ulysses", "1", "--length", "65536")
-    settings = ("--allocator", "expandable", "--loss", "chunked")
-    sequences = ("--sequences-per-micro-batch", "2")
-    assert found["highwater"].split() == [
-        *("highwater", "try", "Qwen3-8B", *layout, *settings, *sequences)
-    ]
+    settings = ("--allocator", "native", "--loss", "full")
+    assert found["highwater"].split() == [*("highwater", "try", "Qwen3-8B", *layout, *settings)]
 
 
 def test_what_others_published_is_answered_by_their_table_cell_for_cell() -> None:

@@ -130,7 +130,11 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along() -> None:
             own.context_bytes[4],
             NCCL_BYTES[8] + NCCL_SECOND_GROUP_BYTES,
         )
-    (note,) = [note for note in prediction_table(prediction).footnotes if "as measured on" in note]
+    (note,) = [
+        note
+        for note in prediction_table(prediction, is_explained=True).footnotes
+        if "as measured on" in note
+    ]
     assert "; NCCL of 8 GPUs " in note
 
 
@@ -143,12 +147,18 @@ def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_mea
         for file in (None, changed(grow, tmp_path))
     )
     assert with_more.cells[0].capacity_tokens < without.cells[0].capacity_tokens
-    (said,) = (note for note in prediction_table(with_more).footnotes if "as measured on" in note)
+    (said,) = (
+        note
+        for note in prediction_table(with_more, is_explained=True).footnotes
+        if "as measured on" in note
+    )
     device, _, versions = said.partition("as measured on ")[2].partition(": ")
     assert device == "NVIDIA H200"
     named = ("torch 2.11.0+cu130", "CUDA 13.0", "NCCL 2.28.9", "cuDNN 91900")
     assert tuple(versions.split(", ")) == named
-    assert not any("as measured on" in note for note in prediction_table(without).footnotes)
+    assert not any(
+        "as measured on" in note for note in prediction_table(without, is_explained=True).footnotes
+    )
 
 
 def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take() -> None:

@@ -147,7 +147,7 @@ def test_an_alpha_that_is_no_whole_number_is_torchtitans_alone() -> None:
         ("trinity", {"lora": 1024, "rollout_gpus": 1}, "no adapters of rank 1024"),
         ("verl", {"lora": 1024}, "up to rank 512, not 1024"),
         ("torchtitan", {"lora_targets": "q_proj,o_proj"}, "in one layer"),
-        ("torchtitan", {"gpus": "1xL40S-48GB", "length": "32k"}, "more of each GPU"),
+        ("torchtitan", {"gpus": "1xL40S-48GB", "length": "64k"}, "more of each GPU"),
     ],
 )
 def test_adapters_that_a_trainer_cannot_have_are_refused_with_a_hint_that_works(

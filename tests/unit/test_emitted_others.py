@@ -351,11 +351,11 @@ def test_accelerate_has_both_fsdps() -> None:
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        ("accelerate", {"degree": 1}, ("the token budget of 262144 a GPU", "the objective sft")),
+        ("accelerate", {"degree": 1}, ("the token budget of 131072 a GPU", "the objective sft")),
         (
             "accelerate",
             {"degree": 2},
-            ("2 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
+            ("1 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
         ),
         ("trl", {"degree": 1}, ("whole logits",)),
         (

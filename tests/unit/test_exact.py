@@ -120,8 +120,9 @@ def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_t
     assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
     assert len(tracer.asked) == len(set(tracer.asked))
     assert found.interval is not None
-    assert found.headroom_bytes == DEVICE_BYTES - found.interval.high_bytes
+    assert found.headroom_bytes == DEVICE_BYTES - found.device_used_bytes
     if fits:
+        assert found.interval.high_bytes <= DEVICE_BYTES
         assert found.headroom_bytes >= 0
 
 

@@ -345,11 +345,11 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path)
 
 def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", margin="2GiB")))
+    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", margin="5GiB")))
     made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
     left_free, plain = (table.training for table in made.tables)
-    assert left_free == f"{plain}, 2.00 GiB left free"
-    assert "2.00 GiB left free" in guide_markdown(made)
+    assert left_free == f"{plain}, 5.00 GiB left free"
+    assert "5.00 GiB left free" in guide_markdown(made)
     question = msgspec.structs.replace(question_of(gpus=[1]), margin_bytes=1024**3)
     (table,) = guide_tables(study_capacities(Study(question=question)))
     assert table.training.endswith(", 1.00 GiB left free")

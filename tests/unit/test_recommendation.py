@@ -18,10 +18,9 @@ from highwater.errors import UsageError
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text_table import plain_table
-from highwater.recommendation.candidates import DEFAULT_SEQUENCES
 from highwater.recommendation.recommend import recommend
 from highwater.spec.codec import from_json, to_json
-from highwater.spec.declared_settings import DECLARED
+from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.ladder import simplicity
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import GIB, format_bytes, format_tokens
@@ -35,6 +34,8 @@ HERE = {
 }
 """What the study's trials were about."""
 H20S = {"model": "Qwen3-8B", "gpus": "4xH20-96GB"}
+TWO = {"sequences_per_micro_batch": 2}
+"""A default token budget of two sequences, which can be lowered to one."""
 
 lengths = st.integers(2, 400_000)
 places = st.sampled_from(
@@ -52,7 +53,7 @@ def place(candidate: Candidate) -> tuple[str, int, bool]:
 
 
 def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_budget():
-    found = recommend(length="64k", **H20S)
+    found = recommend(length="64k", **H20S, **TWO)
     rungs = ("vanilla", "Env", "Env + chunked")
     rungs += ("Env + Offload-states", "Env + Offload-states + chunked")
     rungs += ("Env + Offload", "Env + Offload + chunked")
@@ -66,7 +67,7 @@ def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_bud
 
 
 def test_candidates_are_in_the_order_of_simplicity_and_a_lowered_budget_comes_before_offload():
-    found = recommend(length="64k", **H20S)
+    found = recommend(length="64k", **H20S, **TWO)
     for lowered in (False, True):
         keys = [simplicity(each.cell) for each in found.candidates if each.is_lowered is lowered]
         assert keys == sorted(keys)
@@ -116,7 +117,7 @@ def test_what_is_predicted_is_what_predict_says_and_fits_where_the_upper_end_doe
         "allocator": "expandable",
         "host_memory": "400GiB",
     }
-    found = recommend(length=50_000, **asked)
+    found = recommend(length=50_000, **asked, **TWO)
     for sequences in (2, 1):
         at_length, longest = (
             {
@@ -139,7 +140,8 @@ def test_what_is_predicted_is_what_predict_says_and_fits_where_the_upper_end_doe
             assert (each.source, each.capacity_source) == ("predicted", "predicted")
             if trainer == "highwater":
                 assert predicted.interval is not None
-                assert each.headroom_bytes == found.device_bytes - predicted.interval.high_bytes
+                needed_bytes = predicted.footprint.needed_bytes
+                assert each.headroom_bytes == found.device_bytes - needed_bytes
 
 
 def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
@@ -182,8 +184,8 @@ def test_the_command_that_is_named_predicts_that_cell():
 
 
 @pytest.mark.parametrize("length", [2, 4097, 65_536, 100_001])
-def test_the_default_token_budget_holds_two_sequences_and_the_lowered_one_a_single_one(length):
-    for each in recommend(length=length, **H20S).candidates:
+def test_a_token_budget_of_two_sequences_is_lowered_to_a_single_one(length):
+    for each in recommend(length=length, **H20S, **TWO).candidates:
         degree, count = each.cell.layout.ulysses_degree, 1 if each.is_lowered else 2
         assert each.token_budget_tokens == -(-count * length // degree)
         assert each.cell.settings.sequences_per_micro_batch == count
@@ -194,7 +196,7 @@ def test_the_default_token_budget_holds_two_sequences_and_the_lowered_one_a_sing
 
 
 def test_a_lowered_budget_says_that_it_costs_more_micro_batches():
-    found = recommend("Qwen3-4B", gpus="1xH20-96GB", length="40k", loss="full")
+    found = recommend("Qwen3-4B", gpus="1xH20-96GB", length="40k", loss="full", **TWO)
     assert found.chosen is not None
     text = "\n".join(map(plain_table, recommendation_tables(found)))
     assert found.chosen.is_lowered
@@ -214,14 +216,15 @@ def test_a_budget_of_one_sequence_and_of_one_pair_cannot_be_lowered():
 
 
 def test_each_earlier_rung_says_what_it_lacks():
-    found = recommend(length="64k", margin="3GiB", host_memory="100GiB", **H20S)
+    found = recommend(length="96k", margin="3GiB", host_memory="100GiB", **H20S)
     assert found.earlier
     for each in found.candidates:
         if each.fits:
             assert (each.lacks_bytes, each.lacks_of) == (None, None)
             assert each.headroom_bytes >= 3 * GIB
         elif each.lacks_of == "device":
-            assert each.lacks_bytes == 3 * GIB - each.headroom_bytes > 0
+            assert each.lacks_bytes >= 3 * GIB - each.headroom_bytes
+            assert each.lacks_bytes > 0
         else:
             assert each.cell.settings.offload
             assert each.lacks_bytes == each.host_bytes - 100 * GIB > 0
@@ -242,7 +245,11 @@ def test_the_next_rungs_are_those_that_train_longer():
     table = next(
         table for table in recommendation_tables(found) if table.title == "what the next would buy"
     )
-    assert table.rows[0][-2:] == ("81,920*", "+10,240")
+    first = bought[0]
+    more = first.capacity_tokens - found.chosen.capacity_tokens
+    speed = f"{first.step_time.tokens_per_s:,.0f}"
+    longest = f"{format_tokens(first.capacity_tokens)}*"
+    assert table.rows[0][-3:] == (longest, f"+{format_tokens(more)}", speed)
 
 
 def test_gpus_for_rollout_are_not_the_trainers():
@@ -252,7 +259,7 @@ def test_gpus_for_rollout_are_not_the_trainers():
     )
     assert (found.gpus, found.rollout_gpus) == (2, 2)
     assert found.candidates == alone.candidates
-    text = plain_table(rung_list(found))
+    text = plain_table(rung_list(found, is_explained=True))
     assert " 2 x H20-96GB, " in text.splitlines()[0]
     assert " 2 for rollout" in text.splitlines()[0]
     assert "2 of 4 roll out" in text
@@ -270,12 +277,33 @@ def test_rollout_has_to_leave_the_trainer_a_gpu(gpus, rollout, hint):
     assert recommend("Qwen3-0.6B", gpus=f"{gpus}xH20-96GB", length="8k", rollout_gpus=mended).chosen
 
 
-def test_little_headroom_comes_with_the_flag_that_asks_for_more():
-    def shown(**more):
-        return plain_table(recommendation_tables(recommend(length="72k", **H20S, **more))[0])
+def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
+    """At the length that nothing set only just holds, expandable segments are taken."""
+    longest = {
+        each.cell.settings.label: each
+        for each in highwater.predict(**H20S, ulysses=[1], margin=0).cells
+    }
+    tokens = longest["vanilla"].capacity_tokens
+    found = recommend(length=tokens, **H20S, ulysses=[1])
+    assert found.chosen is not None
+    assert found.chosen.risk == "safe"
+    assert found.chosen.headroom_bytes >= default_headroom_bytes(found.device_bytes)
+    asked = recommend(length=tokens, **H20S, ulysses=[1], margin=0).chosen
+    assert asked is not None
+    assert asked.cell.settings.label == "vanilla"
 
-    assert re.search(r" 0\.0 MiB .*`--margin 2GiB`", shown())
-    assert "--margin" not in shown(margin="2GiB")
+
+@pytest.mark.parametrize("risk", ["likely", "tight"])
+def test_where_nothing_is_safe_the_roomiest_that_may_fit_is_taken_and_says_so(risk):
+    one = {"ulysses": [1], "allocator": "expandable", "loss": "chunked", "offload": False}
+    (cell,) = highwater.predict(**H20S, **one, margin=0, resolution="1k").cells
+    tokens = cell.likely_tokens if risk == "tight" else cell.capacity_tokens
+    found = recommend(length=tokens, **H20S, **one)
+    assert found.chosen is not None
+    assert found.chosen.risk == risk
+    assert found.chosen.headroom_bytes < default_headroom_bytes(found.device_bytes)
+    assert any(f"{risk}: " in note for note in recommendation_tables(found)[-1].footnotes)
+    assert recommend(length=tokens, **H20S, **one, margin="4GiB").chosen is None
 
 
 def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():
@@ -289,11 +317,12 @@ def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():
         "original_max_position_embeddings": 40_960,
     }
     assert found.yarn.max_position_embeddings == 65_536
-    text = "\n".join(map(plain_table, recommendation_tables(found)))
-    assert "numerical stability" in text
-    assert "numerical stability" not in "\n".join(
-        map(plain_table, recommendation_tables(recommend(length=40_960, **H20S)))
-    )
+
+    def explained(what):
+        return "\n".join(map(plain_table, recommendation_tables(what, is_explained=True)))
+
+    assert "numerical stability" in explained(found)
+    assert "numerical stability" not in explained(recommend(length=40_960, **H20S))
 
 
 def test_a_length_that_positions_cannot_reach_is_refused():
@@ -345,7 +374,7 @@ def test_on_a_narrow_terminal_no_name_and_no_figure_is_broken(width):
         assert row[0] in drawn
         for text in (row[5], *row[6].split(), row[7]):
             assert text in words
-    assert re.search(r"step(:|\b)[\s\S]*\d+m\s+\d\ds\s+predicted", drawn)
+    assert re.search(r"step(:|\b)[\s\S]*\d+m\s+\d\ds", drawn)
 
 
 def test_a_wide_terminal_has_every_column():
@@ -362,6 +391,15 @@ def test_the_whole_noun_survives_json(length):
     assert from_json(to_json(found), Recommendation) == found
 
 
-def test_a_help_names_the_sequences_that_a_recommendation_is_about() -> None:
-    named = DECLARED["sequences_per_micro_batch"].defaults
-    assert {named["recommend"], named["emit"]} == {str(DEFAULT_SEQUENCES)}
+def test_a_prediction_and_a_recommendation_of_one_question_agree() -> None:
+    """One sequence a micro-batch and the same headroom, unless somebody asks otherwise."""
+    for length in ("32k", "64k", "128k"):
+        predicted = highwater.predict("Qwen3-8B", gpus="4xH20-96GB", length=length)
+        found = recommend("Qwen3-8B", gpus="4xH20-96GB", length=length)
+        assert found.margin_bytes == predicted.margin_bytes > 2 * GIB
+        answer = predicted.answer
+        assert answer is not None
+        assert found.chosen is not None
+        assert found.chosen.cell == answer.cell
+        assert (found.chosen.headroom_bytes, found.chosen.risk) == (answer.headroom_bytes, "safe")
+        assert found.default_sequences == 1

@@ -49,7 +49,7 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
         assert each[label].fits
     assert each["Env + chunked, 1 GPU"].source == "predicted"
     assert found.chosen == each["vanilla, 1 GPU"]
-    text = plain_table(rung_list(found))
+    text = plain_table(rung_list(found, is_explained=True))
     assert f"measured: {STUDY}" in text
     assert {row[2] for row in rung_list(found).rows} == {"measured", "predicted"}
 
@@ -60,9 +60,9 @@ def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
         for table in recommendation_tables(recommend(length=150_000, studies=[STUDY], **HERE))
         for row in table.rows
     ]
-    bought = [row for row in rows if row[0] == "Env + chunked" and "predicted" in row]
+    bought = [row for row in rows if row[0] == "expandable, chunked loss" and "predicted" in row]
     assert bought
-    assert {row[-1] for row in bought} == {"-"}
+    assert {row[-2] for row in bought} == {"-"}
 
 
 def test_a_measured_answer_overrules_a_prediction_both_ways():
@@ -126,7 +126,7 @@ def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
         True,
     )
     rows = {row[0]: row for row in rung_list(found).rows}
-    assert "≥262,144*" in rows["Env + chunked"]
+    assert "≥262,144*" in rows["expandable, chunked loss"]
     assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))[
         "Env, 1 GPU"
     ].is_at_least
@@ -283,7 +283,7 @@ def test_a_smaller_margin_takes_what_the_larger_one_refused():
 
 def test_the_footnote_of_predictions_says_which_rows_it_is_about():
     mixed, alone = (
-        recommendation_tables(recommend(length=150_000, **more, **HERE))
+        recommendation_tables(recommend(length=150_000, **more, **HERE), is_explained=True)
         for more in ({"studies": [STUDY]}, {})
     )
 

@@ -101,7 +101,7 @@ def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is() -> None:
         device_name="H200-141GB",
     )
     assert best.step == expected
-    text = "\n".join(prediction_table(found).footnotes)
+    text = "\n".join(prediction_table(found, is_explained=True).footnotes)
     assert "half were within 3 %" in text
     nameless = highwater.predict("Qwen3-4B", gpu_memory="24GiB")
     assert all(cell.step is None for cell in nameless.cells)

@@ -148,7 +148,8 @@ def _predict_flags(parser: Parser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="bytes by term at the peak; with --exact tensors by operator",
+        help="what ends each row, how good such predictions were, and bytes by term at the peak; "
+        "with --exact tensors by operator",
     )
     parser.add_argument(
         "--against",
@@ -209,7 +210,7 @@ def _guide_flags(parser: Parser) -> None:
         "--sequences-per-micro-batch",
         metavar="N",
         type=int,
-        help="what is predicted is of so many; 2: as `recommend` by default; default: as `predict`",
+        help="what is predicted is of so many; default: as `predict`",
     )
     for name, what, default in (
         ("ulysses", "these ulysses degrees", "as `predict`"),
@@ -232,7 +233,12 @@ def _recommend_flags(parser: Parser) -> None:
         "--list",
         dest="list_",
         action="store_true",
-        help="every rung that fits, with what each costs",
+        help="all settings that fit, with what each costs",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="what the answer is drawn from, how good such answers were, and what is not in it",
     )
     add_settings(parser, "recommend", "trial", "lengths", "search", heading="settings")
 

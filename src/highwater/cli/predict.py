@@ -15,11 +15,13 @@ from highwater.cli.recommend import words_again
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
-from highwater.pages.prediction_answer import prediction_answer
+from highwater.pages.answer_sentence import prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
+from highwater.recommendation.recommend import what_would_fit
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
 from highwater.spec.hardware import runs_trials
+from highwater.spec.recommendation import Alternative
 from highwater.spec.request import request_from, trial_flags
 from highwater.spec.trainer import TRAINERS
 from highwater.spec.trial import TrialSpec
@@ -39,15 +41,31 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.answer_json(prediction)
     else:
-        console.answer(f"{prediction_answer(prediction)}\n")
-        console.answer_table(prediction_table(prediction))
+        longest, would_fit = _instead(arguments, prediction)
+        said = prediction_answer(prediction, longest=longest, alternatives=would_fit)
+        console.answer(f"{said}\n")
+        console.answer_table(prediction_table(prediction, is_explained=arguments.explain))
         _explain(arguments, prediction)
         console.next_command(_after_predict(arguments, prediction))
-    return (
-        EXIT_ANSWERED
-        if any(cell.capacity_tokens for cell in prediction.cells)
-        else EXIT_ANSWERED_NO
-    )
+    return EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
+
+
+def _instead(
+    arguments: argparse.Namespace, prediction: Prediction
+) -> tuple[Prediction | None, tuple[Alternative, ...]]:
+    """Where nothing fits: what does without that length, and what else would train it."""
+    if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
+        return None, ()
+    model, settings = named_model(arguments, [], example=_EXAMPLE)
+    shared = {"gpus": arguments.cluster, "trainer": arguments.trainer, **typed_limits(arguments)}
+    longest = None
+    if prediction.length_tokens is not None:
+        longest = api.predict(model, constants=arguments.constants, **shared, **settings)
+    length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
+    if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
+        return longest, ()
+    found = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
+    return longest, found
 
 
 def _predicted(arguments: argparse.Namespace) -> Prediction:
@@ -144,8 +162,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     """The next command: what explains the prediction, and then what measures it, with the settings
     that were typed; another trainer is not ours to try.
     """
-    fits = any(cell.capacity_tokens for cell in prediction.cells)
-    if not arguments.explain and fits:
+    if not arguments.explain and prediction.answer is not None:
         return shlex.join((*_without_timeline(arguments), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if not TRAINERS[prediction.trainer].is_run:

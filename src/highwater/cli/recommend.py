@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.declaration import flag_of, words_of
@@ -24,16 +25,18 @@ _OTHER_TRAININGS = {"--optimizer", "--lora"}
 
 
 def recommend(arguments: argparse.Namespace) -> int:
-    """Print what to take; with ``--list`` every rung that fits."""
+    """Print what to take; with ``--list`` all settings that fit."""
     found = found_for(arguments)
     console.notes(found.notes)
     if arguments.json:
         console.answer_json(found)
     else:
+        console.answer(f"{recommendation_answer(found)}\n")
+        is_explained = arguments.explain
         tables = (
-            (rung_list(found),)
+            (rung_list(found, is_explained=is_explained),)
             if arguments.list_ and found.chosen
-            else recommendation_tables(found)
+            else recommendation_tables(found, is_explained=is_explained)
         )
         for number, table in enumerate(tables):
             if number:

@@ -16,6 +16,7 @@ from highwater.memory.trace.replay import Replayed
 from highwater.spec.capacities import Capacity, kind_with_memory
 from highwater.spec.codec import Record
 from highwater.spec.hardware import gpu_catalog
+from highwater.spec.headroom import Risk, default_headroom_bytes, risk_of
 from highwater.spec.optimizer import OPTIMIZERS
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
@@ -66,21 +67,28 @@ class CellPrediction(Record, frozen=True, kw_only=True):
 
     cell: Cell
     capacity_tokens: int
-    """Longest length whose upper end fits: where there is no interval, the prediction itself. 0:
-    nothing on the grid fits."""
+    """Longest length that leaves the headroom in question by the prediction itself, and whose upper
+    end fits, where there is an interval. 0: nothing on the grid does."""
     does_not_fit_tokens: int | None
-    """The next length, whose upper end does not fit; None where no longer one was asked about."""
+    """The next length, which does not; None where no longer one was asked about."""
     binding: Binding
     footprint: Footprint
     """The footprint by formula, at the capacity; at the shortest length where nothing fits."""
     headroom_bytes: int
-    """Bytes that the upper end leaves of a GPU's memory, at that length; where that is too few for
-    the length to fit, fewer than the margin."""
+    """Bytes of a GPU that the prediction itself leaves, at that length: blocks that the allocator
+    would only keep count as left, since it gives them back before it fails. Below 0: bytes that are
+    lacking."""
+    lacks_bytes: int | None = None
+    """Bytes of a GPU that are lacking for the shortest length, its upper end and the headroom in
+    question; None where a length fits."""
+    risk: Risk | None = None
+    """How sure it is that this length fits; None: by the prediction itself it does not."""
     replayed: Replayed | None = None
     """The traced steps, replayed in the allocator at that length; None for an answer by formula."""
     likely_tokens: int | None = None
-    """Longest length where the prediction itself fits: as likely too long as too short, where a
-    search is to begin. None in files from before there were intervals, where it is the capacity."""
+    """Longest length where the prediction itself fits, with no headroom: as likely too long as too
+    short, where a search is to begin. None in files from before there were intervals, where it is
+    the capacity."""
     interval: Interval | None = None
     """Interval of the GPU's memory, at that length; None where nobody has recorded trials to learn
     it from."""
@@ -122,7 +130,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     memory_limit: MemoryLimit = msgspec.field(name="room")
     """The memory that the prediction is about; recorded predictions call it ``room``."""
     margin_bytes: int = 0
-    """Bytes that a length has to leave of a GPU to count as one that fits."""
+    """Headroom, in bytes, that a length has to leave of a GPU to count as one that fits."""
     length_tokens: int | None
     """The length that was asked about; None: the longest that fits was asked for."""
     cells: tuple[CellPrediction, ...]
@@ -134,23 +142,35 @@ class Prediction(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def explained(self) -> CellPrediction:
-        """The cell to explain: the first that fits a length, or the one of the longest capacity;
-        where nothing fits, the first.
+    def answer(self) -> CellPrediction | None:
+        """The cell that answers: the simplest that trains the length, or that of the longest
+        capacity. Where none leaves the default headroom, the roomiest that may fit; None where none
+        does.
         """
-        fitting = [cell for cell in self.cells if cell.capacity_tokens] or list(self.cells[:1])
-        return (
-            fitting[0]
-            if self.length_tokens
-            else max(fitting, key=lambda cell: cell.capacity_tokens)
+        fitting = [cell for cell in self.cells if cell.capacity_tokens]
+        if fitting and self.length_tokens:
+            return fitting[0]
+        if fitting:
+            return max(fitting, key=lambda cell: cell.capacity_tokens)
+        if self.margin_bytes > default_headroom_bytes(self.device_bytes):
+            return None  # more headroom was asked for than anything leaves
+        may_fit = [cell for cell in self.cells if cell.risk is not None]
+        return max(
+            may_fit, key=lambda cell: (cell.likely_edge_tokens, cell.headroom_bytes), default=None
         )
+
+    @property
+    def explained(self) -> CellPrediction:
+        """The cell to explain: the one that answers; where none does, the first."""
+        return self.answer or self.cells[0]
 
 
 def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacity, ...]:
-    """What a prediction says of each cell: what fits by the upper end of its interval, where it has
-    one.
+    """What a prediction says of each cell: the longest length beside the headroom in question,
+    which is named where it is not the default.
     """
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
+    is_default = prediction.margin_bytes == default_headroom_bytes(prediction.device_bytes)
     is_whole = (
         kinds.get(prediction.device_name, prediction.device_bytes)
         == prediction.memory_limit.device_bytes
@@ -166,7 +186,7 @@ def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacit
             cell=predicted.cell,
             capacity_tokens=predicted.capacity_tokens,
             does_not_fit_tokens=predicted.does_not_fit_tokens,
-            margin_bytes=prediction.margin_bytes,
+            margin_bytes=0 if is_default else prediction.margin_bytes,
             source="predicted",
             trainer=prediction.trainer,
             found_in=found_in,
@@ -182,7 +202,7 @@ def predict_cells(
     calibration: Calibration | None = None,
 ) -> tuple[CellPrediction, ...]:
     """Every cell of the question, in its order; without a calibration the prediction itself tells
-    what fits.
+    what fits beside the headroom in question.
     """
     return tuple(
         predict_cell(
@@ -203,12 +223,13 @@ def predict_cell(
     formula: Formula,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """One cell: the longest length whose upper end fits, and the longest that fits if the
-    prediction is right.
+    """One cell: the longest length that leaves the headroom in question and whose upper end fits,
+    and the longest that fits if the prediction is right and nothing is left.
     """
-    likely = _CellByFormula(question, cell, memory_limit, formula).longest()
+    whole = msgspec.structs.replace(question, margin_bytes=0)
+    likely = _CellByFormula(whole, cell, memory_limit, formula).longest()
     found = likely
-    if factors is not None:
+    if factors is not None or question.margin_bytes:
         found = _CellByFormula(question, cell, memory_limit, formula, factors).longest()
     return msgspec.structs.replace(found, likely_tokens=likely.capacity_tokens)
 
@@ -297,25 +318,33 @@ def predict_at(
     length_tokens: int,
     factors: Factors | None = None,
 ) -> CellPrediction:
-    """Whether one length fits a cell: with factors, whether the upper end of what it needs does."""
+    """Whether one length leaves the headroom in question in a cell; with factors, also whether the
+    upper end of what it needs is below the GPU's memory.
+    """
     footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
-    limit_bytes = memory_limit.device_bytes - question.margin_bytes
+    limit_bytes = memory_limit.device_bytes
     needed, used = footprint.needed_bytes, footprint.within(limit_bytes)
-    high, around = max(needed, used.device_used_bytes), None
+    headroom_bytes, high_needed, around = limit_bytes - needed, needed, None
     if factors is not None:
-        needed = interval(needed, factors).high_bytes
+        high_needed = interval(needed, factors).high_bytes
         around = interval(used.device_used_bytes, factors)
-        high = max(needed, min(around.high_bytes, limit_bytes))
+        high = max(high_needed, min(around.high_bytes, limit_bytes))
         around = msgspec.structs.replace(around, high_bytes=high)
     fits_host = memory_limit.host_bytes is None or footprint.host_bytes <= memory_limit.host_bytes
-    fits = needed <= limit_bytes and fits_host
+    lacks_bytes = max(question.margin_bytes - headroom_bytes, high_needed - limit_bytes)
+    fits = lacks_bytes <= 0 and fits_host
+    risk = risk_of(
+        headroom_bytes=headroom_bytes, pessimistic_bytes=high_needed, device_bytes=limit_bytes
+    )
     return CellPrediction(
         cell=cell,
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
         binding="device" if fits_host else "host",
         footprint=used,
-        headroom_bytes=memory_limit.device_bytes - high,
+        headroom_bytes=headroom_bytes,
+        lacks_bytes=max(0, lacks_bytes) or None,
+        risk=risk if fits_host else None,
         interval=around,
     )
 

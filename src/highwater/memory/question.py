@@ -23,8 +23,10 @@ from highwater.spec.cells import heads_obstacle, ring_obstacle
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import runs_trials
+from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
+from highwater.spec.objective import TRAITS
 from highwater.spec.plan import plan
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Cell, Question
@@ -39,7 +41,11 @@ def predicted_question(
     length_tokens: int | None,
     settings: dict[str, Any],
 ) -> tuple[Question, tuple[str, ...]]:
-    """Every rung, on a grid or at one length; and the notes of its plan."""
+    """Every rung, on a grid or at one length; and the notes of its plan.
+
+    What is asked without a ``margin`` is to leave the default headroom of a GPU.
+    """
+    settings = {"margin": default_headroom_bytes(where.device_bytes), **settings}
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
@@ -94,7 +100,7 @@ def _requests(
         "device": "cuda",
         "dry_run": True,
         **_copies_of_machines(where),
-        **MEMORY[trainer].fixed_fields(settings),
+        **default_fields(trainer, settings),
     }
     _refuse_offloaded_states(trainer, settings)
     ladders = [{**common, **settings}]
@@ -108,6 +114,17 @@ def _requests(
         kinds = ("states", True) if has_states and is_sharded else (True,)
         ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
     return [request_from(fields, keywords=True) for fields in ladders]
+
+
+def default_fields(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``Request`` that a trainer's questions have unless they are named: among them
+    the sequences of a micro-batch, one, of pairs two.
+    """
+    traits = TRAITS.get(settings.get("objective", "sft"))  # another name is refused later
+    together = 1 if traits is None else traits.documents_together
+    is_packed = together > 1 and "token_budget" not in settings
+    least = {"sequences_per_micro_batch": together} if is_packed else {}
+    return {**least, **MEMORY[trainer].fixed_fields(settings)}
 
 
 def _refuse_offloaded_states(trainer: Trainer, settings: Mapping[str, Any]) -> None:

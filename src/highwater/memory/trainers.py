@@ -103,7 +103,7 @@ def predict_by_formula(
 
 
 def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:
-    """Cells that our engine trains, with the time of a step of each that fits."""
+    """Cells that our engine trains, with the time of a step of each that fits, if only just."""
     return tuple(
         msgspec.structs.replace(
             each,
@@ -111,14 +111,21 @@ def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[C
                 question.model.shape,
                 each.cell.settings,
                 each.cell.layout,
-                length_tokens=each.capacity_tokens,
+                length_tokens=length_tokens,
                 device_name=question.device_name,
             ),
         )
-        if each.capacity_tokens
+        if (length_tokens := _answered_tokens(each))
         else each
         for each in cells
     )
+
+
+def _answered_tokens(predicted: CellPrediction) -> int:
+    """The length that a cell's prediction is about, where it may fit; else 0."""
+    if predicted.capacity_tokens or predicted.risk is None:
+        return predicted.capacity_tokens
+    return predicted.does_not_fit_tokens or 0
 
 
 def by_formula(prediction: Prediction, question: Question) -> Prediction:

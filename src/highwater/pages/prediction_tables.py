@@ -10,12 +10,14 @@ from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.breakdown import Phase, Term
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.interval.calibration import Calibration, least_residuals
-from highwater.memory.interval.residuals import PredictionMethod
+from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
+from highwater.pages.settings_words import short_settings, unmeasured
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
+from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.study import counted_ranks
 from highwater.spec.trainer import OURS
 from highwater.speed.rates import BASIS_IN_WORDS
@@ -34,31 +36,27 @@ _BINDINGS: dict[Binding, str] = {
 }
 
 
-def prediction_table(prediction: Prediction) -> TextTable:
-    """A table of each cell's capacity, what ends it, and the peak there, by the upper ends.
+def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
+    """A table of each cell's longest length, what is left there, and how fast it is; at one length,
+    whether it fits. One caveat follows.
 
-    At one length, whether it fits.
+    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
+    all that is known of such predictions.
     """
     at_length = prediction.length_tokens is not None
-    heading = "fits" if at_length else "capacity"
-    learned = prediction.calibration is not None
+    lengths = ("fits",) if at_length else ("trains up to", "may reach")
+    gpus = ("GPUs",) if _has_several_counts(prediction) else ()
     return TextTable(
         title=f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
         columns=(
-            *(
-                "rung",
-                "GPUs",
-                "SP",
-                heading,
-                *(("likely",) if learned else ()),
-                "ended by",
-                "predicted GPU memory",
-            ),
+            *("settings", *gpus, "SP", *lengths),
             *(("a step", "tokens/s") if _is_timed(prediction) else ()),
-            *("headroom, at least" if learned else "headroom", "host memory", "peak in"),
+            *("headroom", "host memory"),
+            *(("ended by", "GPU memory", "peak in") if is_explained else ()),
         ),
-        rows=tuple(_row(prediction, cell) for cell in prediction.cells),
-        footnotes=tuple(_footnotes(prediction)),
+        rows=tuple(_row(prediction, cell, is_explained=is_explained) for cell in prediction.cells),
+        left_columns=1 + len(gpus),
+        footnotes=tuple(_explanations(prediction)) if is_explained else (_caveat(prediction),),
     )
 
 
@@ -190,31 +188,35 @@ def _title(prediction: Prediction) -> str:
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
 
-def _row(prediction: Prediction, predicted: CellPrediction) -> tuple[str, ...]:
+def _row(
+    prediction: Prediction, predicted: CellPrediction, *, is_explained: bool
+) -> tuple[str, ...]:
     cell, footprint = predicted.cell, predicted.footprint
+    native, binding = prediction.native_length_tokens, _BINDINGS[predicted.binding]
     if prediction.length_tokens is not None:
-        answer, likely = (
-            "yes" if tokens else "no"
-            for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens)
-        )
-        ended = "-" if predicted.capacity_tokens else _BINDINGS[predicted.binding]
+        answers = (_fits(predicted),)
+        ended = "-" if predicted.capacity_tokens else binding
     else:
-        native = prediction.native_length_tokens
-        answer, likely = (
-            _length(tokens, native)
-            for tokens in (predicted.capacity_tokens, predicted.likely_edge_tokens)
-        )
-        ended = _BINDINGS[predicted.binding]
+        lengths = predicted.capacity_tokens, predicted.likely_edge_tokens
+        answers = tuple(_length(tokens, native) for tokens in lengths)
+        ended = binding
         if predicted.does_not_fit_tokens is not None:
             ended = f"{format_tokens(predicted.does_not_fit_tokens)}: {ended}"
     return (
-        *(cell.settings.label, str(cell.layout.gpus), cell.layout.sharing),
-        *((answer,) if prediction.calibration is None else (answer, likely)),
-        *(ended, _device_memory(predicted)),
+        short_settings(cell.settings),
+        *((str(cell.layout.gpus),) if _has_several_counts(prediction) else ()),
+        *(cell.layout.sharing, *answers),
         *(_speed(predicted) if _is_timed(prediction) else ()),
-        format_bytes(predicted.headroom_bytes),
-        *(format_bytes(footprint.host_bytes), predicted.peak_phase),
+        *(format_bytes(predicted.headroom_bytes), format_bytes(footprint.host_bytes)),
+        *((ended, _device_memory(predicted), predicted.peak_phase) if is_explained else ()),
     )
+
+
+def _fits(predicted: CellPrediction) -> str:
+    """How sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
+    if predicted.risk is None:
+        return "yes" if predicted.capacity_tokens else "no"
+    return predicted.risk
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:
@@ -223,6 +225,10 @@ def _length(tokens: int, native_length_tokens: int) -> str:
         if tokens
         else "none"
     )
+
+
+def _has_several_counts(prediction: Prediction) -> bool:
+    return len({each.cell.layout.gpus for each in prediction.cells}) > 1
 
 
 def _is_timed(prediction: Prediction) -> bool:
@@ -246,14 +252,37 @@ def _device_memory(predicted: CellPrediction) -> str:
     )
 
 
-def _footnotes(prediction: Prediction) -> list[str]:
-    notes: list[str] = []
-    lengths = [predicted.capacity_tokens for predicted in prediction.cells]
+def _caveat(prediction: Prediction) -> str:
+    """The one line that a reader needs beside the table."""
+    answer, known = prediction.answer, prediction.calibration
+    says = "`--explain` says what from, and how good such predictions were"
+    if answer is not None and answer.risk == "tight":
+        says = "tight: only the prediction itself fits, its pessimistic end does not; try it first"
+    elif answer is not None and answer.risk == "likely":
+        says = "likely: even the pessimistic end fits, but little is left; try it first"
+    elif known is not None and answer is not None:
+        cells = [each.cell for each in prediction.cells]
+        says = unmeasured(unlike_cell(known.unlike, answer.cell, cells)) or says
+    return "; ".join((*_yarn(prediction), says))
+
+
+def _yarn(prediction: Prediction) -> tuple[str, ...]:
+    """What a star means, where there is one."""
+    native = prediction.native_length_tokens
     longest = max((predicted.likely_edge_tokens for predicted in prediction.cells), default=0)
-    if (prediction.length_tokens or longest) > prediction.native_length_tokens:
-        notes.append(
-            f"* past the native length of {format_tokens(prediction.native_length_tokens)}: YaRN"
-        )
+    is_past = (prediction.length_tokens or longest) > native
+    return (f"* past the native length of {format_tokens(native)}: YaRN",) if is_past else ()
+
+
+def _explanations(prediction: Prediction) -> list[str]:
+    """All that is known of the predictions of a table."""
+    notes = [*_yarn(prediction), RISK_IN_WORDS]
+    notes.append(
+        f"trains up to: with {format_bytes(prediction.margin_bytes)} of headroom, and at the "
+        "pessimistic end of the prediction; may reach: where the prediction itself fits; headroom "
+        "is what the prediction leaves of a GPU; GPU memory counts what the allocator only keeps, "
+        "too, as far as there is room"
+    )
     if prediction.calibration is not None:
         notes += learned(prediction.calibration)
     if _is_timed(prediction):
@@ -263,12 +292,6 @@ def _footnotes(prediction: Prediction) -> list[str]:
         notes.append(_constants(prediction.memory_limit.constants, prediction.gpus))
     notes.append(prediction.accuracy)
     notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
-    if prediction.length_tokens is None and any(lengths):
-        best = max(prediction.cells, key=lambda predicted: predicted.capacity_tokens)
-        notes.append(
-            f"high-water mark: {format_tokens(best.capacity_tokens)} tokens ({best.cell.label}), "
-            f"predicted"
-        )
     return notes
 
 
@@ -292,11 +315,7 @@ def _constants(own: MachineConstants, gpus: int) -> str:
 
 def learned(calibration: Calibration) -> list[str]:
     """What the intervals promise, what they were learned from, and for what they were not."""
-    notes = [
-        "a length fits where the upper end of what it needs does, likely is where the prediction "
-        "itself does; GPU memory counts "
-        "what the allocator only keeps, too, as far as there is room"
-    ]
+    notes: list[str] = []
     each = [
         f"{factors.allocator}, {factors.residuals} trials: {factors.lower:.3f} to "
         f"{factors.upper:.3f} of the prediction"

@@ -7,25 +7,32 @@ fits.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
+from highwater.pages.settings_words import short_settings, unmeasured
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
-from highwater.spec.recommendation import Candidate, Recommendation, StepTime
+from highwater.spec.headroom import RISK_IN_WORDS
+from highwater.spec.recommendation import Alternative, Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
 from highwater.spec.trainer import OURS
-from highwater.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
-_LEFT = ("rung", "SP", "by")
+_LEFT = ("settings", "SP", "by")
 _BUDGET = ("sequences", "token budget")
 
 
-def recommendation_tables(found: Recommendation) -> tuple[TextTable, ...]:
-    """The answer's tables, in the order in which they are read; footnotes come last."""
+def recommendation_tables(
+    found: Recommendation, *, is_explained: bool = False
+) -> tuple[TextTable, ...]:
+    """The answer's tables, in the order in which they are read; one caveat comes last, or with
+    ``is_explained`` all that is known of such answers.
+    """
     if found.chosen is None:
         tables = (_why_table(found), *((_alternative_table(found),) if found.alternatives else ()))
     else:
@@ -33,11 +40,11 @@ def recommendation_tables(found: Recommendation) -> tuple[TextTable, ...]:
         longer = next_rungs(found)
         bought = (_next_table(found.chosen, longer, found),) if longer else ()
         tables = (_chosen_table(found, found.chosen), *why, *bought)
-    return (*tables[:-1], replace(tables[-1], footnotes=tuple(_footnotes(found))))
+    return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
 
 
-def rung_list(found: Recommendation) -> TextTable:
-    """Every rung that fits, the simplest first, with what each costs."""
+def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable:
+    """All settings that fit, the simplest first, with what each costs."""
     rows = (
         (
             *_names(candidate),
@@ -45,17 +52,17 @@ def rung_list(found: Recommendation) -> TextTable:
             *(
                 format_bytes(candidate.headroom_bytes),
                 _capacity(candidate, found),
-                _step(candidate.step_time),
+                *_step(candidate),
             ),
         )
         for candidate in found.candidates
         if candidate.fits
     )
     return TextTable(
-        title=f"{_title(found)}: every rung that fits",
-        columns=(*_LEFT, "costs", *_BUDGET, "headroom, at least", "trains up to", "step"),
+        title=f"{_title(found)}: all settings that fit",
+        columns=(*_LEFT, "costs", *_BUDGET, "headroom", "trains up to", "a step", "tokens/s"),
         rows=tuple(rows),
-        footnotes=tuple(_footnotes(found)),
+        footnotes=_footnotes(found, is_explained),
         left_columns=4,
     )
 
@@ -116,7 +123,7 @@ def reason(candidate: Candidate) -> str:
 
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
     rows = (
-        ("rung", f"{chosen.label}, {_by(chosen)}"),
+        ("settings", f"{short_settings(chosen.cell.settings)}{_degrees(chosen)}, {_by(chosen)}"),
         ("headroom", _headroom(chosen)),
         (
             "token budget",
@@ -150,13 +157,13 @@ def _next_table(
         (
             *_names(each),
             *("; ".join(costs(each, found)) or "nothing", *_budget(each), _capacity(each, found)),
-            _more(each, chosen),
+            *(_more(each, chosen), _step(each)[1]),
         )
         for each in longer
     )
     return TextTable(
         title="what the next would buy",
-        columns=(*_LEFT, "costs", *_BUDGET, "trains up to", "more"),
+        columns=(*_LEFT, "costs", *_BUDGET, "trains up to", "more", "tokens/s"),
         rows=tuple(rows),
         left_columns=4,
     )
@@ -177,26 +184,30 @@ def _more(longer: Candidate, chosen: Candidate) -> str:
 def _alternative_table(found: Recommendation) -> TextTable:
     tried = {alternative.kind for alternative in found.alternatives}
     rows = [
-        (each.kind, plain(each.what), each.label or "-", format_bytes(each.headroom_bytes))
+        (
+            *(each.kind, plain(each.what), _settings_of(each)),
+            *(format_bytes(each.headroom_bytes), format_bytes(each.host_bytes)),
+        )
         for each in found.alternatives
     ]
     if "more GPUs" not in tried:
-        rows.append(
-            (
-                "more GPUs",
-                f"none of up to {MOST_GPUS_OF_A_MACHINE} of this kind, nor twice or four times "
-                "that",
-                "-",
-                "-",
-            )
-        )
+        most = MOST_GPUS_OF_A_MACHINE
+        none = f"none of up to {most} of this kind, nor twice or four times that"
+        rows.append(("more GPUs", none, "-", "-", "-"))
     if "a larger GPU" not in tried:
-        rows.append(("a larger GPU", "none of the catalog", "-", "-"))
+        rows.append(("a larger GPU", "none of the catalog", "-", "-", "-"))
     return TextTable(
         title="what would do: predicted",
-        columns=("", "what", "first rung that fits", "headroom, at least"),
+        columns=("", "what", "simplest settings", "headroom", "host memory"),
         rows=tuple(rows),
     )
+
+
+def _settings_of(alternative: Alternative) -> str:
+    """The simplest settings that fit then; ``-`` where nothing here is known to."""
+    if alternative.cell is None:
+        return "-"
+    return f"{short_settings(alternative.cell.settings)}{alternative.cell.layout.suffix}"
 
 
 def _title(found: Recommendation) -> str:
@@ -211,7 +222,16 @@ def _title(found: Recommendation) -> str:
 
 
 def _names(candidate: Candidate) -> tuple[str, str, str]:
-    return candidate.cell.settings.label, candidate.cell.layout.sharing, _by(candidate)
+    return short_settings(candidate.cell.settings), candidate.cell.layout.sharing, _by(candidate)
+
+
+def _degrees(candidate: Candidate) -> str:
+    """``, SP=2``, and how many sequences where they are fewer than by default."""
+    shared = candidate.cell.layout.suffix
+    if not candidate.is_lowered:
+        return shared
+    sequences = counted(candidate.cell.settings.sequences_per_micro_batch, "sequence")
+    return f"{shared}, {sequences} a micro-batch"
 
 
 def _by(candidate: Candidate) -> str:
@@ -245,13 +265,20 @@ def _packed(candidate: Candidate, found: Recommendation) -> str:
     return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
 
 
-def _step(step: StepTime | None) -> str:
-    return "-" if step is None else f"{format_seconds(step.time_s)} {step.source}"
+def _step(candidate: Candidate) -> tuple[str, str]:
+    """Seconds of a step and tokens per second, and by what where that is not by what it fits; ``-``
+    where nobody knows.
+    """
+    step = candidate.step_time
+    if step is None:
+        return "-", "-"
+    by = "" if step.source == candidate.source else f" {step.source}"
+    return f"{format_seconds(step.time_s)}{by}", f"{step.tokens_per_s:,.0f}{by}"
 
 
 def _step_in_words(step: StepTime | None) -> str:
     if step is None:
-        return "unknown: no study here measured the speed of this rung, nor of such a GPU"
+        return "unknown: no study here measured the speed of these settings, nor of such a GPU"
     figure = (
         f"{format_seconds(step.time_s)} for {format_tokens(step.step_tokens)} tokens, {step.source}"
     )
@@ -269,10 +296,10 @@ def _step_in_words(step: StepTime | None) -> str:
 def _headroom(chosen: Candidate) -> str:
     if chosen.headroom_bytes is None:
         return "unknown"
-    more = "; `--margin 2GiB` asks for more" if chosen.headroom_bytes < GIB else ""
     at = chosen.headroom_length_tokens
     measured = "" if at is None else f": measured at {format_tokens(at)} tokens"
-    return f"{format_bytes(chosen.headroom_bytes)} of each GPU, at least{measured}{more}"
+    sure = "" if chosen.risk is None else f": {chosen.risk}"
+    return f"{format_bytes(chosen.headroom_bytes)} of each GPU{sure}{measured}"
 
 
 def _environment(candidate: Candidate) -> str:
@@ -290,11 +317,35 @@ def _positions(yarn: Yarn | None, found: Recommendation) -> str:
     )
 
 
-def _footnotes(found: Recommendation) -> Iterator[str]:
-    if any(
-        candidate.capacity_tokens > found.native_length_tokens for candidate in found.candidates
-    ):
-        yield f"* past the native length of {format_tokens(found.native_length_tokens)}: YaRN"
+def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
+    return tuple(_explanations(found)) if is_explained else (_caveat(found),)
+
+
+def _caveat(found: Recommendation) -> str:
+    """The one line that a reader needs beside the tables."""
+    risk = None if found.chosen is None else found.chosen.risk
+    says = "`--explain` says what from, and how good such answers were"
+    if risk == "tight":
+        says = "tight: only the prediction itself fits, its pessimistic end does not; try it first"
+    elif risk == "likely":
+        says = "likely: even the pessimistic end fits, but little is left; try it first"
+    elif found.chosen is not None and found.chosen.source == "predicted":
+        cells = [each.cell for each in found.candidates]
+        says = unmeasured(unlike_cell(found.unlike, found.chosen.cell, cells)) or says
+    return "; ".join((*_star(found), says))
+
+
+def _star(found: Recommendation) -> tuple[str, ...]:
+    """What a star means, where there is one."""
+    native = found.native_length_tokens
+    is_past = any(candidate.capacity_tokens > native for candidate in found.candidates)
+    return (f"* past the native length of {format_tokens(native)}: YaRN",) if is_past else ()
+
+
+def _explanations(found: Recommendation) -> Iterator[str]:
+    """All that is known of such answers."""
+    yield from _star(found)
+    yield RISK_IN_WORDS
     if found.rollout_gpus:
         both = found.gpus + found.rollout_gpus
         yield (
@@ -334,9 +385,8 @@ def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]
     where = "predicted " if is_all else "where it says predicted: "
     if MEMORY[found.trainer].residuals is not None:
         yield (
-            f"{where}by formula, nothing was run: a rung fits where the upper end of its interval "
-            f"does, of which this says more: "
-            f"`{plain(first.found_in)}`"
+            f"{where}by formula, nothing was run, with {format_bytes(found.margin_bytes)} of "
+            f"headroom: `{plain(first.found_in)} --explain` says more"
         )
     else:
         yield f"predicted, nothing was run: {found.accuracy}"

@@ -17,7 +17,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import gpu_catalog, lacking, runs_trials
 from highwater.spec.model import load_model
-from highwater.spec.recommendation import Alternative, Candidate
+from highwater.spec.recommendation import Alternative, AlternativeKind, Candidate
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes
 
@@ -60,7 +60,7 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
         if found is not None:
             what = f"{where.gpus} x {where.device_name}"
             if where.is_several_machines:
-                what += ", on several machines, where nothing was ever measured"
+                what += " on several machines (nobody has measured that)"
             flags = (*_gpu_flags(where, rollout_gpus), *words_of(copies))
             return _alternative("more GPUs", what, found, flags)
     return None
@@ -126,7 +126,7 @@ def technique(goal: Goal) -> Alternative:
             return msgspec.structs.replace(alternative, without=without)
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
-    nearest = max(cells, key=lambda predicted: predicted.headroom_bytes)
+    nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
     if nearest.binding == "host":
         least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
         needs = f"{format_bytes(least)} at least"
@@ -135,8 +135,8 @@ def technique(goal: Goal) -> Alternative:
         )
     largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
     what = (
-        f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of what "
-        f"{nearest.cell.label} takes; none here does"
+        f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of the nearest; none "
+        "here does"
     )
     return Alternative(kind="technique", what=what)
 
@@ -209,9 +209,18 @@ def _first_fit_if_any_layout(goal: Goal) -> Candidate | None:
         return None
 
 
-def _alternative(kind: str, what: str, found: Candidate, flags: tuple[str, ...]) -> Alternative:
-    fields = {"kind": kind, "what": what, "flags": flags, "label": found.label}
-    return msgspec.convert({**fields, "headroom_bytes": found.headroom_bytes}, Alternative)
+def _alternative(
+    kind: AlternativeKind, what: str, found: Candidate, flags: tuple[str, ...]
+) -> Alternative:
+    return Alternative(
+        kind=kind,
+        what=what,
+        flags=flags,
+        label=found.label,
+        cell=found.cell,
+        headroom_bytes=found.headroom_bytes,
+        host_bytes=found.host_bytes,
+    )
 
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:

@@ -11,22 +11,16 @@ from typing import Any
 
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import predicted_question
+from highwater.memory.question import default_fields, predicted_question
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.spec.cluster import Cluster
 from highwater.spec.hardware import kind_of
 from highwater.spec.objective import TRAITS
-from highwater.spec.published import PUBLISHED_SETTINGS
 from highwater.spec.recommendation import Candidate, StepTime
 from highwater.spec.request import setting_flags
+from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import TRAINERS, Trainer
-
-DEFAULT_SEQUENCES = PUBLISHED_SETTINGS["vanilla"].sequences_per_micro_batch
-"""Sequences that the default token budget holds, ``ceil(2 x length / SP)``.
-
-Source: Trinity-RFT's ``max_token_len_per_gpu``.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +37,12 @@ class Goal:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the default token budget holds."""
-        return int(self.settings.get("sequences_per_micro_batch", DEFAULT_SEQUENCES))
+        """Sequences that the default token budget holds: as many as a prediction takes by
+        default.
+        """
+        default = Settings().sequences_per_micro_batch
+        named = {**default_fields(self.trainer, self.settings), **self.settings}
+        return int(named.get("sequences_per_micro_batch", default))
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -120,12 +118,13 @@ def _candidate(
     if not fits and predicted.binding == "host":
         lacks_bytes = host_bytes - (goal.memory_limit.host_bytes or 0)
     elif not fits:
-        lacks_bytes = question.margin_bytes - predicted.headroom_bytes
+        lacks_bytes = predicted.lacks_bytes
     return Candidate(
         cell=predicted.cell,
         is_lowered=predicted.cell.settings.sequences_per_micro_batch < goal.sequences,
         token_budget_tokens=token_budget(predicted.cell, goal.length_tokens),
         fits=fits,
+        risk=predicted.risk,
         source="predicted",
         found_in=_command(goal, question, predicted.cell),
         headroom_bytes=predicted.headroom_bytes,
@@ -167,10 +166,11 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
         words += [] if settings.rope == "auto" else ["--rope", settings.rope]
     limits = (
-        ("--margin", question.margin_bytes),
         ("--reserved", where.device_bytes - memory_limit.device_bytes),
         ("--host-memory", memory_limit.host_bytes or 0),
     )
     words += [word for flag, value in limits if value for word in (flag, str(value))]
+    if "margin" in goal.settings:
+        words += ["--margin", str(question.margin_bytes)]
     words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
     return shlex.join(words)

@@ -9,6 +9,7 @@ from highwater.spec.capacities import Capacity
 from highwater.spec.cluster import nameless
 from highwater.spec.declared_settings import taken_by
 from highwater.spec.hardware import kind_of
+from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.settings import Settings
@@ -27,8 +28,6 @@ _NOT_ASKED = tuple(
     field for field in Settings.__struct_fields__ if field not in (*_ASKED, *_RECOMMENDED)
 )
 """Settings that it cannot be asked for."""
-_BUDGETS = (1, 2)
-"""Sequences a micro-batch that every recommendation is about."""
 
 
 def query_of_study(study: Study) -> Query | None:
@@ -68,7 +67,8 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     if kind is None and not is_nameless:
         return None
     is_whole = kind is not None and kind.usable_bytes == prediction.device_bytes
-    margin = (("margin", prediction.margin_bytes),) if prediction.margin_bytes else ()
+    is_default = prediction.margin_bytes == default_headroom_bytes(prediction.device_bytes)
+    margin = () if is_default else (("margin", prediction.margin_bytes),)
     return Query(
         model=words,
         kind=None if kind is None else kind.name,
@@ -110,7 +110,6 @@ def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...]
     found: list[tuple[str, str | int | bool]] = []
     for field, row in _ASKED.items():
         values = {getattr(cell.settings, field) for cell in cells}
-        usual = _BUDGETS if field == "sequences_per_micro_batch" else (getattr(default, field),)
-        if len(values) == 1 and not values & set(usual):
+        if len(values) == 1 and getattr(default, field) not in values:
             found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import NOT_MODELLED
+from highwater.memory.capacity import NOT_MODELLED, MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of
@@ -27,8 +27,9 @@ from highwater.recommendation.candidates import Goal, predicted_candidates
 from highwater.run.probe import gpus_meant
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
+from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.model import load_model
-from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.recommendation import Alternative, Candidate, Recommendation
 from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
 from highwater.spec.study import Question, Study, counted_ranks
@@ -61,21 +62,55 @@ def recommend(
     The other arguments, and ``settings``, are those of ``predict``. Nothing is run. Raises
     HighwaterError for what cannot be asked.
     """
-    refuse_unknown_family(load_model(model))
     _check(trainer, studies, settings)
-    typed = request_from({"model": model, **settings}, keywords=True)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    goal = Goal(
-        model=model,
-        where=where,
-        trainer=trainer,
-        length_tokens=parse_tokens(str(length)),
-        memory_limit=memory_limit_of(where, host_memory=host_memory, reserved=reserved),
-        settings={name: getattr(typed, name) for name in settings},
-    )
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+    goal = _goal(model, parse_tokens(str(length)), where, limit, trainer, settings)
     recorded = [read_study(Path(path)) for path in studies]
     return _recommended(
         goal, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved))
+    )
+
+
+def what_would_fit(
+    model: str,
+    *,
+    length_tokens: int,
+    gpus: str | int | None = None,
+    trainer: Trainer = OURS,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    reserved: str | int = 0,
+    **settings: Any,
+) -> tuple[Alternative, ...]:
+    """What is predicted to train ``length_tokens`` where nothing that was asked about does: more
+    GPUs, a larger one, another technique. The arguments are those of ``recommend``.
+    """
+    _check(trainer, (), settings)
+    where = gpus_meant(gpus, gpu_memory)
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+    goal = _goal(model, length_tokens, where, limit, trainer, settings)
+    return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
+
+
+def _goal(
+    model: str,
+    length_tokens: int,
+    where: Cluster,
+    limit: MemoryLimit,
+    trainer: Trainer,
+    settings: Mapping[str, Any],
+) -> Goal:
+    """What is recommended for; raises HighwaterError for settings that cannot be."""
+    refuse_unknown_family(load_model(model))
+    typed = request_from({"model": model, **settings}, keywords=True)
+    return Goal(
+        model=model,
+        where=where,
+        trainer=trainer,
+        length_tokens=length_tokens,
+        memory_limit=limit,
+        settings={name: getattr(typed, name) for name in settings},
     )
 
 
@@ -86,6 +121,8 @@ def _recommended(
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
     known = goal.known(question)
     candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
+    if not any(candidate.fits for candidate in candidates):
+        candidates = _with_one_that_may_fit(candidates, goal, question)
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
     others = ()
     if chosen is None:
@@ -113,6 +150,26 @@ def _recommended(
         not_modelled=NOT_MODELLED,
         notes=(*notes, *of_studies),
     )
+
+
+def _with_one_that_may_fit(
+    candidates: tuple[Candidate, ...], goal: Goal, question: Question
+) -> tuple[Candidate, ...]:
+    """The candidates, the roomiest that may fit taken for one that does; as they are where none
+    may, or where more headroom was asked for than by default.
+    """
+    may_fit = [each for each in candidates if each.source == "predicted" and each.risk is not None]
+    if not may_fit or question.margin_bytes > default_headroom_bytes(goal.where.device_bytes):
+        return candidates
+    roomiest = max(may_fit, key=lambda each: each.headroom_bytes or 0)
+    taken = msgspec.structs.replace(
+        roomiest,
+        fits=True,
+        lacks_bytes=None,
+        lacks_of=None,
+        capacity_tokens=max(roomiest.capacity_tokens, goal.length_tokens),
+    )
+    return tuple(taken if each is roomiest else each for each in candidates)
 
 
 def _accuracy(goal: Goal, question: Question) -> str:
@@ -165,10 +222,11 @@ def _with_trials(
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Take each candidate by the first study that tells of it; and note each study without use."""
     candidates, notes = list(predicted), list[str]()
-    limit = goal.memory_limit
+    limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("margin", 0)))
     for recorded in studies:
         notes += [f"{recorded.path}: {note}" for note in recorded.notes]
-        study = with_margin(recorded, question.margin_bytes)
+        # a trial that fit is a fact: only a headroom that was asked for speaks against it
+        study = with_margin(recorded, asked_bytes)
         device_name = goal.where.device_name
         why = obstacle(study, model=question.model, device_name=device_name, memory_limit=limit)
         found = [

@@ -34,7 +34,7 @@ def engine_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine
 
     They are at the predicted capacity and at twice that length.
     """
-    memory_limit = MemoryLimit(device_bytes=usable_bytes + question.margin_bytes)
+    memory_limit = MemoryLimit(device_bytes=usable_bytes)
     predicted = predict_cell(question, cell, memory_limit, likely_footprint)
     length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout

@@ -127,7 +127,8 @@ def expectation(
     memory_bytes = _memory_bytes(question)
     if memory_bytes is None or obstacle(question) is not None:
         return None
-    likely = predict_cell(question, cell, MemoryLimit(device_bytes=memory_bytes), likely_footprint)
+    limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
+    likely = predict_cell(question, cell, limit, likely_footprint)
     return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
 
 
@@ -140,7 +141,7 @@ def _traced(question: Question) -> Generator[Expected]:
     (gpu, *_) = probe().gpus
     memory_bytes = _memory_bytes(question)
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
-    memory_limit = MemoryLimit(device_bytes=memory_bytes)
+    memory_limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
     kernel = kernels(gpu.compute_capability)[0]
     with CachedTracer(trace_directory(os.environ), kernel=kernel) as tracer:
 

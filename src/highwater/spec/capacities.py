@@ -42,7 +42,8 @@ class Capacity(Record, frozen=True, kw_only=True):
     Outcomes are not always monotone.
     """
     margin_bytes: int = 0
-    """Bytes that a length has to leave of a GPU's memory to count as one that fits."""
+    """Bytes that a length has to leave of a GPU's memory to count as one that fits, where they were
+    asked for."""
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source

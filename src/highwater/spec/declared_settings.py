@@ -278,7 +278,6 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             COUNT,
             _ALL,
             "sequences packed into one micro-batch",
-            defaults={"recommend": "2", "emit": "2"},
         ),
         Setting(
             "token_budget",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from highwater.spec.capacities import Source
 from highwater.spec.codec import Record
+from highwater.spec.headroom import Risk
 from highwater.spec.ladder import simplicity
 from highwater.spec.rope import Yarn
 from highwater.spec.study import Cell
@@ -45,7 +46,11 @@ class Candidate(Record, frozen=True, kw_only=True):
     token_budget_tokens: int
     """Tokens of a micro-batch for each GPU: ``ceil(sequences x length / context degree)``."""
     fits: bool
-    """Whether it fits; predicted, whether the upper end of the interval does."""
+    """Whether it fits; predicted, whether it leaves the headroom in question and the upper end of
+    its interval is below the GPU's memory. Where no candidate does, the roomiest that may fit is
+    taken for one, and its ``risk`` says so."""
+    risk: Risk | None = None
+    """Predicted: how sure it is that it fits; None: by the prediction itself it does not."""
     source: Source
     """Who says whether it fits."""
     found_in: str
@@ -108,8 +113,12 @@ class Alternative(Record, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
     """Flags to leave out."""
     label: str | None = None
-    """The first cell that fits then; None: nothing here is known to."""
+    """The simplest cell that fits then; None: nothing here is known to."""
+    cell: Cell | None = None
+    """That cell."""
     headroom_bytes: int | None = None
+    host_bytes: int | None = None
+    """Host memory that it takes."""
 
 
 class Recommendation(Record, frozen=True, kw_only=True):

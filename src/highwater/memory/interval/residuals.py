@@ -3,6 +3,7 @@ come along, and a study's own.
 """
 
 import shlex
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -28,7 +29,7 @@ from highwater.spec.settings import (
     Settings,
     Strategy,
 )
-from highwater.spec.study import Question, RecordedTrial, Study, counted_ranks
+from highwater.spec.study import Cell, Question, RecordedTrial, Study, counted_ranks
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
@@ -110,6 +111,18 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("optimizer", settings.optimizer, f"optimizer {settings.optimizer}"),
         Trait("parameters", settings.parameters, f"parameters in {settings.parameters}"),
     )
+
+
+def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Of what is ``unlike`` all recorded trials in a question's ``cells``, what is so in this
+    ``cell``.
+    """
+    words = [
+        {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
+        for one in (cell, *cells)
+    ]
+    here, anywhere = words[0], set[str]().union(*words)
+    return tuple(each for each in unlike if each in here or each not in anywhere)
 
 
 def bundled_residuals() -> tuple[Residual, ...]:

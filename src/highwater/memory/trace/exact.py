@@ -21,6 +21,7 @@ from highwater.memory.interval.calibration import (
 )
 from highwater.memory.trace.replay import Replayed, needed, replay
 from highwater.spec.events import EventLog
+from highwater.spec.headroom import risk_of
 from highwater.spec.packing import least_packed
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import TrialSpec
@@ -31,8 +32,8 @@ Tracer = Callable[[TrialSpec], EventLog]
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """The replays of one length: with all of the room, and with what the upper end of an interval
-    leaves of it.
+    """The replays of one length: with all of the room, and with what the headroom in question and
+    the upper end of an interval leave of it.
     """
 
     likely: Replayed
@@ -97,11 +98,8 @@ def _cell(
             return replays[index]
 
         start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
-        capacity_bytes = (
-            memory_limit.device_bytes
-            - question.margin_bytes
-            - _outside_bytes(question, cell, memory_limit, grid.length(start))
-        )
+        outside_bytes = _outside_bytes(question, cell, memory_limit, grid.length(start))
+        capacity_bytes = memory_limit.device_bytes - outside_bytes
         start = _aimed(
             cell, traces, shortest, start, capacity_bytes, lambda index: at(index).likely.fits
         )
@@ -237,12 +235,12 @@ def _replays(
     length_tokens: int,
     factors: Factors | None,
 ) -> _Replays:
-    """Replay one length in the room, and in what its upper end leaves of it. The upper end fits
-    where a GPU so much smaller would do: near its end an allocator takes less than it would like
-    to.
+    """Replay one length in the room, and in what the headroom and its upper end leave of it. The
+    upper end fits where a GPU so much smaller would do: near its end an allocator takes less than
+    it would like to.
     """
     outside = _outside_bytes(question, cell, memory_limit, length_tokens)
-    limit_bytes = memory_limit.device_bytes - question.margin_bytes
+    limit_bytes = memory_limit.device_bytes
     replayed = partial(
         replay,
         log,
@@ -250,9 +248,10 @@ def _replays(
         workspaces_bytes=memory_limit.cublas_workspaces_bytes,
     )
     likely = replayed(capacity_bytes=limit_bytes - outside)
-    if factors is None or not likely.fits:
+    if not likely.fits:
         return _Replays(likely, likely)
-    sure_bytes = most_predicted_bytes(limit_bytes, factors) - outside
+    most_bytes = limit_bytes if factors is None else most_predicted_bytes(limit_bytes, factors)
+    sure_bytes = min(most_bytes, limit_bytes - question.margin_bytes) - outside
     if not likely.retries and likely.peak_reserved_bytes <= sure_bytes:
         return _Replays(likely, likely)  # it never came to the end of the smaller one
     return _Replays(likely, replayed(capacity_bytes=sure_bytes))
@@ -279,7 +278,16 @@ def _at(
         predict_at(question, cell, memory_limit, likely_footprint, length_tokens), replayed=replayed
     )
     around = None if factors is None else interval(predicted.device_used_bytes, factors)
-    used_bytes = predicted.device_used_bytes if around is None else around.high_bytes
+    device_bytes, used_bytes = memory_limit.device_bytes, predicted.device_used_bytes
+    headroom_bytes = device_bytes - used_bytes
+    high_bytes = used_bytes if around is None else around.high_bytes
+    lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - device_bytes)
     return msgspec.structs.replace(
-        predicted, interval=around, headroom_bytes=memory_limit.device_bytes - used_bytes
+        predicted,
+        interval=around,
+        headroom_bytes=headroom_bytes,
+        lacks_bytes=max(0, lacks_bytes) or None,
+        risk=risk_of(
+            headroom_bytes=headroom_bytes, pessimistic_bytes=high_bytes, device_bytes=device_bytes
+        ),
     )

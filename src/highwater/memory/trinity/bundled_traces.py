@@ -21,6 +21,7 @@ from highwater.memory.trace.replay import Replayed, needed, replay
 from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.memory.trinity.closed_form import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Record, from_json
+from highwater.spec.headroom import risk_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import ModelShape
 from highwater.spec.packing import least_packed
@@ -79,7 +80,8 @@ def replay_cell(
     if not size:
         return guessed  # not even the shortest, which no replay would change
     outside_bytes = OUTSIDE_BYTES[cell.layout.context_degree > 1]
-    capacity_bytes = memory_limit.device_bytes - question.margin_bytes - outside_bytes
+    device_bytes = memory_limit.device_bytes
+    capacity_bytes = device_bytes - outside_bytes
     place = question.model.shape, cell.layout
     replays: dict[int, Replayed] = {}
 
@@ -93,9 +95,19 @@ def replay_cell(
         return found is not None and found.fits
 
     shortest = least_packed(question, cell, size)
-    start = min(size, max(shortest, grid.index_at_most(guessed.capacity_tokens)))
-    longest = edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
+
+    def longest_from(guessed_tokens: int) -> int:
+        start = min(size, max(shortest, grid.index_at_most(guessed_tokens)))
+        return edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
+
+    likely = longest = longest_from(guessed.likely_edge_tokens)
+    if question.margin_bytes:
+        capacity_bytes -= question.margin_bytes
+        replays.clear()
+        longest = longest_from(guessed.capacity_tokens)
     at = max(1, longest)
+    if at not in replays:
+        fits(at)
     found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
     found = msgspec.structs.replace(
@@ -104,9 +116,16 @@ def replay_cell(
         replayed=replays[at],
     )
     found = ended(question, found, longest, size, guessed)
-    headroom_bytes = memory_limit.device_bytes - found.device_used_bytes
+    used_bytes = found.device_used_bytes
+    headroom_bytes = device_bytes - used_bytes
     return msgspec.structs.replace(
-        found, likely_tokens=found.capacity_tokens, headroom_bytes=headroom_bytes
+        found,
+        likely_tokens=grid.length(likely) if likely else 0,
+        headroom_bytes=headroom_bytes,
+        lacks_bytes=max(0, question.margin_bytes - headroom_bytes) or None,
+        risk=risk_of(
+            headroom_bytes=headroom_bytes, pessimistic_bytes=used_bytes, device_bytes=device_bytes
+        ),
     )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from highwater.pages.other_training import other_training
+from highwater.pages.settings_words import other_training
 from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.query import Query

@@ -1,0 +1,154 @@
+"""The answer of a prediction or a recommendation in a sentence or two, in plain words: what fits,
+with which settings, what is left, how fast it is. It stands before the tables.
+"""
+
+from collections.abc import Sequence
+
+from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.pages.settings_words import settings_in_words
+from highwater.pages.text import plain
+from highwater.spec.headroom import Risk
+from highwater.spec.recommendation import Alternative, Recommendation
+from highwater.spec.trainer import OURS
+from highwater.units import format_bytes, format_seconds, format_tokens
+
+_LACKS = {"device": "of each GPU", "host": "of host memory"}
+_SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
+"""The first word of an answer about one length; without a risk, of files before there were any."""
+
+
+def prediction_answer(
+    prediction: Prediction,
+    *,
+    longest: Prediction | None = None,
+    alternatives: Sequence[Alternative] = (),
+) -> str:
+    """How far a model trains, and with which settings; at one length whether it does.
+
+    Where nothing fits it says what would: ``longest`` is the prediction without that length, and
+    ``alternatives`` are what else was found.
+    """
+    model, where = plain(prediction.model_name), _where(prediction)
+    answer, asked = prediction.answer, prediction.length_tokens
+    if answer is None:
+        return _nothing(prediction, longest, alternatives)
+    tokens = answer.capacity_tokens or answer.likely_edge_tokens
+    is_scaled = tokens > prediction.native_length_tokens
+    how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
+    if asked is not None:
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        return f"{first} on {where} with {how}: {_figures(answer)}. Predicted."
+    may = "trains" if answer.capacity_tokens else "may train"
+    said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
+    return f"{said}{_figures(answer)}. Predicted.{_beside(prediction, answer)}"
+
+
+def recommendation_answer(found: Recommendation) -> str:
+    """The settings to take for a length, and who says that they fit; where none do, what would."""
+    model = plain(found.model_name)
+    where = _where(found)
+    where += f", besides {found.rollout_gpus} for rollout," if found.rollout_gpus else ""
+    tokens, chosen = format_tokens(found.length_tokens), found.chosen
+    if chosen is None:
+        said = f"No: {model} does not train at {tokens} tokens on {where}, predicted."
+        return f"{said} {_would_fit(found.alternatives)}".rstrip()
+    how = settings_in_words(
+        chosen.cell.settings, chosen.cell.layout, is_scaled=found.yarn is not None
+    )
+    by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
+    figures = [] if chosen.risk is None else [str(chosen.risk)]
+    if chosen.headroom_bytes is not None:
+        figures.append(f"{format_bytes(max(0, chosen.headroom_bytes))} of each GPU left")
+    if chosen.host_bytes is not None:
+        figures.append(f"{format_bytes(chosen.host_bytes)} of host memory")
+    if chosen.step_time is not None:
+        figures.append(_speed(chosen.step_time.tokens_per_s, chosen.step_time.time_s))
+    after = f": {', '.join(figures)}" if figures else ""
+    return (
+        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. {by}."
+    )
+
+
+def _where(found: Prediction | Recommendation) -> str:
+    """``4 x A100-80GB``, and who trains where that is not our engine."""
+    trainer = "" if found.trainer == OURS else f", trained by {found.trainer},"
+    return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+
+
+def _beside(prediction: Prediction, answer: CellPrediction) -> str:
+    """How much longer it may be with nothing to spare; and without offload, where that is less."""
+    said = ""
+    if answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens:
+        said = f" Up to {format_tokens(answer.likely_edge_tokens)} may fit, with nothing to spare."
+    on_gpus = [
+        cell.capacity_tokens for cell in prediction.cells if cell.cell.settings.offload is False
+    ]
+    if answer.cell.settings.offload is not False and any(on_gpus):
+        said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
+    return said
+
+
+def _nothing(
+    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+) -> str:
+    """That nothing fits; then the nearest that would, or what the nearest lacks."""
+    asked = prediction.length_tokens
+    what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
+    where = _where(prediction)
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
+    shorter, fewer = None if longest is None else longest.answer, ()
+    if shorter is not None and shorter.capacity_tokens:
+        how = settings_in_words(shorter.cell.settings, shorter.cell.layout)
+        fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
+    return f"{said} {_would_fit(alternatives, fewer) or _lacking(prediction)}"
+
+
+def _in_words(alternative: Alternative) -> str:
+    """What would fit, with the flags that do it, or for other GPUs the settings."""
+    if alternative.kind == "technique":
+        typed = " ".join(alternative.flags)
+        return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
+    assert alternative.cell is not None  # noqa: S101 (who calls has asked)
+    how = settings_in_words(alternative.cell.settings, host_bytes=alternative.host_bytes)
+    return f"{plain(alternative.what)} with {how}"
+
+
+def _would_fit(alternatives: Sequence[Alternative], shorter: Sequence[str] = ()) -> str:
+    would = [*shorter, *(_in_words(each) for each in alternatives if each.cell is not None)]
+    return f"What would fit: {'; or '.join(would)}." if would else ""
+
+
+def _lacking(prediction: Prediction) -> str:
+    """What the cell that is nearest to fitting lacks."""
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", lacking_bytes(cell)))
+    lacks_bytes = lacking_bytes(nearest)
+    if nearest.binding == "host":
+        lacks_bytes = nearest.footprint.host_bytes - (prediction.memory_limit.host_bytes or 0)
+    how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
+    return (
+        f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
+        f"{_LACKS.get(nearest.binding, '')}."
+    )
+
+
+def lacking_bytes(predicted: CellPrediction) -> int:
+    """Bytes of a GPU that a cell lacks; of files from before they were written, what its headroom
+    tells.
+    """
+    if predicted.lacks_bytes is not None:
+        return predicted.lacks_bytes
+    return max(0, -predicted.headroom_bytes)
+
+
+def _figures(predicted: CellPrediction) -> str:
+    """How sure it is, what is left of a GPU, what it takes of the host, and how fast it is."""
+    said = [] if predicted.risk is None else [predicted.risk]
+    said.append(f"{format_bytes(max(0, predicted.headroom_bytes))} of each GPU left")
+    said.append(f"{format_bytes(predicted.footprint.host_bytes)} of host memory")
+    if predicted.step is not None:
+        said.append(_speed(predicted.step.tokens_per_s, predicted.step.time_s))
+    return ", ".join(said)
+
+
+def _speed(tokens_per_s: float, time_s: float) -> str:
+    return f"about {tokens_per_s:,.0f} tokens/s ({format_seconds(time_s)} a step)"
