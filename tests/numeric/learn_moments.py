@@ -30,7 +30,7 @@ from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.moments import FILE, capped_products, kind_name, products
 from highwater.run.tracing import fullest_rank
 from highwater.spec.events import Allocate, Enter, Free, GiveBack, TraceOrder
-from highwater.spec.families import WITH_CAPS
+from highwater.spec.families import CLASS_DEFAULTS, WITH_CAPS
 from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
@@ -50,8 +50,12 @@ PARTS = ("one layer going backward", "kept by recompute", "activations of all la
 EXPERTS = ("gpt_oss",)
 CAP = 50.0
 """Of scores, where they are capped; its value is no matter."""
-ROWS = ("one", "E", "X*E", "X*F")
-"""Products that a trace has and the formula leaves out: rows of weights."""
+ROWS = ("one", "E", "F", "Q", "K", "X*E", "X*F")
+"""Products that a trace has and the formula leaves out: rows of weights, biases."""
+BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "starcoder2")
+"""Families whose matrices have biases, of as many numbers as a matrix has rows."""
+OWN: Mapping[str, Mapping[str, Any]] = {"seed_oss": {"attention_dropout": 0.0}}
+"""Fields of a family without which its config is refused."""
 
 
 class Kind(NamedTuple):
@@ -94,7 +98,8 @@ def main() -> None:
 def kinds(family: str) -> list[Kind]:
     """Those that its layers may be of."""
     caps = (False, True) if family in WITH_CAPS else (False,)
-    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in (False, True)]
+    windows = (False, True) if "sliding_window" in CLASS_DEFAULTS[family] else (False,)
+    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in windows]
 
 
 def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
@@ -188,7 +193,7 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     )
     kept = third - second
     return Sample(
-        sizes=sizes_of(kind, spec, has_tiles=settings.mlp_tiles is not None),
+        sizes=sizes_of(kind, spec, family, has_tiles=settings.mlp_tiles is not None),
         kept_bytes=kept,
         alive=tuple(
             (name, size - beside - LAYERS * kept) for name, size in last_layer(seen[backward:])
@@ -196,12 +201,15 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     )
 
 
-def sizes_of(kind: LayerKind, spec: TrialSpec, *, has_tiles: bool) -> dict[str, int]:
+def sizes_of(kind: LayerKind, spec: TrialSpec, family: str, *, has_tiles: bool) -> dict[str, int]:
     """Products of sizes, rows of weights too."""
     tokens, hidden, mlp = spec.length_tokens, kind.hidden_size, kind.mlp
     tile = -(-tokens * mlp.width // TILES) if has_tiles else None
     found = products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=tile)
     rows = {"one": 1, "E": hidden}
+    if family in BIASED:
+        attention = kind.attention
+        rows |= {"F": mlp.width, "Q": attention.query_size, "K": attention.key_size}
     if mlp.experts > 1:
         rows |= {"X*E": mlp.experts * hidden, "X*F": mlp.experts * mlp.width}
     return {**found, **of_scores(kind.attention, tokens), **rows}
@@ -280,6 +288,8 @@ def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
         "sliding_window": 512,
         "layer_types": [window] * LAYERS,
         "attn_logit_softcapping": CAP if attends.is_capped else None,
+        "pad_token_id": 0,
+        **OWN.get(family, {}),
         **(experts if family in EXPERTS else {}),
     }
 
