@@ -55,9 +55,7 @@ def draw(family: str, number: int) -> dict[str, Any]:
         **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
         **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
-        **dict.fromkeys(
-            ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1
-        ),
+        **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
         "moe_layer_end_index": layers - 1,
         "attention_dropout": 0.0,
         "pad_token_id": 0,
@@ -75,10 +73,10 @@ def counts(family: str, folder: Path, fields: dict[str, Any]) -> tuple[ModelShap
     refuses the config.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    refused = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
     try:
         config = transformers.CONFIG_MAPPING[family](**fields)
-    except Exception as error:  # its class checks what goes together
-        assert "alidat" in str(error), error
+    except refused:  # its class checks what goes together
         return None
     config.save_pretrained(folder)
     try:

@@ -43,6 +43,11 @@ def _expert_biases(kind: LayerKind) -> int:
     return kind.mlp.experts if kind.mlp.experts > 1 else 0
 
 
+def _lone_router(kind: LayerKind) -> int:
+    """The router of a mixture of one expert."""
+    return kind.hidden_size if kind.mlp.experts == 1 else 0
+
+
 def _head_norms(kind: LayerKind) -> int:
     """Norms of a query head and of a key head, which all heads share."""
     return 2 * kind.attention.head_dim
@@ -125,7 +130,7 @@ _ROWS: Mapping[str, _Row] = {
     ),
     **dict.fromkeys(("gemma", "granitemoe", "granitemoe_swa", "granitemoeshared"), _OF_ATTENTION),
     **dict.fromkeys(
-        ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "mellum", "qwen3", "qwen3_moe"),
+        ("dots1", "hunyuan_v1_dense", "mellum", "qwen3", "qwen3_moe"),
         _HEADS_NORMED,
     ),
     **dict.fromkeys(("exaone4", "exaone_moe"), _Row(layer=(_head_norms,))),
@@ -163,6 +168,7 @@ _ROWS: Mapping[str, _Row] = {
         layer=(_mlp_biases,), switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True)
     ),
     "helium": _Row(switches=_QKV | _switched("mlp_bias", _plain_mlp_biases)),
+    "hunyuan_v1_moe": _Row(layer=(_head_norms, _lone_router), switches=_ATTENTION),
     "hy_v3": _Row(layer=(_head_norms,), switches=_ATTENTION_AND_MLP),
     "hyperclovax": _Row(
         switches=_ATTENTION_AND_MLP | _switched("use_post_norm", *_TWO_NORMS, usual=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from highwater.errors import ModelError
 from highwater.spec.cohere_layers import refuse_unread_rope
-from highwater.spec.families import WITH_CAPS
+from highwater.spec.families import WITH_CAPS, value_of
 from highwater.spec.logit_transform import logit_transform_of, transforms
 
 TRAINED = frozenset(
@@ -393,7 +393,7 @@ def _refuse_projections(config: Mapping[str, Any], source: str) -> None:
     embedding and head, and where Helium's heads together are of another size.
     """
     family, hidden = config["model_type"], config.get("hidden_size")
-    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    heads, head_dim = config.get("num_attention_heads"), value_of(config, "head_dim")
     sizes: dict[str, Any] = {}
     if family == "opt":
         sizes = {"word_embed_proj_dim": config.get("word_embed_proj_dim")}
