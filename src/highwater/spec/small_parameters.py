@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from highwater.spec.layer_kind import LayerKind, LayerRun
 
-Part = Callable[[LayerKind], int]
+SmallPart = Callable[[LayerKind], int]
 """Parameters that one layer of a kind has of some part; less than 0 where it has fewer norms."""
 
 
@@ -75,46 +75,46 @@ def _wide_gates(kind: LayerKind) -> int:
     return kind.hidden_size * kind.attention.query_size
 
 
-_NORM_BIASES: tuple[Part, ...] = (_norm, _norm)
-_TWO_NORMS: tuple[Part, ...] = (_norm, _norm)
-_ATTENTION_BIASES: tuple[Part, ...] = (_query_key_value_biases, _output_bias)
+_NORM_BIASES: tuple[SmallPart, ...] = (_norm, _norm)
+_TWO_NORMS: tuple[SmallPart, ...] = (_norm, _norm)
+_ATTENTION_BIASES: tuple[SmallPart, ...] = (_query_key_value_biases, _output_bias)
 
 
-def _without(part: Part) -> Part:
+def _without(part: SmallPart) -> SmallPart:
     return lambda kind: -part(kind)
 
 
-def _times(count: int, part: Part) -> Part:
+def _times(count: int, part: SmallPart) -> SmallPart:
     return lambda kind: count * part(kind)
 
 
-class _Row(NamedTuple):
+class _FamilyParts(NamedTuple):
     """What a family has besides its matrices and norms."""
 
-    layer: tuple[Part, ...] = ()
+    layer: tuple[SmallPart, ...] = ()
     """In every layer, whatever its config says."""
     hidden: int = 0
     """Outside the layers, in numbers of the hidden size: the last norm's bias; below 0 where it has
     no weight."""
     positions: int | None = None
     """Learned positions more than the native length; None: it has none."""
-    switches: Mapping[str, tuple[bool, tuple[Part, ...]]] = {}
+    switches: Mapping[str, tuple[bool, tuple[SmallPart, ...]]] = {}
     """Fields of a config that switch parts of every layer on, and whether the class has them on."""
 
 
 def _switched(
-    field: str, *parts: Part, usual: bool = False
-) -> dict[str, tuple[bool, tuple[Part, ...]]]:
+    field: str, *parts: SmallPart, usual: bool = False
+) -> dict[str, tuple[bool, tuple[SmallPart, ...]]]:
     return {field: (usual, parts)}
 
 
 _ATTENTION = _switched("attention_bias", *_ATTENTION_BIASES)
 _ATTENTION_AND_MLP = _ATTENTION | _switched("mlp_bias", _plain_mlp_biases)
 _QKV = _switched("attention_bias", _query_key_value_biases)
-_LLAMA, _OF_ATTENTION = _Row(switches=_ATTENTION_AND_MLP), _Row(switches=_ATTENTION)
-_HEADS_NORMED = _Row(layer=(_head_norms,), switches=_ATTENTION)
-_WIDELY_NORMED = _Row(layer=(_wide_norms,), switches=_ATTENTION)
-_ROWS: Mapping[str, _Row] = {
+_LLAMA, _OF_ATTENTION = _FamilyParts(switches=_ATTENTION_AND_MLP), _FamilyParts(switches=_ATTENTION)
+_HEADS_NORMED = _FamilyParts(layer=(_head_norms,), switches=_ATTENTION)
+_WIDELY_NORMED = _FamilyParts(layer=(_wide_norms,), switches=_ATTENTION)
+_ROWS: Mapping[str, _FamilyParts] = {
     **dict.fromkeys(
         (
             "arcee",
@@ -133,88 +133,90 @@ _ROWS: Mapping[str, _Row] = {
         ("dots1", "hunyuan_v1_dense", "mellum", "qwen3", "qwen3_moe"),
         _HEADS_NORMED,
     ),
-    **dict.fromkeys(("exaone4", "exaone_moe"), _Row(layer=(_head_norms,))),
+    **dict.fromkeys(("exaone4", "exaone_moe"), _FamilyParts(layer=(_head_norms,))),
     **dict.fromkeys(("flex_olmo", "olmo2", "olmo3", "olmoe"), _WIDELY_NORMED),
-    "afmoe": _Row(
+    "afmoe": _FamilyParts(
         layer=(*_TWO_NORMS, _head_norms, _wide_gates, _expert_biases), switches=_ATTENTION
     ),
-    "apertus": _Row(layer=(_head_norms, lambda _: 2), switches=_ATTENTION),
+    "apertus": _FamilyParts(layer=(_head_norms, lambda _: 2), switches=_ATTENTION),
     "aria_text": _LLAMA,
-    "bitnet": _Row(layer=(_norm, _inner_norm), switches=_ATTENTION),
-    "cohere": _Row(
+    "bitnet": _FamilyParts(layer=(_norm, _inner_norm), switches=_ATTENTION),
+    "cohere": _FamilyParts(
         layer=(_without(_norm),),
         switches=_ATTENTION | _switched("use_qk_norm", _wide_norms),
     ),
-    "cohere2": _Row(layer=(_without(_norm),), switches=_ATTENTION),
-    "cohere2_moe": _Row(layer=(_without(_norm),), switches=_ATTENTION),
-    "cwm": _Row(switches=_switched("mlp_bias", _plain_mlp_biases)),
-    "diffllama": _Row(layer=(_times(2, _head_norms),), switches=_ATTENTION),
-    "ernie4_5": _Row(switches=_switched("use_bias", *_ATTENTION_BIASES, _plain_mlp_biases)),
-    "ernie4_5_moe": _Row(layer=(_expert_biases,)),
-    "gemma2": _Row(layer=_TWO_NORMS, switches=_ATTENTION),
-    "gemma3_text": _Row(layer=(*_TWO_NORMS, _head_norms), switches=_ATTENTION),
-    "glm": _Row(switches=_switched("attention_bias", _query_key_value_biases, usual=True)),
-    "glm4": _Row(
+    "cohere2": _FamilyParts(layer=(_without(_norm),), switches=_ATTENTION),
+    "cohere2_moe": _FamilyParts(layer=(_without(_norm),), switches=_ATTENTION),
+    "cwm": _FamilyParts(switches=_switched("mlp_bias", _plain_mlp_biases)),
+    "diffllama": _FamilyParts(layer=(_times(2, _head_norms),), switches=_ATTENTION),
+    "ernie4_5": _FamilyParts(switches=_switched("use_bias", *_ATTENTION_BIASES, _plain_mlp_biases)),
+    "ernie4_5_moe": _FamilyParts(layer=(_expert_biases,)),
+    "gemma2": _FamilyParts(layer=_TWO_NORMS, switches=_ATTENTION),
+    "gemma3_text": _FamilyParts(layer=(*_TWO_NORMS, _head_norms), switches=_ATTENTION),
+    "glm": _FamilyParts(switches=_switched("attention_bias", _query_key_value_biases, usual=True)),
+    "glm4": _FamilyParts(
         layer=_TWO_NORMS,
         switches=_switched("attention_bias", _query_key_value_biases, usual=True),
     ),
-    "glm4_moe": _Row(switches=_QKV | _switched("use_qk_norm", _head_norms)),
-    "gpt_neox": _Row(
+    "glm4_moe": _FamilyParts(switches=_QKV | _switched("use_qk_norm", _head_norms)),
+    "gpt_neox": _FamilyParts(
         layer=(*_NORM_BIASES, _mlp_biases),
         hidden=1,
         switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True),
     ),
-    "gpt_oss": _Row(
+    "gpt_oss": _FamilyParts(
         layer=(_mlp_biases,), switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True)
     ),
-    "helium": _Row(switches=_QKV | _switched("mlp_bias", _plain_mlp_biases)),
-    "hunyuan_v1_moe": _Row(layer=(_head_norms, _lone_router), switches=_ATTENTION),
-    "hy_v3": _Row(layer=(_head_norms,), switches=_ATTENTION_AND_MLP),
-    "hyperclovax": _Row(
+    "helium": _FamilyParts(switches=_QKV | _switched("mlp_bias", _plain_mlp_biases)),
+    "hunyuan_v1_moe": _FamilyParts(layer=(_head_norms, _lone_router), switches=_ATTENTION),
+    "hy_v3": _FamilyParts(layer=(_head_norms,), switches=_ATTENTION_AND_MLP),
+    "hyperclovax": _FamilyParts(
         switches=_ATTENTION_AND_MLP | _switched("use_post_norm", *_TWO_NORMS, usual=True)
     ),
-    "jais2": _Row(
+    "jais2": _FamilyParts(
         layer=_NORM_BIASES,
         hidden=1,
         switches=_switched("attention_bias", *_ATTENTION_BIASES, usual=True)
         | _switched("mlp_bias", _mlp_biases, usual=True),
     ),
-    "kolibri1": _Row(layer=(*_TWO_NORMS, _head_norms)),
-    "laguna": _Row(layer=(_head_norms, _head_gates, _expert_biases), switches=_ATTENTION),
-    "minimax_m2": _Row(layer=(_wide_norms,)),
-    "nanochat": _Row(layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION),
-    "olmo": _Row(layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION),
-    "opt": _Row(
+    "kolibri1": _FamilyParts(layer=(*_TWO_NORMS, _head_norms)),
+    "laguna": _FamilyParts(layer=(_head_norms, _head_gates, _expert_biases), switches=_ATTENTION),
+    "minimax_m2": _FamilyParts(layer=(_wide_norms,)),
+    "nanochat": _FamilyParts(
+        layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION
+    ),
+    "olmo": _FamilyParts(layer=(_without(_norm), _without(_norm)), hidden=-1, switches=_ATTENTION),
+    "opt": _FamilyParts(
         layer=_NORM_BIASES,
         hidden=1,
         positions=2,
         switches=_switched("enable_bias", *_ATTENTION_BIASES, _mlp_biases, usual=True),
     ),
-    "persimmon": _Row(
+    "persimmon": _FamilyParts(
         layer=(*_NORM_BIASES, *_ATTENTION_BIASES, _mlp_biases),
         hidden=1,
         switches=_switched("qk_layernorm", _times(2, _head_norms), usual=True),
     ),
-    "phimoe": _Row(layer=_NORM_BIASES, hidden=1, switches=_ATTENTION),
-    "qwen2": _Row(layer=(_query_key_value_biases,)),
-    "qwen2_moe": _Row(
+    "phimoe": _FamilyParts(layer=_NORM_BIASES, hidden=1, switches=_ATTENTION),
+    "qwen2": _FamilyParts(layer=(_query_key_value_biases,)),
+    "qwen2_moe": _FamilyParts(
         layer=(lambda kind: kind.hidden_size if kind.mlp.experts > 1 else 0,),
         switches=_switched("qkv_bias", _query_key_value_biases, usual=True),
     ),
-    "seed_oss": _Row(
+    "seed_oss": _FamilyParts(
         switches=_switched("attention_bias", _query_key_value_biases, usual=True)
         | _switched("attention_out_bias", _output_bias)
         | _switched("mlp_bias", _plain_mlp_biases)
     ),
-    "solar_open": _Row(switches=_QKV),
-    "starcoder2": _Row(
+    "solar_open": _FamilyParts(switches=_QKV),
+    "starcoder2": _FamilyParts(
         layer=_NORM_BIASES,
         hidden=1,
         switches=_switched("use_bias", *_ATTENTION_BIASES, _mlp_biases, usual=True),
     ),
 }
 """Families without a row have nothing but matrices and two norms a layer."""
-_PLAIN = _Row()
+_PLAIN = _FamilyParts()
 _OLD_NAMES = {"internlm3": {"attention_bias": "qkv_bias", "mlp_bias": "bias"}}
 """Other names of a family's fields, which its class reads too."""
 

@@ -61,8 +61,8 @@ FAMILIES = (
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
 _NORM_BYTES = {
-    **{"cohere": 10, "cohere2": 10, "nanochat": 6},
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), 6),
+    **dict.fromkeys(("cohere", "cohere2"), 10),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
 }
 _NORM_BACKWARD_BYTES = 14
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
