@@ -47,10 +47,12 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "olmo3": {"max_position_embeddings": 8192},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "seed_oss": {"attention_dropout": 0.0},
 }
-"""Fields without which a family's usual config is no model that trains."""
+"""Fields without which a family's usual config is no model that trains, or that no command's
+lengths go with."""
 
 
 class Asked(msgspec.Struct, kw_only=True):
@@ -158,10 +160,11 @@ def asked(
         if {text for _, text in others.values()} != refusals:
             row.outcome = f"wrong: not every command refuses it: {others}"
         return row
-    row.outcome = "measured alone"
+    row.outcome = "measured alone" if _UNPREDICTED in row.said else f"wrong: {row.said}"
     return counted(row, path, config)
 
 
+_UNPREDICTED = "which trains, and whose memory no prediction knows"
 _REFUSED = 2
 _ANSWERED = (0, 1)
 

@@ -61,6 +61,7 @@ FAMILIES = (
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
 _NORM_BYTES = {
+    "olmo": 4,
     **dict.fromkeys(("cohere", "cohere2"), 10),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
 }
