@@ -35,7 +35,7 @@ WINDOWED = ("gpt_oss", "mistral", "olmo3")
 PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
-COUNTED = 0.015
+COUNTED = 2e-4
 """Of a family's usual config, what its shape may miss: biases and norms of heads, and the learned
 positions of the smallest OPT."""
 

@@ -35,6 +35,7 @@ from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
+from highwater.spec.windows import slides
 
 LAYERS = 3
 SAMPLES = 40
@@ -47,11 +48,17 @@ RANDOM_SHAPES = 20_000
 
 PARTS = ("one layer going backward", "kept by recompute", "activations of all layers", WORKSPACES)
 """Terms of the formula that are a layer's, or no tensor's."""
-EXPERTS = ("gpt_oss",)
+EXPERTS = ("flex_olmo", "gpt_oss", "granitemoe", "mellum", "minimax_m2", "olmoe", "phimoe")
+SHARED_SIZE = ("gpt_neox", "helium", "phimoe")
+"""Families whose heads share the hidden size."""
 CAP = 50.0
 """Of scores, where they are capped; its value is no matter."""
-ROWS = ("one", "E", "X*E", "X*F")
-"""Products that a trace has and the formula leaves out: rows of weights."""
+ROWS = ("one", "E", "F", "Q", "K", "X*E", "X*F")
+"""Products that a trace has and the formula leaves out: rows of weights, biases."""
+BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "starcoder2")
+"""Families whose matrices have biases, of as many numbers as a matrix has rows."""
+OWN: Mapping[str, Mapping[str, Any]] = {"seed_oss": {"attention_dropout": 0.0}}
+"""Fields of a family without which its config is refused."""
 
 
 class Kind(NamedTuple):
@@ -61,6 +68,8 @@ class Kind(NamedTuple):
     is_capped: bool
 
 
+SLIDING = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
+"""A config of layers that slide, where their family's may."""
 FULL = Kind(is_windowed=False, is_capped=False)
 
 
@@ -94,7 +103,9 @@ def main() -> None:
 def kinds(family: str) -> list[Kind]:
     """Those that its layers may be of."""
     caps = (False, True) if family in WITH_CAPS else (False,)
-    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in (False, True)]
+    may_slide = slides({**SLIDING, "model_type": family}, 0)
+    windows = (False, True) if may_slide else (False,)
+    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in windows]
 
 
 def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
@@ -127,6 +138,8 @@ def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
     names = list(alike[0].sizes)
     if len({each.sizes["T*G"] > 0 for each in alike}) == 1:
         names.remove("T*G")  # all of one sort: what grouped heads add counts as theirs
+    if all(each.sizes["T*Q"] == each.sizes["T*E"] for each in alike):
+        names = [name for name in names if name not in ("T*Q", "Q")]
     if all(each.sizes.get("l*K") == each.sizes["T*K"] for each in alike):
         names.remove("l*K")  # without a window all keys are read
     sizes = np.array([[each.sizes[name] for name in names] for each in alike], float)
@@ -188,7 +201,7 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     )
     kept = third - second
     return Sample(
-        sizes=sizes_of(kind, spec, has_tiles=settings.mlp_tiles is not None),
+        sizes=sizes_of(kind, spec, family, has_tiles=settings.mlp_tiles is not None),
         kept_bytes=kept,
         alive=tuple(
             (name, size - beside - LAYERS * kept) for name, size in last_layer(seen[backward:])
@@ -196,12 +209,15 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
     )
 
 
-def sizes_of(kind: LayerKind, spec: TrialSpec, *, has_tiles: bool) -> dict[str, int]:
+def sizes_of(kind: LayerKind, spec: TrialSpec, family: str, *, has_tiles: bool) -> dict[str, int]:
     """Products of sizes, rows of weights too."""
     tokens, hidden, mlp = spec.length_tokens, kind.hidden_size, kind.mlp
     tile = -(-tokens * mlp.width // TILES) if has_tiles else None
     found = products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=tile)
     rows = {"one": 1, "E": hidden}
+    if family in BIASED:
+        attention = kind.attention
+        rows |= {"F": mlp.width, "Q": attention.query_size, "K": attention.key_size}
     if mlp.experts > 1:
         rows |= {"X*E": mlp.experts * hidden, "X*F": mlp.experts * mlp.width}
     return {**found, **of_scores(kind.attention, tokens), **rows}
@@ -262,12 +278,12 @@ def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
     tiny = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     tiny.pop("architectures", None)
     experts = {
-        "num_local_experts": drawn.choice((4, 5, 6, 8)),
-        "num_experts_per_tok": drawn.choice((2, 3)),
+        **dict.fromkeys(("num_local_experts", "num_experts"), drawn.choice((4, 5, 6, 8))),
+        "num_experts_per_tok": 2 if family == "phimoe" else drawn.choice((2, 3)),
         "tie_word_embeddings": False,
     }
     window = "sliding_attention" if attends.is_windowed else "full_attention"
-    return {
+    found = {
         **tiny,
         "model_type": family,
         "hidden_size": 128 * drawn.choice((1, 2, 3, 4, 5)),
@@ -277,11 +293,23 @@ def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "num_hidden_layers": LAYERS,
         "vocab_size": 1024,
-        "sliding_window": 512,
+        "sliding_window": 512 if attends.is_windowed or not _always_slides(family) else None,
         "layer_types": [window] * LAYERS,
         "attn_logit_softcapping": CAP if attends.is_capped else None,
+        "pad_token_id": 0,
+        **OWN.get(family, {}),
         **(experts if family in EXPERTS else {}),
     }
+    if family in EXPERTS:
+        found["moe_intermediate_size"] = found["intermediate_size"]
+    if family in SHARED_SIZE:
+        found["hidden_size"] = found["num_attention_heads"] * found.pop("head_dim")
+    return found
+
+
+def _always_slides(family: str) -> bool:
+    """Whether all layers attend within a window where there is one."""
+    return slides({"model_type": family, "layer_types": ["full_attention"]}, 0)
 
 
 def largest(names: list[str], moments: Any, family: str, attends: Kind) -> list[int]:

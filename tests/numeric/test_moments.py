@@ -34,14 +34,22 @@ CONFIG = {
     "intermediate_size": 960,
     "num_hidden_layers": 6,
     "vocab_size": 512,
+    "pad_token_id": 0,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "sliding_window": 700,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-OF_FAMILY = {"gpt_oss": EXPERTS}
+EXPERTS = {
+    **dict.fromkeys(("num_local_experts", "num_experts"), 5),
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+OF_FAMILY = {
+    **dict.fromkeys(("gpt_oss", "granitemoe", "minimax_m2", "olmoe", "phimoe"), EXPERTS),
+    "seed_oss": {"attention_dropout": 0.0},
+}
 SMALL_MLP = {"head_dim": 256, "intermediate_size": 384}
 """Beside which the attention is the peak, of capped scores too: of 4,096 tokens some rows at a
 time, of 768 all."""

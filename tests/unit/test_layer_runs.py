@@ -332,8 +332,15 @@ def test_a_family_that_alternates_windows_is_runs_of_two_kinds(tmp_path: Path) -
     ]
 
 
-WITH_WINDOWS = ("Mistral-7B-v0.1", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b")
-"""The models of the catalog whose documents name their layers."""
+WITH_WINDOWS = {
+    **dict.fromkeys(("Mistral-7B-v0.1", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b"), 4096),
+    **dict.fromkeys(("Olmo-3-7B-Instruct", "Olmo-3.1-32B-Instruct"), 4096),
+    **dict.fromkeys(("gemma-3-270m", "gemma-3-1b-pt"), 512),
+    **dict.fromkeys(("gemma-3-4b-text", "gemma-3-12b-text", "gemma-3-27b-text"), 1024),
+    **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), 128),
+    **dict.fromkeys(("Phi-3.5-mini-instruct", "Phi-4-mini-instruct"), 262_144),
+}
+"""The models of the catalog whose documents name their layers, and their windows."""
 
 
 @pytest.mark.parametrize("name", catalog_names())
@@ -341,7 +348,7 @@ def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name: str) -
     shape = load_model(name).shape
     assert from_json(to_json(shape), ModelShape) == shape
     if name in WITH_WINDOWS:
-        assert shape.window_tokens == 4096
+        assert shape.window_tokens == WITH_WINDOWS[name]
         return
     assert len(shape.runs) == 1
     assert "layer_runs" not in to_json(shape)

@@ -10,6 +10,7 @@ from highwater.errors import EXIT_ANSWERED, UsageError
 from highwater.pages.text_table import TextTable
 from highwater.spec.codec import Record
 from highwater.spec.hardware import GpuKind, gpu_catalog, lacking
+from highwater.spec.host_memory import Host, host_catalog
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.model_catalog import CatalogModel, model_catalog
 from highwater.units import counted, format_bytes, format_tokens
@@ -38,6 +39,8 @@ class GpuList(Record, frozen=True, kw_only=True):
 
     schema_version: int = 1
     gpus: tuple[GpuKind, ...]
+    hosts: tuple[Host, ...] = ()
+    """Machines with these GPUs, whose host memory is taken where nobody names another."""
 
 
 def models(arguments: argparse.Namespace) -> int:
@@ -58,7 +61,9 @@ def gpus(arguments: argparse.Namespace) -> int:
     kinds = tuple(each for each in gpu_catalog() if _has(arguments.words, each.name, each.match))
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:
-        console.answer_json(GpuList(gpus=kinds))
+        names = {kind.name for kind in kinds}
+        hosts = tuple(host for host in host_catalog() if host.kind in names)
+        console.answer_json(GpuList(gpus=kinds, hosts=hosts))
         return EXIT_ANSWERED
     console.answer_table(_gpu_table(kinds))
     usual = [kind.name for kind in kinds if kind.usable_bytes is not None and not lacking(kind)]
@@ -115,16 +120,45 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
     return TextTable(
         title=f"{counted(len(kinds), 'kind')} of GPUs in the catalog; of any other `--gpu-memory` "
         "says the memory",
-        columns=("name", "memory, as its driver has it", "bf16 TFLOPS, dense", "trains"),
+        columns=(
+            *("name", "memory, as its driver has it", "bf16 TFLOPS, dense", "trains"),
+            "host memory by default, GiB",
+        ),
         rows=tuple(
             (
                 kind.name,
                 format_bytes(kind.usable_bytes),
                 "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
                 "no" if lacking(kind) else "yes",
+                _host_memory(kind),
             )
             for kind in kinds
         ),
-        footnotes=tuple(f"{kind.name}: {kind.source}" for kind in kinds),
+        footnotes=(
+            "host memory of one machine, where nobody says what it has; fewer GPUs: their share",
+            *(f"{kind.name}: {kind.source}" for kind in kinds),
+            *(
+                f"{kind.name}, host memory: {_machines(kind)}"
+                for kind in kinds
+                if any(host.kind == kind.name for host in host_catalog())
+            ),
+        ),
         left_columns=1,
     )
+
+
+def _host_memory(kind: GpuKind) -> str:
+    """``2,048 for 8``: host memory of each machine that has GPUs of this kind."""
+    hosts = [host for host in host_catalog() if host.kind == kind.name]
+    return (
+        ", ".join(
+            f"{host.host_gib:,} for {host.gpus}" if host.is_divided else f"{host.host_gib:,}"
+            for host in hosts
+        )
+        or "-"
+    )
+
+
+def _machines(kind: GpuKind) -> str:
+    hosts = [host for host in host_catalog() if host.kind == kind.name]
+    return "; ".join(f"{host.machine} ({host.source})" for host in hosts)

@@ -37,6 +37,7 @@ from highwater.spec.plan_notes import (
     optimizer_notes,
     own_code_notes,
     weights_notes,
+    yarn_notes,
 )
 from highwater.spec.request import Request
 from highwater.spec.study import Question, Study
@@ -86,6 +87,7 @@ def try_(arguments: argparse.Namespace) -> int:
             *base_notes(spec.settings),
             *offload_notes(spec.settings, spec.device),
             *own_code_notes(model),
+            *yarn_notes(model, spec.length_tokens, request.rope),
             *weights_notes(model, spec.settings, simulated=request.dry_run),
         )
     )

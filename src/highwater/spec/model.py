@@ -28,6 +28,7 @@ from highwater.spec.model_config import (
     trained_family,
 )
 from highwater.spec.model_place import model_place
+from highwater.spec.small_parameters import small_parameters
 from highwater.spec.weight_files import refuse_quantised, unties
 
 WITHOUT_ROPE = frozenset(("opt",))
@@ -78,6 +79,9 @@ class ModelShape(Record, frozen=True, kw_only=True):
     """The layers, where the fields above cannot tell them: where some attend within a window,
     beside sinks or with a cap, or layers without experts stand behind others. Else unset, and in no
     document."""
+    small_parameters: int | msgspec.UnsetType = msgspec.UNSET
+    """Biases, norms of heads and the like, where the config switches some on or off that its class
+    has otherwise. Else unset, and in no document."""
 
     def __post_init__(self) -> None:
         """Raise ModelError for runs of another number of layers, or of layers of another width."""
@@ -112,11 +116,10 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """Parameters of a decoder of this shape, norms included, biases not; within 0.1 % for the
-        catalog.
+        """Parameters of a decoder of this shape, biases and norms included: as many as its own
+        class in transformers has.
         """
-        in_layers = sum(run.count * run.kind.parameters for run in self.runs)
-        return in_layers + self.parameters_outside_layers
+        return _parameters(self)
 
     @property
     def parameters_outside_layers(self) -> int:
@@ -131,6 +134,20 @@ class ModelShape(Record, frozen=True, kw_only=True):
         """
         in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
         return in_layers + self.vocab_size * self.hidden_size
+
+
+@lru_cache(maxsize=256)
+def _parameters(shape: ModelShape) -> int:
+    small = shape.small_parameters
+    if small is msgspec.UNSET:
+        small = small_parameters(
+            shape.model_type,
+            shape.runs,
+            hidden_size=shape.hidden_size,
+            native_length_tokens=shape.native_length_tokens,
+        )
+    in_layers = sum(run.count * run.kind.parameters for run in shape.runs)
+    return in_layers + shape.parameters_outside_layers + small
 
 
 @lru_cache(maxsize=256)
@@ -230,7 +247,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         mlp_matrices=2 if family in UNGATED else 3,
     )
     _refuse_impossible(shape, source)
-    return _with_runs(shape, config, mixture, source)
+    return _with_switches(_with_runs(shape, config, mixture, source), config)
 
 
 def _refuse_impossible(shape: ModelShape, source: str) -> None:
@@ -261,6 +278,23 @@ def _with_runs(
         for window, is_dense in zip(windows, dense, strict=True)
     )
     return shape if runs == shape.runs else msgspec.structs.replace(shape, layer_runs=runs)
+
+
+def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
+    """The shape with its small parameters, where the config switches some that its class has
+    otherwise.
+    """
+    usual, own = (
+        small_parameters(
+            shape.model_type,
+            shape.runs,
+            hidden_size=shape.hidden_size,
+            native_length_tokens=shape.native_length_tokens,
+            config=switches,
+        )
+        for switches in (None, config)
+    )
+    return shape if usual == own else msgspec.structs.replace(shape, small_parameters=own)
 
 
 def _attending(

@@ -21,6 +21,7 @@ from highwater.spec.plan_notes import (
     optimizer_notes,
     own_code_notes,
     weights_notes,
+    yarn_notes,
 )
 from highwater.spec.profiling import refuse_absent_ranks
 from highwater.spec.request import Request
@@ -94,6 +95,7 @@ def plan(
     )
     of_model = (
         *own_code_notes(model),
+        *yarn_notes(model, request.max_tokens, request.rope),
         *weights_notes(model, cells[0].settings, simulated=request.dry_run),
     )
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()

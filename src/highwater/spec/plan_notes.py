@@ -5,11 +5,15 @@ from pathlib import Path
 from highwater.spec.families import value_of
 from highwater.spec.model import Model
 from highwater.spec.model_config import has_own_code, read_config
-from highwater.spec.settings import Settings
+from highwater.spec.rope import yarn
+from highwater.spec.settings import Rope, Settings
 from highwater.spec.trial import Device
 from highwater.spec.weight_files import SCORE, saved_tensors, weight_files
 from highwater.units import format_bytes
 
+_YARN_IN_USE = 8
+"""Times that published models stretch their native length by YaRN: Qwen's cards 4, OLMo 3's config
+8."""
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 
 _SPARSE_NOTE = (
@@ -71,6 +75,19 @@ def own_code_notes(model: Model) -> tuple[str, ...]:
     return (
         f"{model.name} brings code of its own (auto_map in its config.json), which is not run: "
         f"it is taken for the {model.shape.model_type} of transformers",
+    )
+
+
+def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
+    """That YaRN stretches positions further than it is known to serve; nothing where no length was
+    named.
+    """
+    scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
+    if scaled is None or scaled.factor <= _YARN_IN_USE:
+        return ()
+    return (
+        f"YaRN stretches the positions of {model.name} {scaled.factor:.4g} times: published models "
+        f"go up to {_YARN_IN_USE} times, so measure what the model learns of such lengths",
     )
 
 

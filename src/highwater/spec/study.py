@@ -122,7 +122,9 @@ class Question(Record, frozen=True, kw_only=True):
         Without the place where the model lies, its layers as they were read, which its
         configuration's digest tells, and the time limit.
         """
-        return key_of(self, without=("directory", "layer_runs"), blank=("timeout_s",))
+        return key_of(
+            self, without=("directory", "layer_runs", "small_parameters"), blank=("timeout_s",)
+        )
 
     def size_of(self, cell: Cell) -> int:
         """Lengths of the grid that a cell can try: its token budget may end it earlier."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from highwater.errors import ModelError
 from highwater.spec.cohere_layers import refuse_unread_rope
-from highwater.spec.families import WITH_CAPS
+from highwater.spec.families import WITH_CAPS, value_of
 from highwater.spec.logit_transform import logit_transform_of, transforms
 
 TRAINED = frozenset(
@@ -350,6 +350,16 @@ _NOT_ZERO: Mapping[str, tuple[str, ...]] = {
 """Fields that no kernel computes with a value of 0, by family: the scale of attention, experts
 whose weights would be empty."""
 """Fields that change logits or attention, and the values, beside null, that change nothing."""
+_ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "ernie4_5_moe": {"use_bias": (False,)},
+    "opt": {
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+    },
+}
+"""Fields by which a family has another head, or other norms, than its class was compared with, and
+the values, beside null, that change nothing."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
 
@@ -378,12 +388,33 @@ def _reads(family: str, field: str) -> bool:
     return is_cap or transforms(family, field)
 
 
+def _refuse_projections(config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError for matrices between the hidden size and another one: before an OPT's
+    embedding and head, and where Helium's heads together are of another size.
+    """
+    family, hidden = config["model_type"], config.get("hidden_size")
+    heads, head_dim = config.get("num_attention_heads"), value_of(config, "head_dim")
+    sizes: dict[str, Any] = {}
+    if family == "opt":
+        sizes = {"word_embed_proj_dim": config.get("word_embed_proj_dim")}
+    elif family == "helium" and isinstance(heads, int) and isinstance(head_dim, int):
+        sizes = {"num_attention_heads times head_dim": heads * head_dim}
+    for field, size in sizes.items():
+        if size is not None and size != hidden:
+            raise ModelError(
+                f"{source}, of the family {family}, has {field} = {size!r} beside a hidden_size of "
+                f"{hidden!r}, which is not supported",
+                hint="use a model where they are the same, for example `highwater find Qwen3-0.6B`",
+            )
+
+
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
     """Raise ModelError for values of a config by which logits or attention are not the plain
     ones.
     """
     family = config["model_type"]
-    for field, neutral in _NEUTRAL.items():
+    _refuse_projections(config, source)
+    for field, neutral in {**_NEUTRAL, **_ONLY.get(family, {})}.items():
         value = config.get(field)
         if value is not None and value not in neutral and not _reads(family, field):
             allowed = " or ".join(map(repr, (*neutral, None)))

@@ -60,7 +60,11 @@ FAMILIES = (
 )
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
-_NORM_BYTES = {"cohere": 10, "cohere2": 10, "gemma2": 6, "gemma3_text": 6, "nanochat": 6}
+_NORM_BYTES = {
+    "olmo": 4,
+    **dict.fromkeys(("cohere", "cohere2"), 10),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
+}
 _NORM_BACKWARD_BYTES = 14
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
 kernel of its own: a copy in float32, and what it is multiplied by; and besides while it goes
@@ -78,10 +82,10 @@ def refuse_unknown_family(model: Model) -> None:
     known = sorted({*FAMILIES, *families()})
     if model.shape.model_type not in known:
         raise ModelError(
-            f"{model.name} is of the family {model.shape.model_type}; predictions know "
-            f"{', '.join(known)}",
-            hint="a model of these can be predicted, for example `highwater predict Llama-3.1-8B "
-            "--gpus 4xH100-80GB`",
+            f"{model.name} is of the family {model.shape.model_type}, which trains, and whose "
+            f"memory no prediction knows; predictions know {', '.join(known)}",
+            hint="measure it on a GPU: highwater find needs no prediction; a model of the others "
+            "can be predicted, for example `highwater predict Llama-3.1-8B --gpus 4xH100-80GB`",
         )
 
 

@@ -1,0 +1,72 @@
+"""Configs of every causal family and of the catalog: counted as their classes build them, or
+refused by every command, as docs/results/families/front_door.py found and still finds.
+"""
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from highwater.memory.formula.formula import FAMILIES
+from highwater.memory.formula.moments import families
+from highwater.spec.model_catalog import catalog_names
+from highwater.spec.trained_families import REFUSED, TRAINED
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results" / "families"
+ROWS: list[dict[str, Any]] = json.loads((FOLDER / "front_door.json").read_text())["configs"]
+
+
+def script() -> ModuleType:
+    """docs/results/families/front_door.py."""
+    spec = importlib.util.spec_from_file_location("front_door", FOLDER / "front_door.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["front_door"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_hundred_configs_were_asked_about_and_none_was_counted_wrongly() -> None:
+    outcomes = Counter(row["outcome"] for row in ROWS)
+    assert set(outcomes) <= {"answered", "refused", "measured alone"}
+    assert len(ROWS) >= 100
+    assert all(row["said"] for row in ROWS if row["outcome"] != "answered")
+    for row in ROWS:
+        if row["outcome"] != "refused":
+            assert row["parameters"] == pytest.approx(row["class_parameters"], rel=2e-4)
+
+
+def test_what_was_asked_about_is_every_family_and_every_catalog_model() -> None:
+    known = {row["name"] for row in ROWS if row["origin"] != "catalog"}
+    assert known >= TRAINED | set(REFUSED)
+    assert {row["name"] for row in ROWS if row["origin"] == "catalog"} == {*catalog_names()} - {
+        "tiny"
+    }
+    predicted = {*FAMILIES, *families()}
+    for row in ROWS:
+        if row["origin"] == "catalog" or row["name"] in predicted:
+            assert row["outcome"] == "answered"
+        elif row["name"] in TRAINED:
+            assert row["outcome"] == "measured alone"
+        else:
+            assert row["outcome"] == "refused"
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number]["name"])
+def test_a_config_is_still_answered_or_refused_as_it_was(number: int) -> None:
+    pytest.importorskip("torch")
+    transformers, row = pytest.importorskip("transformers"), ROWS[number]
+    if row["origin"] != "catalog" and row["name"] not in transformers.CONFIG_MAPPING:
+        return  # of another version of transformers
+    front_door = script()
+    ask = front_door.of_catalog if row["origin"] == "catalog" else front_door.usual
+    found = ask(row["name"])
+    assert found.outcome == row["outcome"]
+    assert found.parameters == row["parameters"]

@@ -1,0 +1,142 @@
+"""Counts: a model has as many parameters as its own class builds, whatever its sizes are and
+whichever of its biases and norms the config switches on.
+"""
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from highwater.errors import ModelError
+from highwater.spec.families import EXPERTS
+from highwater.spec.model import ModelShape, load_model
+from highwater.spec.model_catalog import catalog_names
+from highwater.spec.trained_families import TRAINED
+
+DRAWS = 3
+SWITCHES = ("bias", "norm")
+"""Parts of the names of fields that may switch small parameters on."""
+WITHOUT_HEAD_SIZE = ("helium",)
+"""Families whose heads have a size of their own that no other works for: together the hidden
+size's."""
+
+
+def draw(family: str, number: int) -> dict[str, Any]:
+    """Sizes that tell all parts of a model apart, of those fields that the family's class has."""
+    transformers = pytest.importorskip("transformers")
+    drawn = random.Random(number)
+    kind = transformers.CONFIG_MAPPING[family]
+    known = {*kind().to_dict(), *getattr(kind, "attribute_map", {})}
+    layers, kv_heads = drawn.choice((3, 4, 5)), drawn.choice((2, 4))
+    heads, head_dim = kv_heads * drawn.choice((2, 3)), drawn.choice((8, 16, 24))
+    is_shared = "head_dim" not in known or family in WITHOUT_HEAD_SIZE
+    sizes: dict[str, Any] = {
+        "vocab_size": drawn.choice((96, 128, 304)),
+        "hidden_size": heads * (head_dim if is_shared else 8 * drawn.choice((4, 5, 7))),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": drawn.choice((64, 96)),
+        **dict.fromkeys(("intermediate_size", "ffn_dim"), 16 * drawn.choice((5, 7, 9))),
+        "moe_intermediate_size": 8 * drawn.choice((3, 5)),
+        "prefix_dense_intermediate_size": 8 * drawn.choice((9, 11)),
+        **dict.fromkeys(
+            ("shared_expert_intermediate_size", "shared_intermediate_size"),
+            8 * drawn.choice((1, 7)),
+        ),
+        **dict.fromkeys(
+            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+            drawn.choice((4, 6)),
+        ),
+        **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+        **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+        **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
+        **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+        "moe_layer_end_index": layers - 1,
+        "attention_dropout": 0.0,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 16,
+    }
+    if family == "opt":
+        sizes["word_embed_proj_dim"] = sizes["hidden_size"]
+    return {name: value for name, value in sizes.items() if name in known}
+
+
+def counts(family: str, folder: Path, fields: dict[str, Any]) -> tuple[ModelShape, int] | None:
+    """The shape that is read of a config, and the parameters of its class; None where either
+    refuses the config.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    refused = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
+    try:
+        config = transformers.CONFIG_MAPPING[family](**fields)
+    except refused:  # its class checks what goes together
+        return None
+    config.save_pretrained(folder)
+    try:
+        shape = load_model(str(folder)).shape
+    except ModelError:
+        return None
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    return shape, sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_a_model_has_as_many_parameters_as_its_class_builds(family: str, tmp_path: Path) -> None:
+    for number in range(DRAWS):
+        found = counts(family, tmp_path, draw(family, number))
+        assert found is not None
+        shape, theirs = found
+        assert (shape.experts > 1) == (family in EXPERTS)
+        assert shape.parameters == theirs
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("family", sorted(TRAINED))
+def test_a_part_that_a_config_switches_is_counted_or_refused(family: str, tmp_path: Path) -> None:
+    usual = pytest.importorskip("transformers").CONFIG_MAPPING[family]().to_dict()
+    switches = [
+        name
+        for name, value in usual.items()
+        if isinstance(value, bool) and any(part in name for part in SWITCHES)
+    ]
+    for name in switches:
+        found = counts(family, tmp_path, {**draw(family, 0), name: not usual[name]})
+        if found is not None:
+            shape, theirs = found
+            assert shape.parameters == theirs, name
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", catalog_names())
+def test_a_catalog_model_has_as_many_parameters_as_its_class_builds(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = load_model(name)
+    config = transformers.AutoConfig.from_pretrained(model.directory)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert model.shape.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_what_its_class_has_already_stands_in_no_document(tmp_path: Path) -> None:
+    fields = {**draw("qwen2", 0), "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    usual = load_model(str(tmp_path)).shape
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "llama"}))
+    without = load_model(str(tmp_path)).shape
+    (tmp_path / "config.json").write_text(
+        json.dumps({**fields, "model_type": "llama", "attention_bias": True})
+    )
+    switched = load_model(str(tmp_path)).shape
+    assert not usual.small_parameters
+    assert not without.small_parameters
+    assert switched.small_parameters == switched.parameters - without.parameters
