@@ -7,7 +7,7 @@ Each example is run by tests/cli/test_help.py, on names that it makes: ``study.j
 from typing import NamedTuple
 
 
-class Command(NamedTuple):
+class CommandHelp(NamedTuple):
     """One command, as the help has it."""
 
     group: str
@@ -27,8 +27,8 @@ _LOOK = "look at"
 _SET_UP = "set up"
 _DEVELOP = "developer tools"
 
-COMMANDS: dict[str, Command] = {
-    "predict": Command(
+COMMANDS: dict[str, CommandHelp] = {
+    "predict": CommandHelp(
         _ANSWER,
         "how long sequences can be, and with which settings, on GPUs that need not be here",
         (
@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
             "highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k",
         ),
     ),
-    "recommend": Command(
+    "recommend": CommandHelp(
         _ANSWER,
         "the simplest settings that train a length on some GPUs, why simpler ones do not, what "
         "the next would buy",
@@ -48,7 +48,7 @@ COMMANDS: dict[str, Command] = {
             "--length 128k",
         ),
     ),
-    "find": Command(
+    "find": CommandHelp(
         _TRY,
         "the longest context that a model trains with here, by real trials",
         (
@@ -57,7 +57,7 @@ COMMANDS: dict[str, Command] = {
             "highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run",
         ),
     ),
-    "try": Command(
+    "try": CommandHelp(
         _TRY,
         "one trial of one length",
         (
@@ -66,7 +66,7 @@ COMMANDS: dict[str, Command] = {
             "highwater try tiny --length 4k --device cpu",
         ),
     ),
-    "guide": Command(
+    "guide": CommandHelp(
         _TAKE,
         "a page for the team: the simplest settings for each length, from studies, known "
         "capacities and predictions",
@@ -76,7 +76,7 @@ COMMANDS: dict[str, Command] = {
             "highwater guide study.jsonl -o guide.html",
         ),
     ),
-    "emit": Command(
+    "emit": CommandHelp(
         _TAKE,
         "the recommended settings as the configuration of another trainer",
         (
@@ -85,7 +85,7 @@ COMMANDS: dict[str, Command] = {
             "highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32",
         ),
     ),
-    "show": Command(
+    "show": CommandHelp(
         _LOOK,
         "a study: as a table, in the published layout, as its final lines, or as JSON",
         (
@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
             "highwater show study.jsonl --as json",
         ),
     ),
-    "report": Command(
+    "report": CommandHelp(
         _LOOK,
         "a page about one study: trials, brackets, memory, predictions, failures, commands; as "
         "HTML, Markdown, CSV or JSON",
@@ -104,7 +104,7 @@ COMMANDS: dict[str, Command] = {
             "highwater report study.jsonl --json",
         ),
     ),
-    "profile": Command(
+    "profile": CommandHelp(
         _LOOK,
         "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of any "
         "program; two side by side",
@@ -114,17 +114,17 @@ COMMANDS: dict[str, Command] = {
             "highwater profile before.pickle after.pickle",
         ),
     ),
-    "models": Command(
+    "models": CommandHelp(
         _LOOK,
         "the models of the catalog: names, ids on the Hub, sizes, native lengths",
         ("highwater models qwen3", "highwater models", "highwater models llama --json"),
     ),
-    "gpus": Command(
+    "gpus": CommandHelp(
         _LOOK,
         "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
         ("highwater gpus h100", "highwater gpus", "highwater gpus rtx --json"),
     ),
-    "doctor": Command(
+    "doctor": CommandHelp(
         _SET_UP,
         "what works on this machine, and what to install for the rest",
         (
@@ -133,7 +133,7 @@ COMMANDS: dict[str, Command] = {
             "highwater doctor --measure --json > constants.json",
         ),
     ),
-    "completion": Command(
+    "completion": CommandHelp(
         _SET_UP,
         "the script by which a shell completes commands, flags, models and GPUs",
         (
@@ -142,7 +142,7 @@ COMMANDS: dict[str, Command] = {
             "highwater completion fish > ~/.config/fish/completions/highwater.fish",
         ),
     ),
-    "bench": Command(
+    "bench": CommandHelp(
         _DEVELOP,
         "attention: the longest sequence that each attention holds here, what it costs there, "
         "and a report",
@@ -152,7 +152,7 @@ COMMANDS: dict[str, Command] = {
             "highwater bench attention --device cpu --max-length 1k --implementations dense",
         ),
     ),
-    "schema": Command(
+    "schema": CommandHelp(
         _DEVELOP,
         "the JSON Schema of --config files",
         (
@@ -161,7 +161,7 @@ COMMANDS: dict[str, Command] = {
             "highwater schema | python -m json.tool --compact",
         ),
     ),
-    "compare-search": Command(
+    "compare-search": CommandHelp(
         _DEVELOP,
         "trials that each search method takes to find the capacities of a known table",
         (

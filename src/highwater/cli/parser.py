@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         """The grammar of each command, by its name."""
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # as those of subparsers are
-                return {name: parser for name, parser in action.choices.items()}
+                return action.choices
         return {}
 
 
