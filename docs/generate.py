@@ -92,7 +92,9 @@ def _command(name: str, parser: Parser) -> Iterator[str]:
         "",
         f"{text[:1].upper() + text[1:].rstrip('.')}.",
         "",
-        f"For example `{parser.example}`.",
+        "For example:",
+        "",
+        *(f"    {example}" for example in parser.examples),
     )
     formatter = argparse.HelpFormatter(prog=name)
     for group in parser._action_groups:

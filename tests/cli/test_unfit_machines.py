@@ -100,6 +100,54 @@ def test_a_version_that_cannot_run_a_trial_is_refused_before_the_first_and_the_d
     assert problem in doctor.stdout
 
 
+def hidden_packages(folder: Path, *names: str) -> None:
+    """Have the interpreter find no such package, as where none was installed."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\nfind = m.version\ndef version(name):\n"
+        f"    if name in {names!r}: raise m.PackageNotFoundError(name)\n"
+        "    return find(name)\nm.version = version\n"
+    )
+
+
+def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_well(
+    highwater: Run, tmp_path: Path
+) -> None:
+    hidden_packages(tmp_path, "torch", "transformers", "peft")
+    laptop = {"PYTHONPATH": str(tmp_path)}
+    done = highwater("doctor", **laptop)
+    assert done.returncode == 0
+    sentence, _, _title, _, _columns, *table = done.stdout.splitlines()
+    works, _, does_not = sentence.partition("; ")
+    assert all(f"`{name}`" in works for name in ("predict", "recommend", "guide", "emit"))
+    assert "torch is not installed" in does_not
+    rows = [line.split("  ")[0] for line in table[: table.index("")]]
+    states = [" yes" in line for line in table[: table.index("")]]
+    assert states == sorted(states, reverse=True), "what works comes first"
+    assert rows[0].startswith("predict, recommend, guide, emit")
+    (trials,) = (line for line in table if line.startswith("find, try, bench"))
+    assert trials.endswith("pip install '.[train]'")
+    (lora,) = (line for line in table if line.startswith("find and try --lora "))
+    assert lora.endswith("pip install '.[train,lora]'")
+    assert highwater(*following(done), **laptop).returncode == 0
+    assert highwater("find", "Qwen3-0.6B", **laptop).returncode == EXIT_MACHINE
+    document = json.loads(highwater("doctor", "--json", **laptop).stdout)
+    assert {finding["problem"] for finding in document["findings"]} == {
+        "torch is not installed",
+        "transformers is not installed",
+        "no GPU is visible",
+    }
+
+
+def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_code(
+    highwater: Run, tmp_path: Path
+) -> None:
+    hidden_packages(tmp_path, "transformers")
+    done = highwater("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == EXIT_MACHINE
+    assert "transformers is not installed" in done.stdout.splitlines()[0]
+    assert done.stderr.startswith("next: pip install")
+
+
 def test_a_source_tree_without_metadata_can_be_searched_with(
     highwater: Run, tmp_path: Path, libraries: dict[str, str]
 ) -> None:

@@ -1,5 +1,5 @@
-"""``highwater doctor``: what this machine is, whether trials can run on it, and what to do when
-they cannot.
+"""``highwater doctor``: what works on this machine, what to install for the rest, and what the
+machine is.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
+from highwater.run.features import Feature, features
 from highwater.run.measured_constants import read_constants
 from highwater.run.probe import (
     INSTALL_COMMAND,
@@ -25,11 +26,17 @@ from highwater.spec.codec import Record
 from highwater.spec.hardware import CPU_SEARCH, Gpu, Machine, refuse_unfit_gpu
 from highwater.spec.machine_constants import MEASURED_SCHEMA_VERSION, Constants, Reading
 from highwater.spec.study import counted_ranks
-from highwater.units import format_bytes
+from highwater.units import counted, format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
 """The next command after ``--measure``; ``highwater predict --constants constants.json`` reads the
 file that it writes."""
+
+
+_PREDICTION = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
+"""The next command where predictions are all that works."""
+_QUESTIONS = "`predict`, `recommend`, `guide` and `emit`"
+_TRIALS = "trials (`find`, `try`)"
 
 
 class Finding(Record, frozen=True, kw_only=True):
@@ -46,6 +53,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     schema_version: int = MEASURED_SCHEMA_VERSION
     machine: Machine
     findings: tuple[Finding, ...]
+    features: tuple[Feature, ...] = ()
+    """What can be done with the packages that are installed, and what the rest needs."""
     constants: tuple[Constants, ...] = ()
     """Constants that ``--measure`` read, by number of GPUs; empty without it."""
 
@@ -54,18 +63,32 @@ class Diagnosis(Record, frozen=True, kw_only=True):
         """Whether a trial can run here."""
         return not any(finding.stops_every_trial for finding in self.findings)
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is missing for what is installed: either all that trials need, or none
+        of it, as where one only predicts.
+        """
+        return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
+
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis; exit code 3 when no trial can run here."""
+    """Print what works, and the diagnosis; exit code 3 when something is missing for what is
+    installed.
+    """
     machine = probe()
     torch_obstacle = _torch_obstacle(machine)
-    diagnosis = diagnose(machine, torch_obstacle=torch_obstacle)
+    diagnosis = msgspec.structs.replace(
+        diagnose(machine, torch_obstacle=torch_obstacle), features=features(machine)
+    )
     if arguments.measure:
         diagnosis = msgspec.structs.replace(diagnosis, constants=_measured(machine))
-    code = EXIT_ANSWERED if diagnosis.can_run else EXIT_MACHINE
+    code = EXIT_ANSWERED if diagnosis.is_sound else EXIT_MACHINE
     if arguments.json:
         console.answer_json(diagnosis)
         return code
+    console.answer(f"{_in_a_sentence(diagnosis, torch_obstacle)}\n")
+    console.answer_table(_feature_table(diagnosis.features))
+    console.answer("")
     if machine.gpus:
         console.answer_table(_gpu_table(machine))
         console.answer("")
@@ -74,10 +97,13 @@ def doctor(arguments: argparse.Namespace) -> int:
         console.answer("")
         console.answer_table(_constants_table(diagnosis.constants))
     for finding in diagnosis.findings:
-        console.answer(f"\n{finding.problem}\n  {finding.hint}")
+        if not finding.stops_every_trial:  # packages: said above
+            console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
         on_gpu = bool(machine.gpus) and torch_obstacle is None
         console.next_command(_KEEP_CONSTANTS if arguments.measure else _next_command(on_gpu=on_gpu))
+    elif diagnosis.is_sound:
+        console.next_command(_PREDICTION)
     else:
         console.next_command(f"{INSTALL_COMMAND}  (in the checkout of highwater)")
     return code
@@ -104,8 +130,10 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
     if not machine.gpus and not machine.unreadable_gpus:
         findings.append(
             Finding(
-                problem="no GPU is visible: trials run on the CPU, with small models, under a "
-                "memory limit",
+                problem="no GPU is visible"
+                if findings
+                else "no GPU is visible: trials run on the CPU, with small models, under a memory "
+                "limit",
                 hint="with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
                 stops_every_trial=False,
             )
@@ -116,10 +144,9 @@ def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) 
 def _of_gpus(machine: Machine) -> Iterator[Finding]:
     """Findings about GPUs that trials cannot use, or would share."""
     for gpu in machine.gpus:
-        try:
-            refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-        except HighwaterError as error:
-            yield _of_error(error)
+        unfit = _unfit(gpu)
+        if unfit is not None:
+            yield _of_error(unfit)
     busy = busy_gpus(machine.gpus)
     if busy:
         free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
@@ -131,6 +158,15 @@ def _of_gpus(machine: Machine) -> Iterator[Finding]:
             else "wait until one is free, or add `--allow-busy`",
             stops_every_trial=False,
         )
+
+
+def _unfit(gpu: Gpu) -> HighwaterError | None:
+    """Why no trial can use a GPU; None where one can."""
+    try:
+        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    except HighwaterError as error:
+        return error
+    return None
 
 
 def _of_error(error: HighwaterError) -> Finding:
@@ -145,6 +181,44 @@ def _torch_obstacle(machine: Machine) -> HighwaterError | None:
     except HighwaterError as error:
         return error
     return None
+
+
+def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) -> str:
+    """What works here, and why the rest does not."""
+    machine = diagnosis.machine
+    if not diagnosis.can_run:
+        whys = (each.problem for each in diagnosis.findings if each.stops_every_trial)
+        return f"{_QUESTIONS} work here, for any GPUs; {_TRIALS} do not: {', '.join(whys)}."
+    fit = [gpu for gpu in machine.gpus if _unfit(gpu) is None]
+    if fit and torch_obstacle is None:
+        return f"{_QUESTIONS} work here, and {_TRIALS} on {counted(len(fit), 'GPU')}."
+    why = (
+        torch_obstacle.problem
+        if torch_obstacle is not None
+        else "no GPU here is fit for training"
+        if machine.gpus
+        else "no GPU is visible"
+    )
+    return (
+        f"{_QUESTIONS} work here, for any GPUs; {_TRIALS} run on the CPU, with small models: {why}."
+    )
+
+
+def _feature_table(rows: tuple[Feature, ...]) -> TextTable:
+    """What works, and then what to install for the rest."""
+    return TextTable(
+        title="what works here, and what to install for the rest (in the checkout of highwater)",
+        columns=("", "works", "to install"),
+        rows=tuple(
+            (
+                each.what,
+                "yes" if each.works else f"no: {', '.join(map(plain, each.obstacles))}",
+                "" if each.works else each.install,
+            )
+            for each in sorted(rows, key=lambda each: not each.works)
+        ),
+        left_columns=3,
+    )
 
 
 def _gpu_table(machine: Machine) -> TextTable:

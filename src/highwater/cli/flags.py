@@ -43,6 +43,16 @@ def add_trained(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         parser.add_argument(row.flag, dest=row.name, metavar=_metavar(row), help=what)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Give the parser ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_output(parser: argparse.ArgumentParser, forms: str) -> None:
+    """Give the parser ``-o``, the new file that an answer goes to in one of these forms."""
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"write it into a new file: {forms}")
+
+
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed, by the field of ``Request`` that it sets."""
     typed = {

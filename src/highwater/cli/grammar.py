@@ -7,60 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from highwater.cli.flags import add_settings, add_trained
+from highwater.cli.bench_flags import add_bench_flags
+from highwater.cli.command_list import COMMANDS, SHELLS, groups
+from highwater.cli.flags import add_json, add_output, add_settings, add_trained
+from highwater.cli.page_flags import profile_flags, report_flags, show_flags
 from highwater.cli.parser import Parser, parse_strictly
 from highwater.emit.emitted import Target
 from highwater.errors import UsageError
-from highwater.spec.attention_bench import DIRECTIONS, IMPLEMENTATIONS, BenchDtype
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.settings import TRAINED_OTHERWISE
 from highwater.spec.trainer import OURS, TRAINERS
-from highwater.spec.trial import Device
 from highwater.version import __version__
-
-_COMMANDS = {
-    "find": "the longest context that a model trains with here, by real trials",
-    "try": "one trial of one length",
-    "predict": "the longest context of every rung on GPUs that need not be here, in a second; "
-    "nothing is run",
-    "guide": "the simplest settings for each length, from studies, known capacities and "
-    "predictions: a page for the team",
-    "recommend": "the simplest settings that train a length on some GPUs, why simpler ones do "
-    "not, what the next would buy",
-    "emit": "the recommended settings as the configuration of another trainer",
-    "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
-    "report": "a page about one study: trials, brackets, memory, predictions, failures, commands; "
-    "as HTML, Markdown, CSV or JSON",
-    "profile": "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: "
-    "of any program; two side by side",
-    "models": "the models of the catalog: names, ids on the Hub, sizes, native lengths",
-    "gpus": "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
-    "doctor": "GPUs, versions, free memory, and what to do",
-    "bench": "attention: the longest sequence that each attention holds here, what it costs there, "
-    "and a report",
-    "schema": "the JSON Schema of --config files",
-    "compare-search": "trials that each search method takes to find the capacities of a known "
-    "table",
-}
-_EXAMPLES = {
-    "find": "highwater find Qwen3-0.6B",
-    "try": "highwater try Qwen3-0.6B --length 32k",
-    "predict": "highwater predict Qwen3-8B --gpus 4xA100-80GB",
-    "guide": "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
-    "recommend": "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
-    "emit": "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
-    "profile": "highwater profile snapshot.pickle",
-    "models": "highwater models qwen3",
-    "gpus": "highwater gpus h100",
-    "bench": "highwater bench attention --device cpu",
-    "compare-search": "highwater compare-search capacities.csv",
-}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """What was typed after ``highwater``. Raises UsageError, with the nearest word that works."""
-    parser, commands = _parsers()
+    parser = grammar()
+    commands = parser.commands
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = get_close_matches(words[0], commands, n=1, cutoff=0.4)
         raise UsageError(
@@ -76,35 +40,35 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def usage() -> str:
     """The help of ``highwater`` itself."""
-    return _parsers()[0].format_help()
+    return grammar().format_help()
 
 
-def commands() -> dict[str, Parser]:
+def commands() -> Mapping[str, Parser]:
     """The grammar of each command, by its name."""
-    return _parsers()[1]
+    return grammar().commands
 
 
-def _parsers() -> tuple[Parser, dict[str, Parser]]:
+def grammar() -> Parser:
+    """The grammar of ``highwater`` itself."""
     parser = Parser(
         prog="highwater",
-        example="highwater find Qwen3-0.6B",
+        examples=tuple(COMMANDS[name].examples[0] for name in ("predict", "recommend", "find")),
+        groups=groups(),
         description="The longest context you can train a model with, on these GPUs, and with "
         "which settings.",
     )
     parser.add_argument("--version", action="version", version=f"highwater {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    commands = {
-        name: subparsers.add_parser(
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
             name,
-            help=text,
-            description=f"{name}: {text}",
-            example=_EXAMPLES.get(name, f"highwater {name}"),
+            help=command.help,
+            description=f"{name}: {command.help}",
+            examples=command.examples,
         )
-        for name, text in _COMMANDS.items()
-    }
-    for name, add_flags in _FLAGS.items():
-        add_flags(commands[name])
-    return parser, commands
+        if name in _FLAGS:
+            _FLAGS[name](subparser)
+    return parser
 
 
 def _find_flags(parser: Parser) -> None:
@@ -220,7 +184,7 @@ def _guide_flags(parser: Parser) -> None:
         text = f"what is predicted has {what}; default: {default}"
         parser.add_argument(f"--{name}", metavar="N", type=int, help=text, **several)
     add_trained(parser, TRAINED_OTHERWISE)
-    _output(parser, "a page (.html), or Markdown (.md); default: print it")
+    add_output(parser, "a page (.html), or Markdown (.md); default: print it")
     parser.add_argument("--json", action="store_true", help="print its rows as one JSON document")
 
 
@@ -289,7 +253,7 @@ def _trainer(parser: Parser) -> None:
 
 def _gpus_that_need_not_be_here(parser: Parser) -> None:
     _model(parser)
-    _json(parser)
+    add_json(parser)
     _kind_of_gpus(parser, "4xA100-80GB")
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="a machine's memory; default: not a limit"
@@ -315,48 +279,10 @@ def _kind_of_gpus(parser: Parser, example: str, **several: Any) -> None:
     )
 
 
-def _show_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "studies", nargs="*", metavar="STUDY", help="a study's file; default: the newest one"
-    )
-    parser.add_argument(
-        "--as",
-        dest="as_",
-        choices=("table", "published", "lines", "json"),
-        default="table",
-        help="how to show it",
-    )
-    _newest_study(parser)
-
-
-def _report_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "study", nargs="?", metavar="STUDY", help="a study's file; default: the newest one"
-    )
-    _output(parser, ".html, .md, .csv or .json; default: print Markdown")
-    _json(parser)
-    _newest_study(parser)
-
-
-def _profile_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
-        "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
-        "shown; two: side by side",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page into a new file: timeline and flame graph"
-    )
-    _json(parser)
-
-
 def _model_and_config(parser: Parser) -> None:
     _model(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
-    _json(parser)
+    add_json(parser)
 
 
 def _model(parser: Parser) -> None:
@@ -364,28 +290,11 @@ def _model(parser: Parser) -> None:
     parser.add_argument(model.name, nargs="?", metavar="MODEL", help=model.help)
 
 
-def _json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def _output(parser: Parser, forms: str) -> None:
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"write it into a new file: {forms}")
-
-
-def _newest_study(parser: Parser) -> None:
-    parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        default="./logs",
-        help="where to look for the newest study (default: ./logs)",
-    )
-
-
 def _catalog_flags(parser: Parser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="list those whose names have it; default: all"
     )
-    _json(parser)
+    add_json(parser)
 
 
 def _doctor_flags(parser: Parser) -> None:
@@ -394,89 +303,23 @@ def _doctor_flags(parser: Parser) -> None:
         action="store_true",
         help="read on the GPUs what libraries take of their memory, half a minute each count",
     )
-    _json(parser)
+    add_json(parser)
+
+
+def _completion_flags(parser: Parser) -> None:
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 def _bench_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "subject", choices=("attention",), metavar="SUBJECT", help="what is measured: attention"
-    )
-    parser.add_argument(
-        "--device", choices=get_args(Device), help="where; default: cuda where there is a GPU"
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
-        "big card stands in for a small one; default: all, on the CPU what is free",
-    )
-    parser.add_argument(
-        "--gpus",
-        metavar="N",
-        type=int,
-        default=1,
-        help="from 2 on also DataParallel, ring and Ulysses; on the CPU processes (default: 1)",
-    )
-    parser.add_argument(
-        "--heads", metavar="N", type=int, default=2, help="query heads (default: 2)"
-    )
-    parser.add_argument(
-        "--kv-heads", metavar="N", type=int, help="key and value heads; default: as many"
-    )
-    parser.add_argument(
-        "--head-dim", metavar="N", type=int, default=32, help="size of a head (default: 32)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(BenchDtype),
-        help="default: bf16, on the CPU fp32, on GPUs without bf16 fp16",
-    )
-    parser.add_argument(
-        "--same-qkv",
-        action="store_true",
-        help="queries, keys and values are one tensor, counted once: the published setting",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="TOKENS",
-        nargs="+",
-        help="measure at these lengths alone; default: doubling, then bisection to the longest",
-    )
-    parser.add_argument(
-        "--max-length",
-        metavar="TOKENS",
-        help="longest length to try; default: 16m tokens, on the CPU 4k",
-    )
-    parser.add_argument(
-        "--implementations",
-        metavar="NAME",
-        nargs="+",
-        default=[],
-        help=f"who takes part, by name or family: {', '.join(IMPLEMENTATIONS)}; default: all",
-    )
-    parser.add_argument("--only", choices=DIRECTIONS, help="one direction; default: both")
-    parser.add_argument(
-        "--timeout",
-        metavar="TIME",
-        help="longest time of one pass; default: 60s, on the CPU 10s",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder of the report: JSON, Markdown, HTML and plots; default: a new one below "
-        "./logs/attention",
-    )
-    parser.add_argument(
-        "--allow-busy", action="store_true", help="also on GPUs that somebody else uses"
-    )
-    _json(parser)
+    add_bench_flags(parser)
+    add_json(parser)
 
 
 def _compare_search_flags(parser: Parser) -> None:
     parser.add_argument(
         "table", metavar="CSV", help="columns gpu, settings, gpus, sp, model, max_model_len"
     )
-    _json(parser)
+    add_json(parser)
 
 
 _FLAGS: Mapping[str, Callable[[Parser], None]] = {
@@ -486,12 +329,13 @@ _FLAGS: Mapping[str, Callable[[Parser], None]] = {
     "guide": _guide_flags,
     "recommend": _recommend_flags,
     "emit": _emit_flags,
-    "show": _show_flags,
-    "report": _report_flags,
-    "profile": _profile_flags,
+    "show": show_flags,
+    "report": report_flags,
+    "profile": profile_flags,
     "models": _catalog_flags,
     "gpus": _catalog_flags,
     "doctor": _doctor_flags,
+    "completion": _completion_flags,
     "bench": _bench_flags,
     "compare-search": _compare_search_flags,
 }

@@ -1,8 +1,7 @@
-"""Parser: a grammar whose errors are errors like all others."""
+"""Parser: a grammar whose errors are errors like all others, and whose help ends with examples."""
 
 import argparse
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -12,9 +11,24 @@ from highwater.errors import UsageError
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UsageErrors, with a command that works as the hint."""
 
-    def __init__(self, *, example: str, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        examples: Sequence[str],
+        groups: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
+        """``examples``: commands for the end of the help, the first one for hints.
+        ``groups``: headings, each with those commands of it that its help lists.
+        """
         super().__init__(allow_abbrev=False, **options)
-        self.example = example
+        self.examples = tuple(examples)
+        self._groups = groups
+
+    @property
+    def example(self) -> str:
+        """A command that works."""
+        return self.examples[0]
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -24,7 +38,60 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Every flag, as its help lists them."""
-        return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", self.format_help())))
+        return sorted(
+            name
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for name in action.option_strings
+            if name.startswith("--")
+        )
+
+    def arguments(self) -> list[argparse.Action]:
+        """Every argument and flag."""
+        return list(self._actions)
+
+    def format_help(self) -> str:
+        """The help: commands below their headings, flags, examples. No example is folded: it is
+        pasted.
+        """
+        text = super().format_help() if self._groups is None else self._grouped_help(self._groups)
+        examples = "".join(f"  {example}\n" for example in self.examples)
+        return f"{text}\nexamples:\n{examples}"
+
+    def _grouped_help(self, groups: Mapping[str, Sequence[str]]) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for heading, names in groups.items():
+            formatter.start_section(heading)
+            formatter.add_arguments(self._command(name) for name in names)
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(action for action in self._actions if action.option_strings)
+        formatter.end_section()
+        formatter.add_text(f"`{self.prog} COMMAND --help` lists the flags of a command.")
+        return formatter.format_help()
+
+    def _command(self, name: str) -> argparse.Action:
+        """A command as a line of the help."""
+        parser = self.commands[name]
+        text = (parser.description or "").removeprefix(f"{name}: ")
+        return _Line(option_strings=[], dest=name, metavar=name, help=text)
+
+    @property
+    def commands(self) -> Mapping[str, "Parser"]:
+        """The grammar of each command, by its name."""
+        for action in self._actions:
+            if isinstance(action.choices, Mapping):  # as those of subparsers are
+                return action.choices
+        return {}
+
+
+class _Line(argparse.Action):
+    """A line of a help that is no argument."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Nothing is parsed."""
 
 
 def parse_strictly(

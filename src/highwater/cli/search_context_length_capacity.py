@@ -253,7 +253,11 @@ def grammar() -> Parser:
     """The flags of the published script."""
     parser = Parser(
         prog=PROGRAM,
-        example=f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
+        examples=(
+            f"{PROGRAM} --model_path Qwen3-0.6B --trainer_strategy fsdp2",
+            f"{PROGRAM} --model_path Qwen3-0.6B --test_gpu_num 1 --start_length 32768",
+            f"{PROGRAM} --model_path Qwen3-8B --test_gpu_num 4 --test_sp_num 1 2 4 --offload",
+        ),
         description="The longest context that a model trains with, for each number of GPUs and "
         "each SP.",
     )

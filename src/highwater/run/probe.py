@@ -39,7 +39,7 @@ _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 
 They are as in the extra ``train`` of pyproject.toml.
 """
-_OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49)}
+OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49)}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
@@ -147,7 +147,7 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
         if installed is None:
             obstacles.append(f"{package} is not installed")
             continue
-        release = _release(installed)
+        release = release_of(installed)
         if release < oldest:
             obstacles.append(
                 f"{package} {installed} is too old: {oldest[0]}.{oldest[1]} is the first that works"
@@ -275,12 +275,12 @@ def refuse_missing_package(settings: Settings) -> None:
     if settings.lora_base == "nf4":
         needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
     for what, package, other in needed:
-        oldest = _OLDEST[package]
+        oldest = OLDEST[package]
         hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"
         if find_spec(package) is None:
             raise MachineError(f"{what} needs {package}, which is not installed", hint=hint)
         installed = _version(package)
-        if installed is not None and _release(installed) < oldest:
+        if installed is not None and release_of(installed) < oldest:
             raise MachineError(f"{what} needs another {package} than {installed}", hint=hint)
 
 
@@ -297,7 +297,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _release(installed: str) -> tuple[int, ...]:
+def release_of(installed: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
     return tuple(map(int, re.findall(r"\d+", installed)[:2]))
 
 

@@ -72,12 +72,19 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
     """Raise UsageError for a file that is there already, or cannot be written.
 
-    The hint offers a free name like ``name``.
+    The hint makes a folder that is missing, or offers a free name like ``name``.
     """
     try:
         path.touch(exist_ok=False)
         path.unlink()
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and str(path):
+            make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
+            raise UsageError(
+                f"{path} cannot be written: there is no folder {path.parent}",
+                hint=f"make it: {make}; or name a file here: "
+                f"`{flag} {shlex.quote(free_name(name))}`",
+            ) from error
         is_there = isinstance(error, FileExistsError)
         why = "is there already" if is_there else f"cannot be written: {error.strerror}"
         hint = f"name a new file: `{flag} {shlex.quote(free_name(name))}`"

@@ -1,0 +1,201 @@
+"""Completion, in the shells themselves: what is offered after the words that were typed."""
+
+import os
+import pty
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from highwater.cli.command_list import COMMANDS, SHELLS
+from highwater.cli.grammar import commands
+
+WITHIN_S = 60
+CASES = {
+    "": set(COMMANDS),
+    "pre": {"predict"},
+    "predict qwen3-0": {"Qwen3-0.6B"},
+    "predict meta-llama/Llama-3.1-4": {
+        "meta-llama/Llama-3.1-405B",
+        "meta-llama/Llama-3.1-405B-Instruct",
+    },
+    "predict Qwen3-8B --gpus b": {"B200", "B300"},
+    "predict Qwen3-8B --gpus 4xa100": {"4xA100-80GB", "4xA100-40GB"},
+    "predict Qwen3-8B --gpus 2x8xH20": {
+        "2x8xH200-141GB",
+        "2x8xH200-141GB-NVL",
+        "2x8xH20-96GB",
+    },
+    "predict --gpus 4xA100-80GB Qwen3-32": {"Qwen3-32B"},
+    "predict Qwen3-8B --json --lora-b": {"--lora-base"},
+    "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},
+    "emit --for tr": {"trinity", "trl"},
+    "completion ": set(SHELLS),
+}
+"""What is typed after ``highwater``, and what is offered; the last word is not finished."""
+_OFFER = """
+source ./script
+IFS=$'\\n' read -r -d '' -a typed
+COMP_WORDS=(highwater "${typed[@]}" "$1")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+$(complete -p highwater | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture
+def bash(highwater: Run, tmp_path: Path) -> Path:
+    """A folder with the script of bash."""
+    done = highwater("completion", "bash")
+    assert done.returncode == 0
+    (tmp_path / "script").write_text(done.stdout)
+    return tmp_path
+
+
+def offered(folder: Path, typed: str) -> set[str]:
+    """What bash completes, by the function that the script names."""
+    *words, last = typed.split(" ")
+    done = subprocess.run(
+        ["bash", "--norc", "-c", _OFFER, "bash", last],
+        input="".join(f"{word}\n" for word in words),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+    )
+    assert done.stderr == ""
+    return {line for line in done.stdout.splitlines() if line}
+
+
+@pytest.mark.parametrize(("typed", "completions"), CASES.items(), ids=CASES)
+def test_bash_completes(bash: Path, typed: str, completions: set[str]) -> None:
+    assert offered(bash, typed) == completions
+
+
+def test_bash_completes_each_value_of_a_list(bash: Path) -> None:
+    assert offered(bash, "guide --predict Qwen3-8B Qwen3-14") == {"Qwen3-14B"}
+
+
+def test_bash_completes_every_flag_of_every_command(bash: Path) -> None:
+    for name, parser in commands().items():
+        flags = offered(bash, f"{name} --")
+        assert flags == {"--help", *parser.flags()}, name
+
+
+def test_bash_completes_files_and_folders(bash: Path) -> None:
+    (bash / "models").mkdir()
+    (bash / "study.jsonl").touch()
+    assert offered(bash, "show st") == {"study.jsonl"}
+    assert offered(bash, "guide st") == {"study.jsonl"}
+    assert offered(bash, "predict mod") == {"models"}
+    assert offered(bash, "find tiny --checkpoint-dir mod") == {"models"}
+
+
+@contextmanager
+def terminal_of(*shell: str, folder: Path) -> Iterator[int]:
+    """A shell with its line editor, on a terminal of its own; it is ended."""
+    terminal, its_side = pty.openpty()
+    process = subprocess.Popen(
+        shell,
+        cwd=folder,
+        env={**os.environ, "TERM": "dumb", "PS1": "", "INPUTRC": os.devnull},
+        stdin=its_side,
+        stdout=its_side,
+        stderr=its_side,
+        start_new_session=True,
+    )
+    os.close(its_side)
+    try:
+        yield terminal
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_a_tab_in_a_terminal_completes(bash: Path) -> None:
+    """As somebody types it."""
+    with terminal_of("bash", "--norc", "--noprofile", "-i", folder=bash) as terminal:
+        os.write(terminal, b"source ./script; echo re''ady\n")
+        assert "ready" in _read_until(terminal, "ready")
+        os.write(terminal, b"highwater predict qwen3-0\t--gpus 4xb20\t")
+        assert "highwater predict Qwen3-0.6B --gpus 4xB200" in _typed(terminal, "B200")
+
+
+def _typed(terminal: int, awaited: str) -> str:
+    """The line as the terminal shows it: a backspace takes a character back."""
+    line: list[str] = []
+    for character in _read_until(terminal, awaited):
+        if character == "\b":
+            line.pop()
+        elif character != "\a":
+            line.append(character)
+    return "".join(line)
+
+
+def _read_until(terminal: int, awaited: str) -> str:
+    """What the terminal shows until this."""
+    said, until = b"", time.monotonic() + WITHIN_S
+    while time.monotonic() < until and awaited.encode() not in said:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        said += os.read(terminal, 1 << 16)
+    return said.decode()
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(("typed", "completions"), CASES.items(), ids=CASES)
+def test_fish_completes(highwater: Run, tmp_path: Path, typed: str, completions: set[str]) -> None:
+    (tmp_path / "script").write_text(highwater("completion", "fish").stdout)
+    asked = f"source script; complete -C {shlex.quote(f'highwater {typed}')}"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", asked],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+    )
+    found = {line.partition("\t")[0] for line in done.stdout.splitlines()}
+    # fish offers what has the letters anywhere, where nothing begins with them
+    assert completions <= found
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes(highwater: Run, tmp_path: Path) -> None:
+    """With its own completion system, on a terminal."""
+    (tmp_path / "_highwater").write_text(highwater("completion", "zsh").stdout)
+    with terminal_of("zsh", "-f", "-i", folder=tmp_path) as terminal:
+        os.write(
+            terminal,
+            b"fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D; unset zle_bracketed_paste"
+            b"; echo re''ady\n",
+        )
+        assert "ready" in _read_until(terminal, "ready")
+        os.write(terminal, b"highwater predict qwen3-0\t--gpus 4xb20\t")
+        assert "highwater predict Qwen3-0.6B --gpus 4xB200" in _typed(terminal, "B200")
+
+
+def test_no_other_command_imports_shtab() -> None:
+    code = (
+        "import sys\nfrom highwater.cli.app import main\nmain(['models', 'qwen3'])\n"
+        "print('shtab' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_no_script_calls_python(highwater: Run, shell: str) -> None:
+    script = highwater("completion", shell).stdout
+    assert "python" not in script.lower()
+    assert "$(highwater" not in script
+    assert "; highwater" not in script

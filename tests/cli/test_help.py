@@ -1,0 +1,92 @@
+"""The help: commands by what people do with them, and three examples of each that work."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run
+
+from highwater.cli import search_context_length_capacity as published
+from highwater.cli.command_list import COMMANDS, groups
+from highwater.cli.grammar import commands, grammar, parse
+
+DATA = Path(__file__).parents[1] / "data"
+EXAMPLES = [(name, each) for name, command in COMMANDS.items() for each in command.examples]
+ON_A_GPU = {
+    "highwater bench attention --gpus 2 --memory 24GiB",
+    "highwater doctor --measure --json > constants.json",
+}
+"""Examples that only a machine with GPUs answers, and that have no dry run."""
+LONG = {"highwater bench attention --device cpu"}
+"""Takes a minute; tests/cli/test_bench_command.py runs it with fewer attentions."""
+TRAINS = ("find", "try")
+
+
+def words_of(example: str) -> list[str]:
+    """What the program is given: neither its name, nor where a shell sends the answer."""
+    return shlex.split(re.split(r" [>|] ", example)[0])[1:]
+
+
+def test_the_help_has_every_command_below_what_people_do_with_it(highwater: Run) -> None:
+    text = highwater("--help", COLUMNS="80").stdout
+    below = {
+        heading: re.findall(r"^  ([a-z-]+)", block, re.MULTILINE)
+        for heading, block in re.findall(r"^(\w[^\n]*):\n((?:  .*\n)+)", text, re.MULTILINE)
+        if heading in groups()
+    }
+    assert below == groups()
+    assert [name for names in below.values() for name in names] == list(commands())
+    assert {"bench", "schema", "compare-search"} == set(below["developer tools"])
+    assert max(map(len, text.partition("\nexamples:\n")[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_ends_with_its_three_examples(highwater: Run, name: str) -> None:
+    shown = highwater(name, "--help", COLUMNS="60").stdout.partition("\nexamples:\n")[2]
+    assert [line.strip() for line in shown.splitlines()] == list(COMMANDS[name].examples)
+    assert len(set(COMMANDS[name].examples)) == 3
+
+
+def test_every_example_is_one_of_the_grammar() -> None:
+    for name, example in EXAMPLES:
+        assert parse(words_of(example)).command == name
+    for example in grammar().examples:
+        assert parse(words_of(example)).command
+    for example in published.grammar().examples:
+        assert published.parse(words_of(example)).model_path
+
+
+@pytest.fixture
+def things(highwater: Run, tmp_path: Path) -> None:
+    """What examples name: a study, snapshots, a table."""
+    made = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-1.jsonl")
+    assert made.returncode == 0
+    shutil.copy(tmp_path / "logs" / "m" / "study-1.jsonl", tmp_path / "study.jsonl")
+    snapshot = sorted((DATA / "snapshots").glob("*.pickle"))[0]
+    for name in ("snapshot", "before", "after"):
+        shutil.copy(snapshot, tmp_path / f"{name}.pickle")
+    shutil.copy(DATA / "published_capacity_a100_80gb.csv", tmp_path / "capacities.csv")
+
+
+@pytest.mark.usefixtures("things")
+@pytest.mark.parametrize(
+    "example", [each for _, each in EXAMPLES if each not in ON_A_GPU | LONG], ids=str
+)
+def test_an_example_answers(highwater: Run, example: str) -> None:
+    words = words_of(example)
+    if words[0] in TRAINS and "--dry-run" not in words:
+        # what would train: a law answers in the place of GPUs, which are not here
+        words += ["--dry-run", *(() if "--device" in words else SIMULATED[:4])]
+    done = highwater(*words)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("example", published.grammar().examples)
+def test_an_example_of_the_published_script_is_understood(example: str, run: Run) -> None:
+    assert example.startswith(published.PROGRAM)
+    shown = run(published.PROGRAM, "--help").stdout.partition("\nexamples:\n")[2]
+    assert example in [line.strip() for line in shown.splitlines()]
