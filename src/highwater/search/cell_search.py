@@ -4,14 +4,18 @@ A search asks the bracket, runs the trial, and tells the bracket. An event is yi
 after every trial and after every cell, so that whoever listens can show and record them. The order
 of trials depends only on the question and on the results: the same results, the same search.
 
-With the proof ``memory`` a cell begins with a full trial of the first length, by whose time the
-others are judged. A length whose full trial would exceed the time limit, or did, gets a memory-only
-trial. When the edge is known, full trials go up to the longest length that they can be expected to
-reach in time.
+With the proof ``memory`` a length whose full trial is expected to exceed the time limit, or did,
+gets a memory-only trial. When the edge is known, full trials go up to the longest length that they
+can be expected to reach in time. Where nobody can predict the time of a trial, a cell begins with a
+full trial of the shortest length, by whose time the others are judged.
 
 What a study has recorded of a cell is taken before anything new is run but that first full trial,
 also where it was found in another order: under another time limit, or after the answer of an
 earlier cell that has changed since (docs/decisions/025).
+
+A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
+recorded. Where the edge of a cell is still to be found, ``BudgetSpentError`` ends the search, which
+goes on another time; a full trial after the edge is left out.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -69,7 +73,37 @@ class CellAnswered:
     answer: CellAnswer
 
 
-SearchEvent = TrialStarted | TrialFinished | CellAnswered
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRuns:
+    """The trial that was started last is running; told about twice a second."""
+
+    cell: Cell
+    spec: TrialSpec
+    phase: str
+    """What its first rank is doing: ``step 1 of 2``."""
+
+
+SearchEvent = TrialStarted | TrialRuns | TrialFinished | CellAnswered
+
+
+class BudgetSpentError(Exception):
+    """The time that the search was given is over, or too short for the next trial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTrial:
+    """A trial that a search is about to start."""
+
+    cell: Cell
+    spec: TrialSpec
+    attempt: int
+    repeat: int
+    after_edge: bool
+    """Whether the cell is answered without it."""
+
+
+MayStart = Callable[[NextTrial], bool]
+"""Whether there is time for a trial; one that is recorded takes none."""
 
 
 def search_cells(
@@ -79,6 +113,7 @@ def search_cells(
     line_of: MemoryLineOf = engine_line,
     expected: Callable[[Cell], int | None] = lambda _: None,
     past: Callable[[Cell], Past] = lambda _: Past(),
+    may_start: MayStart = lambda _: True,
 ) -> Iterator[SearchEvent]:
     """Answer every cell of ``question`` in its order; ends with the answer of the last one.
 
@@ -87,7 +122,8 @@ def search_cells(
     Both order the trials and decide nothing. ``past`` is what is recorded of a cell, whose trials
     ``runner`` answers without running them.
 
-    MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
+    Raises BudgetSpentError where ``may_start`` says no. MachineError, KeyboardInterrupt and
+    whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
     for cell in question.cells:
@@ -97,7 +133,7 @@ def search_cells(
             finished.append(known.answer)
         else:
             first = _first_index(question, cell, finished, line_of, expected(cell))
-            search = _CellSearch(question, cell, runner, finished, first, known)
+            search = _CellSearch(question, cell, runner, finished, first, known, may_start)
             yield from search.run()
             finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
@@ -142,6 +178,7 @@ class _CellSearch:
         finished: list[CellAnswer],
         first: int | None,
         known: Past,
+        may_start: MayStart,
     ) -> None:
         self._question = question
         self._cell = cell
@@ -153,8 +190,9 @@ class _CellSearch:
         self._outcomes = CellOutcomes(question, cell, self._bracket)
         self._recorded = recorded_trials(question, known)
         """Recorded trials that were not asked for yet, in their order."""
-        self._full_trials = FullTrials(question) if question.proof == "memory" else None
-        self._begins_in_full = self._full_trials is not None
+        self._may_start = may_start
+        self._full_trials = FullTrials(question, cell) if question.proof == "memory" else None
+        self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
 
     def run(self) -> Iterator[SearchEvent]:
         """Run trials until the cell has an answer, or a trial that only crashes."""
@@ -219,7 +257,10 @@ class _CellSearch:
         if self._full_trials is None or outcomes.untold or outcomes.after_edge == _MOST_FULL_TRIALS:
             return None
         index = self._full_trials.next_index(self._bracket.fits, self._question.grid.length)
-        return None if index is None else WantedTrial(index, after_edge=True)
+        if index is None:
+            return None
+        asked = WantedTrial(index, after_edge=True)
+        return asked if self._may_start(self._as_launched(asked, attempt=1)) else None
 
     def _is_too_long(self, index: int) -> bool:
         """Whether full trials so far say that one of this length would not end in time."""
@@ -247,11 +288,14 @@ class _CellSearch:
 
         Returns the last result.
         """
-        cell, repeat = self._cell, asked.repeat
-        length_tokens = self._question.grid.length(asked.index)
-        spec = self._question.trial(cell, length_tokens, memory_only=asked.memory_only)
+        cell, repeat, spec = self._cell, asked.repeat, self._spec_of(asked)
         timeouts, attempt = 0, 1
+        result: TrialResult | None = None
         while True:
+            if not self._may_start(self._as_launched(asked, attempt=attempt)):
+                if result is not None and asked.after_edge:
+                    return result
+                raise BudgetSpentError
             yield TrialStarted(
                 cell=cell,
                 spec=spec,
@@ -267,6 +311,19 @@ class _CellSearch:
             if result.outcome.tells or attempt == MAX_ATTEMPTS or is_late:
                 return result
             attempt += 1
+
+    def _spec_of(self, asked: WantedTrial) -> TrialSpec:
+        length_tokens = self._question.grid.length(asked.index)
+        return self._question.trial(self._cell, length_tokens, memory_only=asked.memory_only)
+
+    def _as_launched(self, asked: WantedTrial, *, attempt: int) -> NextTrial:
+        return NextTrial(
+            cell=self._cell,
+            spec=self._spec_of(asked),
+            attempt=attempt,
+            repeat=asked.repeat,
+            after_edge=asked.after_edge,
+        )
 
     def _trials_left(self) -> int:
         """About how many trials the question takes after the next one, by the cells so far."""
