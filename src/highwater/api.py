@@ -363,6 +363,7 @@ def _search(
             expected=expected,
             past=journal.past,
             may_start=partial(_may_start, journal, budget),
+            order=None if budget is None else budget.order,
         )
         for event in _until_spent(events):
             if event is None:

@@ -7,18 +7,20 @@ later the time for theirs.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
 from highwater.search.cell_search import BudgetSpentError, NextTrial
-from highwater.search.outlook import outlook
+from highwater.search.outlook import expected_s, outlook
 from highwater.search.trial_seconds import trial_s
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 _ABOUT = 1.1
 """Times the budget by which a search has ended: predicted times are some per cent off."""
+_SURELY_ENOUGH = 0.6
+"""Share of the budget that all cells may be expected to take to be answered in their own order."""
 _TIMES_PREDICTED = 3.0
 """Times its predicted time that a memory-only trial may take: a host may be busy."""
 
@@ -55,7 +57,16 @@ class Budget:
         self._clock = clock
         self._ends_at = clock() + _ABOUT * budget_s
         self._budget_s = budget_s
-        self._edges_s = {each.cell: each.edge_s or 0.0 for each in outlook(question)}
+        cells = outlook(question)
+        self._edges_s = {each.cell: each.edge_s or 0.0 for each in cells}
+        self.order: Sequence[Cell] = question.cells
+        """Order in which cells are searched: where there may be too little time for all, those that
+        are expected to reach furthest come first."""
+        in_all_s = expected_s(cells)
+        is_short = in_all_s is not None and in_all_s > _SURELY_ENOUGH * budget_s
+        if is_short and question.method == "bisect":
+            furthest = sorted(cells, key=lambda each: -each.first_tokens)
+            self.order = tuple(each.cell for each in furthest)
 
     @property
     def left_s(self) -> float:
@@ -89,5 +100,5 @@ class Budget:
 
     def _edges_after(self, cell: Cell) -> float:
         """Seconds that the edges of the cells after this one are expected to take."""
-        later = takewhile(lambda other: other != cell, reversed(self._question.cells))
+        later = takewhile(lambda other: other != cell, reversed(self.order))
         return sum(self._edges_s[other] for other in later)

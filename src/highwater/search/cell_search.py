@@ -14,11 +14,11 @@ also where it was found in another order: under another time limit, or after the
 earlier cell that has changed since (docs/decisions/025).
 
 A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
-recorded. Where the edge of a cell is still to be found, ``BudgetSpentError`` ends the search, which
-goes on another time; a full trial after the edge is left out.
+recorded. A full trial after the edge is left out where it says no; a cell whose edge is still to be
+found is left, and the search ends with ``BudgetSpentError`` when no other cell is open.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from highwater.search.bracket import Bracket
@@ -33,12 +33,15 @@ from highwater.search.recorded_trials import (
 )
 from highwater.search.start_length import carried_start, first_index
 from highwater.spec.packing import least_packed
+from highwater.spec.pieces import pieces
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Past, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 _MOST_FULL_TRIALS = 4
 """Full trials after the edge is known: each reaches further by the time of the one before."""
+_NEAR = 4
+"""Steps by which a trial may be moved to a length that takes far less time."""
 _TRIALS_OF_A_CELL = 4
 """Trials that a cell is taken to need while none is finished."""
 
@@ -114,19 +117,23 @@ def search_cells(
     expected: Callable[[Cell], int | None] = lambda _: None,
     past: Callable[[Cell], Past] = lambda _: Past(),
     may_start: MayStart = lambda _: True,
+    order: Sequence[Cell] | None = None,
 ) -> Iterator[SearchEvent]:
-    """Answer every cell of ``question`` in its order; ends with the answer of the last one.
+    """Answer every cell of ``question``, in its order or in another; ends with the answer of the
+    last one.
 
     ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
     longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
     Both order the trials and decide nothing. ``past`` is what is recorded of a cell, whose trials
     ``runner`` answers without running them.
 
-    Raises BudgetSpentError where ``may_start`` says no. MachineError, KeyboardInterrupt and
+    Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where
+    ``runner`` raises it. MachineError, KeyboardInterrupt and
     whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
-    for cell in question.cells:
+    is_spent = False
+    for cell in question.cells if order is None else order:
         known = past(cell)
         if known.answer is not None:
             yield from _recorded_ends(cell, known)
@@ -135,8 +142,13 @@ def search_cells(
             first = _first_index(question, cell, finished, line_of, expected(cell))
             search = _CellSearch(question, cell, runner, finished, first, known, may_start)
             yield from search.run()
+            if search.has_no_time:
+                is_spent = True
+                continue
             finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
+    if is_spent:
+        raise BudgetSpentError
 
 
 def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
@@ -191,12 +203,17 @@ class _CellSearch:
         self._recorded = recorded_trials(question, known)
         """Recorded trials that were not asked for yet, in their order."""
         self._may_start = may_start
+        self.has_no_time = False
+        """Whether the search ended because a trial at the edge was not to start."""
         self._full_trials = FullTrials(question, cell) if question.proof == "memory" else None
         self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
 
     def run(self) -> Iterator[SearchEvent]:
         """Run trials until the cell has an answer, or a trial that only crashes."""
         while self._outcomes.crashed is None and (asked := self._next()) is not None:
+            if not asked.after_edge and not self._may_start(self._as_launched(asked, attempt=1)):
+                self.has_no_time = True
+                return
             result = yield from self._try(asked)
             if not asked.memory_only and self._full_trials is not None:
                 self._full_trials.tell(self._question.grid.length(asked.index), result)
@@ -245,6 +262,8 @@ class _CellSearch:
             return WantedTrial(1)
         index = self._bracket.ask()
         if index is not None:
+            if self._is_too_long(index):
+                index = self._near_in_pieces(index)
             return WantedTrial(index, memory_only=self._is_too_long(index))
         for index, repeat in self._confirmations_left():
             memory_only = index in self._outcomes.memory_only or self._is_too_long(index)
@@ -266,6 +285,21 @@ class _CellSearch:
         """Whether full trials so far say that one of this length would not end in time."""
         full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
         return full_trials is not None and full_trials.exceeds(length_tokens)
+
+    def _near_in_pieces(self, index: int) -> int:
+        """The index itself, or one beside it within the bracket whose tokens can be cut into equal
+        pieces: others take a memory-only trial as long as a full one.
+        """
+        between = range(self._bracket.fits + 1, self._bracket.end)
+        near = sorted(
+            (each for each in between if abs(each - index) <= _NEAR),
+            key=lambda each: abs(each - index),
+        )
+        return next(filter(self._has_pieces, near), index)
+
+    def _has_pieces(self, index: int) -> bool:
+        spec = self._spec_of(WantedTrial(index))
+        return pieces(spec.length_tokens * spec.sequences, spec.device) is not None
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
         """Both sides of the edge again, then the lengths above it, as index and repeat.
@@ -290,12 +324,7 @@ class _CellSearch:
         """
         cell, repeat, spec = self._cell, asked.repeat, self._spec_of(asked)
         timeouts, attempt = 0, 1
-        result: TrialResult | None = None
         while True:
-            if not self._may_start(self._as_launched(asked, attempt=attempt)):
-                if result is not None and asked.after_edge:
-                    return result
-                raise BudgetSpentError
             yield TrialStarted(
                 cell=cell,
                 spec=spec,
@@ -308,9 +337,10 @@ class _CellSearch:
             yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
             timeouts += result.outcome is Outcome.TIMEOUT
             is_late = timeouts == allowed_timeouts(self._question, asked)
-            if result.outcome.tells or attempt == MAX_ATTEMPTS or is_late:
-                return result
             attempt += 1
+            is_last = result.outcome.tells or attempt > MAX_ATTEMPTS or is_late
+            if is_last or not self._may_start(self._as_launched(asked, attempt=attempt)):
+                return result
 
     def _spec_of(self, asked: WantedTrial) -> TrialSpec:
         length_tokens = self._question.grid.length(asked.index)

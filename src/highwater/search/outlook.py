@@ -6,6 +6,8 @@ By formula and predicted step times. It orders nothing: whoever starts a search 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from highwater.memory.capacity import MemoryLimit, predict_at
+from highwater.memory.formula.formula import likely_footprint
 from highwater.search.proof import FullTrials
 from highwater.search.start_length import first_index
 from highwater.search.trial_seconds import ran_out_s, trial_s
@@ -60,6 +62,8 @@ def _of_cell(question: Question, cell: Cell) -> CellOutlook:
     edge_s = None
     if fits_s is not None and fails_s is not None:
         edge_s = TRIALS_AT_AN_EDGE / 2 * (fits_s + fails_s)
+        if first == 1 and not _fits(question, cell, length_tokens):
+            edge_s = fails_s
     full_tokens = None
     if full_trials is not None and memory_only:
         index = full_trials.next_index(first, question.grid.length)
@@ -73,3 +77,13 @@ def _of_cell(question: Question, cell: Cell) -> CellOutlook:
         full_tokens=full_tokens,
         full_s=None if full is None else trial_s(question, full),
     )
+
+
+def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
+    """Whether a length is predicted to fit; so it is where nobody knows the memory."""
+    memory_bytes = question.memory_budget_bytes or question.device_total_bytes
+    if memory_bytes is None:
+        return True
+    limit = MemoryLimit(device_bytes=memory_bytes)
+    found = predict_at(question, cell, limit, likely_footprint, length_tokens)
+    return found.capacity_tokens > 0

@@ -90,7 +90,7 @@ def plan(
     refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
-    proof = proof_of(request, model, device, cells, grid)
+    proof = proof_of(request, model, device)
     budget_s = budget_of(request, proof, device, cells)
     timeout_s = timeout_of(request, proof, budget_s, device, cells)
     question = _question(request, model, where, cells, grid)

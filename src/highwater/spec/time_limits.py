@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from highwater.errors import UsageError
-from highwater.spec.grid import Grid
 from highwater.spec.model import Model
-from highwater.spec.pieces import pieces
 from highwater.spec.request import Request
 from highwater.spec.study import Cell, Proof
 from highwater.spec.trial import Device
@@ -20,11 +18,9 @@ _TRIALS_OF_A_CELL = 3
 """Trials that a cell's share of the budget is divided among: its edge takes two or three."""
 
 
-def proof_of(
-    request: Request, model: Model, device: Device, cells: Sequence[Cell], grid: Grid
-) -> Proof:
-    """How the lengths of a search are proven: as is asked; by memory on GPUs, where every length
-    can be; else in full. Who names a time limit alone wants each trial to have it, in full.
+def proof_of(request: Request, model: Model, device: Device) -> Proof:
+    """How the lengths of a search are proven: as is asked; by memory on GPUs, where that can be;
+    else in full. Who names a time limit alone wants each trial to have it, in full.
     """
     if request.proof is not None:
         return request.proof
@@ -32,18 +28,7 @@ def proof_of(
     if device != "cuda" or request.dry_run or is_timed or request.method != "bisect":
         return "full"
     is_other = request.attention != "dense" or request.data is not None or model.shape.layers < 2
-    return "full" if is_other or not _can_be_cut(cells, grid, device) else "memory"
-
-
-def _can_be_cut(cells: Sequence[Cell], grid: Grid, device: Device) -> bool:
-    """Whether memory-only trials are made of every length, in every cell."""
-    lengths = [grid.length(index) for index in range(1, grid.size + 1)]
-    packed = {
-        length * cell.settings.sequences(length, context_degree=cell.layout.context_degree)
-        for cell in cells
-        for length in lengths
-    }
-    return all(pieces(tokens, device) is not None for tokens in packed if tokens)
+    return "full" if is_other else "memory"
 
 
 def budget_of(

@@ -27,8 +27,6 @@ _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
 Fitted: trials of 8,192 tokens."""
 _FLEX_SHARE = 0.5
 """What FlexAttention does of what the fused kernels do. Source: docs/results/attention."""
-_LONGEST_PIECE = 16384
-"""Tokens of a memory-only trial's pieces where they cannot be equal."""
 _BACKWARD_PRODUCTS = 2.5
 """Products of attention going backward, by those forward: five where there are two."""
 _UPDATE_BYTES = 40
@@ -172,7 +170,7 @@ def _attended(
 ) -> list[tuple[LayerKind, int, float]]:
     """Layers of a kind, how many, and the pairs that each of them attends to."""
     tokens = sequences * length_tokens
-    of_pieces = tokens * (tokens / (pieces(tokens, "cuda") or tokens / _LONGEST_PIECE)) / 2
+    of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
     found: list[tuple[LayerKind, int, float]] = []
     above = shape.layers
     for run in shape.runs:

@@ -67,10 +67,17 @@ def _nothing(study: Study) -> str:
 
 def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
     question = study.question
+    failed = [
+        trial.spec.length_tokens
+        for trial in study.trials_of(cell)
+        if trial.result is not None and trial.result.outcome.is_memory
+    ]
+    above = min((length for length in failed if length > length_tokens), default=None)
+    end = "" if above is None else f", and does not at {format_tokens(above)}"
     return (
-        f"{plain(question.model.name)} fits at {format_tokens(length_tokens)} tokens, and maybe "
-        f"longer, on {_place(question, cell)}, {_provenance(question)}, with "
-        f"{_how(question, cell, length_tokens)}; the search is not finished."
+        f"{plain(question.model.name)} fits at {format_tokens(length_tokens)} tokens{end}, on "
+        f"{_place(question, cell)}, {_provenance(question)}, with "
+        f"{_how(question, cell, length_tokens)}; the search in between is not finished."
     )
 
 
