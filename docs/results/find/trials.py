@@ -2,8 +2,8 @@
 
 ``python docs/results/find/trials.py`` (no GPU, seconds) prints two tables. The first plays each
 search beside this file again, with the edge that was measured and the times that are predicted. The
-second asks whole searches of several models and GPUs, whose memory follows the formula of the dry
-run, which is not the one that says where a search begins, and whose steps take as long as predicted,
+second asks whole searches of several models and GPUs. Their memory follows the formula of the dry
+run, which is not the one that says where a search begins; their trials take as long as predicted,
 or half as long again.
 """
 
@@ -58,6 +58,7 @@ class Clock:
     now_s: float = 0.0
 
     def __call__(self) -> float:
+        """Seconds since the search began."""
         return self.now_s
 
 

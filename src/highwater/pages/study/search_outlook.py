@@ -8,7 +8,7 @@ from highwater.pages.text import plain
 from highwater.search.outlook import CellOutlook, expected_s, outlook
 from highwater.spec.plan import Plan
 from highwater.spec.study import Question
-from highwater.units import counted, format_seconds, format_tokens
+from highwater.units import format_seconds, format_tokens
 
 _MOST_LINES = 12
 """Cells that are told one by one."""
@@ -33,9 +33,9 @@ def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
 
 def _begun(planned: Plan, cells: Sequence[CellOutlook]) -> str:
     """How many searches there are, how long they take, and how long they may."""
-    what, in_all_s = counted(len(cells), "search").replace("searchs", "searches"), expected_s(cells)
+    what, in_all_s = f"{len(cells)} search{'' if len(cells) == 1 else 'es'}", expected_s(cells)
     takes = (
-        f"how long trials take on {plain(planned.question.device_name)} they tell themselves"
+        f"nobody knows beforehand how long a trial takes on {plain(planned.question.device_name)}"
         if in_all_s is None
         else f"about {format_seconds(in_all_s)} in all"
     )
