@@ -1,4 +1,4 @@
-"""``find --budget`` with real trials on the CPU: it ends in time, keeps what it has, and goes on."""
+"""``find --budget`` with real trials on the CPU: it ends in time, keeps what it has, goes on."""
 
 import json
 import time
