@@ -11,7 +11,7 @@ for answer in study.answers:
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,22 @@ from highwater.run.probe import environment, gpus_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
-from highwater.search.cell_search import CellAnswered, SearchEvent, TrialStarted, search_cells
+from highwater.search.budget import Budget
+from highwater.search.cell_search import (
+    BudgetSpentError,
+    CellAnswered,
+    NextTrial,
+    SearchEvent,
+    TrialRuns,
+    TrialStarted,
+    search_cells,
+)
 from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
 from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
-from highwater.spec.protocols import Runner
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Question, Study
@@ -55,7 +63,7 @@ from highwater.store.directory import (
 )
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.store.recording import RecordingRunner
-from highwater.units import parse_memory, parse_tokens
+from highwater.units import format_seconds, parse_memory, parse_tokens
 
 Listener = Callable[[SearchEvent], None]
 
@@ -66,7 +74,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
 
     ``settings`` are the fields of ``Request``: ``gpus=[1, 2]``, ``memory="80GiB"``,
     ``loss="chunked"``, ``dry_run=True``. ``on_event`` hears each trial as it starts and ends.
-    Blocks for as long as the trials take; called again after an interruption it goes on where it
+    Blocks for as long as the trials take, or their ``budget``; called again it goes on where it
     was. A ``study`` that has every answer is returned as it is where there is no GPU to ask. After
     the answer the first out of memory is repeated once with its memory recorded, of which a note of
     the study tells; ``no_diagnose=True`` leaves that out. Raises HighwaterError for what cannot be
@@ -77,7 +85,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
     if known is not None:
         return known
     study = answer(request, prepare(request), on_event=on_event)
-    trial = undiagnosed(request, study)
+    trial = undiagnosed(request, study) if study.complete else None
     if trial is None:
         return study
     note = diagnose(request, trial).note
@@ -302,10 +310,13 @@ def answer(
     """Ask the question: run what its study does not have yet, and return the study.
 
     ``command`` is what was typed, kept in the study for whoever resumes it. Every finished trial is
-    on disk when this raises, KeyboardInterrupt included.
+    on disk when this raises, KeyboardInterrupt included. Where the plan's budget ends the search
+    the study is not complete, and a note says so.
     """
     path = study_file(request, planned.question)
-    runner = _runner(request, log_layout, planned.question.device_total_bytes)
+    told = _Told(on_event)
+    runner = _runner(request, log_layout, planned.question.device_total_bytes, told.runs)
+    on_event = told.hear
     if path is not None:
         return _search(request, planned, runner, path, on_event, command)
     with tempfile.TemporaryDirectory(
@@ -334,9 +345,9 @@ def study_file(request: Request, question: Question) -> Path | None:
 def _search(
     request: Request,
     planned: Plan,
-    runner: Runner,
+    runner: LocalRunner | SimulatedRunner,
     path: Path,
-    on_event: Listener | None,
+    on_event: Listener,
     command: Sequence[str],
 ) -> Study:
     question = planned.question
@@ -344,20 +355,87 @@ def _search(
     opened = partial(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
     )
+    budget, spent = _budget(request, planned, runner), ()
     with predicted_start(request, question) as expected, opened(path, question) as journal:
-        for event in search_cells(
-            question, RecordingRunner(runner, journal), expected=expected, past=journal.past
-        ):
+        events = search_cells(
+            question,
+            RecordingRunner(budget or runner, journal),
+            expected=expected,
+            past=journal.past,
+            may_start=partial(_may_start, journal, budget),
+            order=None if budget is None else budget.order,
+        )
+        for event in _until_spent(events):
+            if event is None:
+                spent = (_spent_note(planned, journal.snapshot()),)
+                break
             if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
                 found = expectation(request, question, event.cell, expected(event.cell))
                 if found is not None:
                     journal.cell_expected(found)
             if isinstance(event, CellAnswered):
                 journal.cell_answered(event.answer)
-            if on_event is not None and not _is_recorded_start(event, journal):
+            if not _is_recorded_start(event, journal):
                 on_event(event)
         study = journal.snapshot()
-    return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes))
+    return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes, *spent))
+
+
+class _Told:
+    """Tells a listener of events, and of the trial that runs what its processes do."""
+
+    def __init__(self, on_event: Listener | None) -> None:
+        self._on_event = on_event
+        self._started: TrialStarted | None = None
+
+    def hear(self, event: SearchEvent) -> None:
+        self._started = event if isinstance(event, TrialStarted) else None
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def runs(self, phase: str) -> None:
+        if self._on_event is not None and self._started is not None:
+            cell, spec = self._started.cell, self._started.spec
+            self._on_event(TrialRuns(cell=cell, spec=spec, phase=phase))
+
+
+def _budget(
+    request: Request, planned: Plan, runner: LocalRunner | SimulatedRunner
+) -> Budget | None:
+    """The budget that trials on this machine have; none of a dry run, which takes no time."""
+    if planned.budget_s is None or isinstance(runner, SimulatedRunner):
+        return None
+    runner.timeout_s = planned.timeout_s
+    named = request.timeout is not None
+    return Budget(planned.question, runner, planned.budget_s, same_timeout=named)
+
+
+def _may_start(journal: Journal, budget: Budget | None, trial: NextTrial) -> bool:
+    if budget is None or budget.allows(trial):
+        return True
+    recorded = journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat)
+    return recorded is not None
+
+
+def _until_spent(events: Iterator[SearchEvent]) -> Iterator[SearchEvent | None]:
+    """The events; None at the end where the budget is."""
+    try:
+        yield from events
+    except BudgetSpentError:
+        yield None
+
+
+def _spent_note(planned: Plan, study: Study) -> str:
+    """Which cells the budget left without an answer."""
+    question = planned.question
+    answered = {answer.cell for answer in study.answers_within(question.timeout_s)}
+    left = [cell for cell in question.cells if cell not in answered]
+    names = "; ".join(cell.label_on(question.device) for cell in left)
+    return (
+        f"the budget of {format_seconds(planned.budget_s)} is spent, "
+        f"{len(left)} of {len(question.cells)} searches are not finished: {names}; finished trials "
+        "are kept"
+    )
 
 
 def _is_recorded_start(event: SearchEvent, journal: Journal) -> bool:
@@ -371,8 +449,11 @@ def _is_recorded_start(event: SearchEvent, journal: Journal) -> bool:
 
 
 def _runner(
-    request: Request, log_layout: LogLayout, device_total_bytes: int | None = None
-) -> Runner:
+    request: Request,
+    log_layout: LogLayout,
+    device_total_bytes: int | None = None,
+    on_phase: Callable[[str], None] | None = None,
+) -> LocalRunner | SimulatedRunner:
     if request.dry_run:
         return SimulatedRunner(
             FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes
@@ -388,4 +469,5 @@ def _runner(
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),
         profiling=request.memory_profiler,
+        on_phase=on_phase,
     )

@@ -40,9 +40,7 @@ def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(
     published = highwater("show", "logs/m/study-1.jsonl", "--as", "published")
     assert published.stdout.splitlines()[1] == "#GPU | SP | Qwen3-0.6B"
     lines = highwater("show", "--as", "lines").stdout.splitlines()
-    assert (
-        len(lines) == len(found.stdout.partition("\n\n")[2].partition("\n\n")[0].splitlines()) - 1
-    )
+    assert len(lines) == len(found.stdout.split("\n\n")[2].splitlines()) - 1
     fields = dict(field.split(" = ") for field in lines[0].split(", "))
     assert int(fields.pop("max_model_len")) > 0
     assert fields == {"model_name": "Qwen3-0.6B", "trainer_gpu_num": "1", "sp_num": "1"}

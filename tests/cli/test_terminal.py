@@ -300,6 +300,35 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal: Terminal, tmp_
     assert max(map(len, live)) <= 60
 
 
+def test_a_trial_that_runs_shows_for_how_long_and_what_it_does(
+    on_a_terminal: Terminal, tmp_path: Path, tiny: Path
+) -> None:
+    pytest.importorskip("torch", reason="trials need the train extra")
+    (tmp_path / "slow_batches.py").write_text(
+        "import time\n\n\ndef slow(*, length_tokens, **_):\n"
+        "    while True:\n        time.sleep(2)\n        yield [[1] * length_tokens]\n"
+    )
+    grid = ("--start-length", "512", "--max-length", "512", "--resolution", "512", "--loss", "full")
+    shown = on_a_terminal(
+        tmp_path,
+        *("find", str(tiny), "--device", "cpu", "--memory", "1GiB", *grid),
+        *("--data", "slow_batches:slow"),
+        columns=100,
+        PYTHONPATH=str(tmp_path),
+    )
+    lines = plainly(shown)
+    running = [
+        found for line in lines if (found := re.match(r"512 tokens: (\d+) s, (.*)", line.strip()))
+    ]
+    assert {"step 1 of 2", "step 2 of 2"} <= {found[2] for found in running}
+    seconds = [int(found[1]) for found in running]
+    assert seconds == sorted(seconds)
+    assert len(set(seconds)) >= 4, "it moves while the trial runs"
+    ended = REDRAWN.split(shown)[-1]
+    assert "512 tokens: " not in ended, "and is gone with it"
+    assert re.search(r"tiny trains up to 512 tokens on 1 process on the CPU", ended)
+
+
 @pytest.mark.parametrize(
     ("named", "columns"), [("60", 60), ("0", 100), ("wide", 100), ("9" * 400, 100), ("-5", 100)]
 )

@@ -1,11 +1,16 @@
 """Progress: what is told while a search runs."""
 
+import dataclasses
+
+import msgspec
 from places import question_of
 
 from highwater.cli.progress import Progress
-from highwater.search.cell_search import CellAnswered, TrialFinished, TrialStarted
+from highwater.search.cell_search import CellAnswered, TrialFinished, TrialRuns, TrialStarted
+from highwater.search.trial_seconds import trial_s
 from highwater.spec.study import CellAnswer
-from highwater.spec.trial import Outcome, TrialResult
+from highwater.spec.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
+from highwater.units import format_seconds
 
 QUESTION = question_of(loss="full")
 CELL = QUESTION.cells[0]
@@ -140,3 +145,95 @@ def test_a_memory_only_trial_is_named_in_every_line() -> None:
         progress.hear(finished)
         assert said in progress.line(finished)
     assert progress.table().rows[0][4] == "-", "nothing was trained"
+
+
+H200 = msgspec.structs.replace(
+    QUESTION, device_name="NVIDIA H200", simulated=False, proof="memory", timeout_s=100.0
+)
+
+
+def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does() -> None:
+    now_s = [0.0]
+    progress = Progress(H200, clock=lambda: now_s[0])
+    spec = H200.trial(CELL, 65_536)
+    begun = TrialStarted(cell=CELL, spec=spec, attempt=1, repeat=0, trials_left=2)
+    progress.hear(begun)
+    expected_s = trial_s(H200, spec)
+    assert expected_s is not None
+    assert f"(about {format_seconds(expected_s)}, about " in progress.line(begun)
+    assert progress.running == "", "nothing is said of a trial that has only just begun"
+    runs = TrialRuns(cell=CELL, spec=spec, phase="step 1 of 2\x1b[31m")
+    now_s[0] = 35.0
+    progress.hear(runs)
+    told = f"65,536 tokens: 35 s of about {format_seconds(expected_s)}, step 1 of 2\\x1b[31m"
+    assert progress.running == told
+    assert progress.table().footnotes[0] == told
+    before_s = progress.left_s
+    now_s[0] = 45.0
+    assert before_s is not None
+    assert progress.left_s == before_s - 10
+
+
+def test_a_pipe_gets_a_line_a_minute_of_a_trial_that_runs() -> None:
+    now_s = [0.0]
+    progress = Progress(H200, clock=lambda: now_s[0])
+    spec = H200.trial(CELL, 65_536)
+    progress.hear(TrialStarted(cell=CELL, spec=spec, attempt=1, repeat=0, trials_left=2))
+    runs = TrialRuns(cell=CELL, spec=spec, phase="step 1 of 2")
+    said: list[float] = []
+    for half_seconds in range(1, 400):
+        now_s[0] = half_seconds / 2
+        progress.hear(runs)
+        if progress.sparse_line(runs):
+            said.append(now_s[0])
+    assert said == [60.0, 120.0, 180.0]
+
+
+def test_what_a_dry_run_takes_is_not_foretold() -> None:
+    progress = Progress(QUESTION)
+    begun = started(4096, trials_left=3)
+    progress.hear(begun)
+    assert "about" not in progress.line(begun)
+
+
+def test_out_of_memory_is_told_shortly_and_the_log_with_the_whole_message_once() -> None:
+    progress = Progress(QUESTION)
+    whole = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 17.97 GiB. GPU 0 has a total "
+        "capacity of 79.18 GiB of which 3.21 GiB is free. Including non-PyTorch memory " * 3
+    )
+    lines: list[str] = []
+    for length in (8192, 12_288):
+        event = finished(length, Outcome.OUT_OF_MEMORY, wall_s=20, reason=whole)
+        result = msgspec.structs.replace(event.result, log_path=f"logs/model_len-{length}.log")
+        event = dataclasses.replace(event, result=result)
+        progress.hear(event)
+        lines.append(progress.line(event))
+    first, second = (line.partition(" tokens ran out of memory in 20 s: ")[2] for line in lines)
+    assert first.startswith("no room for 17.97 GiB; ")
+    assert first.endswith("logs/model_len-8192.log, others beside it")
+    assert second == "no room for 17.97 GiB"
+
+
+def test_out_of_memory_says_what_had_no_room_where_that_is_known() -> None:
+    failure = Failure(
+        kind="device_memory",
+        phase="forward",
+        text="CUDA out of memory",
+        alive=AliveMemory(
+            requested_bytes=2**30,
+            parameters_bytes=2**31,
+            gradients_bytes=0,
+            optimizer_states_bytes=0,
+        ),
+    )
+    result = TrialResult(
+        outcome=Outcome.OUT_OF_MEMORY,
+        reason="CUDA out of memory",
+        ranks=(RankReport(rank=0, failure=failure),),
+        wall_s=20,
+    )
+    event = dataclasses.replace(finished(8192, Outcome.OUT_OF_MEMORY, wall_s=20), result=result)
+    progress = Progress(QUESTION)
+    progress.hear(event)
+    assert progress.line(event).endswith("in 20 s: forward: no room for 1.00 GiB")

@@ -45,7 +45,12 @@ def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked)
 def test_without_recomputation_products_are_those_of_model_flops() -> None:
     length = 4096
     work = step_seconds._micro_batch(  # pyright: ignore[reportPrivateUsage]
-        SHAPE, Settings(recompute="none"), Layout(), length_tokens=length, sequences=1
+        SHAPE,
+        Settings(recompute="none"),
+        Layout(),
+        length_tokens=length,
+        sequences=1,
+        whole=SHAPE.layers,
     )
     whole = step_flops(SHAPE, length_tokens=length, sequences=1, settings=Settings())
     forward = work.attention_flops

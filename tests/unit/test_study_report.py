@@ -49,6 +49,10 @@ def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path: Path)
     assert all(cell.predicted is not None for cell in report.cells)
 
 
+FULL = ("--proof", "full")
+"""What a search has to name now that proved in full before that was something to name."""
+
+
 def test_figures_of_a_real_study_are_those_of_its_fullest_rank() -> None:
     report = real_report("qwen3-4b-card-full")
     fourth = report.trials[3]
@@ -278,11 +282,15 @@ def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end(
 @pytest.mark.parametrize(
     ("named", "path", "words"),
     [
-        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", "--loss", "full")),
-        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", "--loss", "full")),
-        (("--study", "b.jsonl"), "my a.jsonl", ("--loss", "full", "--study", "my a.jsonl")),
-        (("--study=b.jsonl",), "a.jsonl", ("--loss", "full", "--study", "a.jsonl")),
-        ((), "logs/tiny/study-1.jsonl", ("--loss", "full", "--study", "logs/tiny/study-1.jsonl")),
+        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", "--loss", "full", *FULL)),
+        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", "--loss", "full", *FULL)),
+        (("--study", "b.jsonl"), "my a.jsonl", ("--loss", "full", *FULL, "--study", "my a.jsonl")),
+        (("--study=b.jsonl",), "a.jsonl", ("--loss", "full", *FULL, "--study", "a.jsonl")),
+        (
+            (),
+            "logs/tiny/study-1.jsonl",
+            ("--loss", "full", *FULL, "--study", "logs/tiny/study-1.jsonl"),
+        ),
     ],
 )
 def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
@@ -305,7 +313,7 @@ def test_a_command_is_typed_without_the_name_of_your_own_home(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     study = study_of(path=f"{tmp_path}/my kept/a.jsonl", command=("highwater", "find", "tiny"))
-    words = ("highwater", "find", "tiny", "--study", "~/'my kept/a.jsonl'")
+    words = ("highwater", "find", "tiny", *FULL, "--study", "~/'my kept/a.jsonl'")
     assert report_of(study).commands[0].text == " ".join(words)
 
 

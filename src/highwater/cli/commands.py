@@ -21,6 +21,8 @@ from highwater.errors import (
     UsageError,
 )
 from highwater.pages.study.published_layout import published_lines, published_tables, published_text
+from highwater.pages.study.search_outlook import outlook_lines
+from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text import plain
@@ -29,6 +31,7 @@ from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
+from highwater.spec.plan import Plan
 from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
     base_notes,
@@ -60,7 +63,9 @@ def find(arguments: argparse.Namespace) -> int:
         return _say_found(arguments, known)
     planned = api.prepare(request)
     console.notes(planned.notes)
-    _note_resumed(request, planned.question)
+    is_resumed = _note_resumed(request, planned.question)
+    for line in outlook_lines(planned, is_resumed=is_resumed):
+        console.talk(line)
     try:
         with console.progress(planned.question) as listener:
             study = api.answer(request, planned, on_event=listener, command=arguments.command_line)
@@ -70,7 +75,7 @@ def find(arguments: argparse.Namespace) -> int:
     console.notes([note for note in study.notes if note not in planned.notes])
     if request.memory_profiler is not None:
         console.notes(tuple(study_snapshot_lines(study, request.memory_profiler)))
-    return _say_found(arguments, study, request)
+    return _say_found(arguments, study, request, planned)
 
 
 def try_(arguments: argparse.Namespace) -> int:
@@ -137,7 +142,7 @@ def show(arguments: argparse.Namespace) -> int:
         console.answer("\n".join(map(published_lines, studies)))
     else:
         for study in studies:
-            console.answer_table(answer_table(study))
+            _say_answer(study)
     console.next_command(_after_show(studies[0], arguments.as_))
     return EXIT_ANSWERED
 
@@ -185,11 +190,16 @@ def _count_table(path: str, counts: Sequence[MethodCount]) -> TextTable:
     )
 
 
-def exit_code(study: Study) -> int:
+def exit_code(study: Study, *, has_budget: bool = False) -> int:
     """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no
-    answer.
+    answer; with a budget, which may end before they have, 4 when nothing was found to fit.
     """
     answers = study.answers
+    if has_budget and any(
+        trial.result is not None and study.question.counts_as_fit(trial.result)
+        for trial in study.trials
+    ):
+        return EXIT_ANSWERED
     if not study.complete or any(
         answer.reach_tokens is None or answer.is_undecided for answer in answers
     ):
@@ -214,19 +224,30 @@ def say_interrupted(path: Path | None) -> None:
     )
 
 
-def _say_found(arguments: argparse.Namespace, study: Study, request: Request | None = None) -> int:
-    """The answer, as JSON or as a table with the next command; the exit code. After the answer the
-    first out of memory is diagnosed, where a request is given.
+def _say_found(
+    arguments: argparse.Namespace,
+    study: Study,
+    request: Request | None = None,
+    planned: Plan | None = None,
+) -> int:
+    """The answer, as JSON or as a sentence and a table with the next command; the exit code. After
+    the answer the first out of memory is diagnosed, where a request is given and has time left.
     """
     if arguments.json:
         console.answer_json(study)
     else:
-        console.answer_table(answer_table(study))
-    if request is not None:
+        _say_answer(study)
+    if request is not None and study.complete:
         _diagnose(request, study)
     if not arguments.json:
-        console.next_command(_after_find(study))
-    return exit_code(study)
+        console.next_command(_after_find(study, arguments.command_line))
+    return exit_code(study, has_budget=planned is not None and planned.budget_s is not None)
+
+
+def _say_answer(study: Study) -> None:
+    console.answer(study_answer(study))
+    console.answer("")
+    console.answer_table(answer_table(study))
 
 
 def _diagnose(request: Request, study: Study) -> None:
@@ -246,12 +267,14 @@ def _diagnose(request: Request, study: Study) -> None:
         console.talk("interrupted: the answer stands, nothing of the launch runs any more")
 
 
-def _note_resumed(request: Request, question: Question) -> None:
-    """Say what a study has already; what is wrong with it is told when it is opened for writing."""
+def _note_resumed(request: Request, question: Question) -> bool:
+    """Say what a study has already, and whether that is anything; what is wrong with it is told
+    when it is opened for writing.
+    """
     path = api.study_file(request, question)
     # which knows no name too long, and no folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
-        return
+        return False
     with suppress(StudyError):
         study = api.open_study(path)
         if study.question.key == question.key and study.finished_trials:
@@ -269,9 +292,13 @@ def _note_resumed(request: Request, question: Question) -> None:
                     f"so far{again}"
                 ]
             )
+            return True
+    return False
 
 
-def _after_find(study: Study) -> str:
+def _after_find(study: Study, typed: Sequence[str]) -> str:
+    if not study.complete and study.path is not None:
+        return f"{shlex.join(typed)}  (goes on where the budget ended)"
     if study.path is None:
         return shlex.join(word for word in study.command if word != "--dry-run")
     return f"highwater show {shlex.quote(study.path)} --as published"

@@ -195,7 +195,9 @@ def progress(question: Question) -> Generator[Callable[[SearchEvent], None]]:
 
         def say(event: SearchEvent) -> None:
             state.hear(event)
-            talk(state.line(event))
+            line = state.sparse_line(event)
+            if line:
+                talk(line)
 
         yield say
         return

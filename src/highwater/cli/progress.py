@@ -1,15 +1,25 @@
-"""Progress of a search: what each cell has tried, and how long the rest may take. Data and text;
-console.py draws it.
+"""Progress of a search: what each cell has tried, what the trial that runs does, and how long the
+rest may take. Data and text; console.py draws it.
 """
 
+import re
 import time
 from collections.abc import Callable
 from textwrap import shorten
 
 from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
+from highwater.pages.study.failed_request import request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.search.cell_search import CellAnswered, SearchEvent, TrialFinished, TrialStarted
+from highwater.search.cell_search import (
+    CellAnswered,
+    SearchEvent,
+    TrialFinished,
+    TrialRuns,
+    TrialStarted,
+)
+from highwater.search.outlook import outlook
+from highwater.search.trial_seconds import trial_s
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -20,6 +30,13 @@ come."""
 _TOLD_WITHIN = 2
 """Times the longest of the recent lengths that fit: of trials longer than this nobody knows how
 long they take."""
+
+_SHOWN_AFTER_S = 2.0
+"""Seconds after which a trial that runs gets a line of its own on a terminal."""
+_SPARSE_S = 60.0
+"""Seconds between lines about a trial that runs, in a log or a pipe."""
+_ASKED = re.compile(r"Tried to allocate (\d[\d.]* [KMGT]iB)")
+"""How torch says what it had no room for."""
 
 _REASON_WIDTH = 100
 """Characters of a reason in a line about a trial, at most; the final table has the whole reason."""
@@ -41,6 +58,13 @@ class Progress:
         """Length of the trial that runs, or of the last one."""
         self._started_at: float | None = None
         self._trials_left = 0
+        self._expected_s: float | None = None
+        """Seconds that the trial that runs is predicted to take."""
+        self._cells_s = _expected_by_cell(question)
+        self._cell_began_at: dict[Cell, float] = {}
+        self._phase = "starting"
+        self._said_at = 0.0
+        self._has_named_log = False
         self._is_recorded = False
         """Whether the last trial that finished had not started: a resumed study had its result."""
 
@@ -48,12 +72,16 @@ class Progress:
         """Take in one event."""
         match event:
             case TrialStarted():
-                self._started_at = self._clock()
+                self._started_at = self._said_at = self._clock()
+                self._cell_began_at.setdefault(event.cell, self._started_at)
+                self._expected_s, self._phase = trial_s(self._question, event.spec), "starting"
                 self._length_tokens = event.spec.length_tokens
                 self._trials_left = event.trials_left + 1
                 self._states[event.cell] = (
                     f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
                 )
+            case TrialRuns():
+                self._phase = plain(event.phase)
             case TrialFinished():
                 self._is_recorded = self._started_at is None
                 self._started_at = None
@@ -72,15 +100,18 @@ class Progress:
                 )
             case CellAnswered():
                 self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
+                self._cells_s.pop(event.answer.cell, None)
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trial included; None while no trial of about this
-        length has told.
+        """Estimated seconds left, the running trial included; None while nobody knows.
 
-        From what the last trials that fit took, each scaled up to the present length: a trial's
-        time is at least linear in it.
+        By prediction where the GPU's rates are known. Else from what the last trials that fit took,
+        each scaled up to the present length: a trial's time is at least linear in it. Of lengths
+        that are much longer than those this says nothing.
         """
+        if self._cells_s and None not in self._cells_s.values():
+            return sum(map(self._cell_left_s, self._cells_s))
         recent = [(length, wall_s) for length, wall_s in self._timed[-_RECENT:] if wall_s > 0]
         if (
             not recent
@@ -92,26 +123,59 @@ class Progress:
         running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
         return max(0.0, self._trials_left * sum(scaled_s) / len(scaled_s) - running_s)
 
+    def _cell_left_s(self, cell: Cell) -> float:
+        """Seconds that a cell is expected to take from now on."""
+        expected_s, began_at = self._cells_s[cell] or 0.0, self._cell_began_at.get(cell)
+        return expected_s if began_at is None else max(0.0, expected_s - self._clock() + began_at)
+
+    @property
+    def running(self) -> str:
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2``; empty where no trial has run for
+        long.
+        """
+        if self._started_at is None or self._clock() - self._started_at < _SHOWN_AFTER_S:
+            return ""
+        took_s = round(self._clock() - self._started_at)
+        of = "" if self._expected_s is None else f" of about {format_seconds(self._expected_s)}"
+        length = format_tokens(self._length_tokens)
+        return f"{length} tokens: {format_seconds(float(took_s))}{of}, {self._phase}"
+
+    def sparse_line(self, event: SearchEvent) -> str:
+        """A line for a log or a pipe; empty about a trial that still runs, but for once a
+        minute.
+        """
+        if not isinstance(event, TrialRuns):
+            return self.line(event)
+        if self._clock() - self._said_at < _SPARSE_S:
+            return ""
+        self._said_at = self._clock()
+        return self.line(event)
+
     def line(self, event: SearchEvent) -> str:
         """One line about an event, for a log or a pipe."""
         cell = event.answer.cell if isinstance(event, CellAnswered) else event.cell
         name = cell.label_on(self._question.device)
         match event:
             case TrialStarted():
-                left = f" ({self._left()})" if self._left() else ""
+                takes = "" if self._expected_s is None else _about(self._expected_s)
+                told = ", ".join(filter(None, (takes, self._left())))
+                left = f" ({told})" if told else ""
                 return (
                     f"{name}: trying {format_tokens(event.spec.length_tokens)} "
                     f"tokens{_again(event)}{left}"
                 )
+            case TrialRuns():
+                return f"{name}: {self.running}"
             case TrialFinished():
                 recorded = "recorded: " if self._is_recorded else ""
-                return f"{name}: {recorded}{_ended(event.spec, event.result)}"
+                log = self._log_of(event.result)
+                return f"{name}: {recorded}{_ended(event.spec, event.result)}{log}"
             case CellAnswered():
                 return f"{name}: capacity {self._answered(event.answer, ' tokens')}"
 
     def table(self) -> TextTable:
         """A table of where every cell stands now."""
-        left = self._left()
+        notes = tuple(filter(None, (self.running, self._left())))
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=(
@@ -133,8 +197,15 @@ class Progress:
                 )
                 for cell in self._question.cells
             ),
-            footnotes=(left,) if left else (),
+            footnotes=notes,
         )
+
+    def _log_of(self, result: TrialResult) -> str:
+        """Where the whole message of a trial that ran out of memory is: of the first one."""
+        if self._has_named_log or not result.outcome.is_memory or result.log_path is None:
+            return ""
+        self._has_named_log = True
+        return f"; the whole message is in {plain(result.log_path)}, others beside it"
 
     def _answered(self, answer: CellAnswer, unit: str) -> str:
         """The capacity, and what a memory-only proof adds to it."""
@@ -145,7 +216,16 @@ class Progress:
 
     def _left(self) -> str:
         left_s = self.left_s
-        return "" if left_s is None else f"about {format_seconds(max(10, round(left_s, -1)))} left"
+        return "" if left_s is None else f"{_about(max(10, round(left_s, -1)))} left"
+
+
+def _expected_by_cell(question: Question) -> dict[Cell, float | None]:
+    """Seconds that each cell is expected to take; None: nobody knows."""
+    return {each.cell: each.expected_s for each in outlook(question)}
+
+
+def _about(seconds: float) -> str:
+    return f"about {format_seconds(seconds)}"
 
 
 def words(outcome: Outcome) -> str:
@@ -174,6 +254,18 @@ def _ended(spec: TrialSpec, result: TrialResult) -> str:
     bytes_ = result.peak_reserved_bytes
     peak = "" if bytes_ is None else f", {format_bytes(bytes_)} at the peak"
     is_fit = result.outcome.is_fit
-    reason = "" if is_fit else f": {shorten(plain(result.reason), _REASON_WIDTH)}"
+    reason = "" if is_fit else f": {_why(spec, result)}"
     length = format_tokens(spec.length_tokens)
     return f"{length} tokens{kind} {words(result.outcome)}{took}{peak}{reason}"
+
+
+def _why(spec: TrialSpec, result: TrialResult) -> str:
+    """Why a trial did not fit, in a line: of memory what had no room, and where the step was."""
+    if result.outcome.is_memory:
+        told = request_line(result, spec.settings, spec.layout)
+        if told is not None:
+            return told.partition(";")[0]
+        asked = _ASKED.search(result.reason)
+        if asked is not None:
+            return f"no room for {asked[1]}"
+    return shorten(plain(result.reason), _REASON_WIDTH)

@@ -116,7 +116,9 @@ def _listener(question: Question) -> Callable[[SearchEvent], None]:
 
     def hear(event: SearchEvent) -> None:
         progress.hear(event)
-        console.talk(progress.line(event))
+        line = progress.sparse_line(event)
+        if line:
+            console.talk(line)
         if isinstance(event, CellAnswered):
             console.answer(published_line(question, event.answer.cell, event.answer))
 

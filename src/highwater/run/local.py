@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
 
@@ -30,7 +30,14 @@ from highwater.spec.model import load_model
 from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.secrets import kept_report, kept_result
 from highwater.spec.settings import Allocator
-from highwater.spec.trial import Outcome, RankReport, StatisticsFiles, TrialResult, TrialSpec
+from highwater.spec.trial import (
+    PHASE_FILE,
+    Outcome,
+    RankReport,
+    StatisticsFiles,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.store.trial_snapshots import snapshot_folder
 from highwater.units import MIB
 
@@ -39,6 +46,8 @@ LogLayout = Literal["rung", "published"]
 _REPORT_BYTES = 16 * MIB
 """Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
 _TAIL_BYTES = 256 * 1024
+_PHASE_BYTES = 1024
+_TOLD_S = 0.5
 _RELEASE_S = 60.0
 _END_S = 30.0
 _NOT_INHERITED = (
@@ -92,6 +101,7 @@ class LocalRunner:
         profiling: Profiling | None = None,
         tensorboard: bool = False,
         logit_range: bool = False,
+        on_phase: Callable[[str], None] | None = None,
     ) -> None:
         """Keep where logs and saves go, and the limits.
 
@@ -100,6 +110,7 @@ class LocalRunner:
         directory of its own, for as long as it runs. ``profiling``: what its ranks record of their
         memory, in a folder beside its log. ``tensorboard``
             and ``logit_range`` are what its statistics have besides what costs nothing.
+        ``on_phase`` hears about twice a second what the first rank of a trial is doing.
         """
         self.log_directory = log_directory
         self.checkpoint_directory = checkpoint_directory
@@ -109,6 +120,7 @@ class LocalRunner:
         self.profiling = profiling
         self.tensorboard = tensorboard
         self.logit_range = logit_range
+        self._on_phase = on_phase
 
     # Attempts and repeats are the same to it: every launch is fresh.
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
@@ -213,11 +225,27 @@ class LocalRunner:
             start_new_session=True,
         )
         try:
-            return process.wait(self.timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+            return self._exit_code(process, reports_path / PHASE_FILE)
         finally:
             end_reaper(process)
+
+    def _exit_code(self, process: subprocess.Popen[bytes], phase_path: Path) -> int | None:
+        """Wait for the trial's end, and tell its phases meanwhile; None when time was up."""
+        deadline = time.monotonic() + self.timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(left_s if self._on_phase is None else min(_TOLD_S, left_s))
+            if self._on_phase is not None:
+                self._on_phase(_phase(phase_path))
+        return None
+
+
+def _phase(path: Path) -> str:
+    """What a trial says of itself."""
+    try:
+        return read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace")
+    except OSError:
+        return "starting"
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Readiness: what would make every trial of a request fail, said before the first one starts."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
@@ -18,14 +17,11 @@ from highwater.spec.model import load_model
 from highwater.spec.profiling import refuse_profiling
 from highwater.spec.request import Request
 from highwater.spec.settings import Settings
+from highwater.spec.time_limits import SHORTEST_TIMEOUT_S
 from highwater.spec.trial import Device
 from highwater.spec.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.units import format_seconds
-
-_TIMEOUT_FLOOR_S: Mapping[Device, float] = {"cpu": 10.0, "cuda": 60.0}
-"""Shortest timeout of a trial, in seconds, by device. From launch to first step a trial takes
-seconds on the CPU, 12 to 21 s on a GPU: less would end every trial before it."""
 
 
 def check_request(request: Request, machine: Machine) -> None:
@@ -33,7 +29,7 @@ def check_request(request: Request, machine: Machine) -> None:
     device: Device = request.device or (
         "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
     )
-    floor_s = _TIMEOUT_FLOOR_S[device]
+    floor_s = SHORTEST_TIMEOUT_S[device]
     if request.timeout_s < floor_s:
         raise UsageError(
             f"a timeout of {format_seconds(request.timeout_s)} ends a trial before it has started",

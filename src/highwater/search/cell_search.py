@@ -4,17 +4,21 @@ A search asks the bracket, runs the trial, and tells the bracket. An event is yi
 after every trial and after every cell, so that whoever listens can show and record them. The order
 of trials depends only on the question and on the results: the same results, the same search.
 
-With the proof ``memory`` a cell begins with a full trial of the first length, by whose time the
-others are judged. A length whose full trial would exceed the time limit, or did, gets a memory-only
-trial. When the edge is known, full trials go up to the longest length that they can be expected to
-reach in time.
+With the proof ``memory`` a length whose full trial is expected to exceed the time limit, or did,
+gets a memory-only trial. When the edge is known, full trials go up to the longest length that they
+can be expected to reach in time. Where nobody can predict the time of a trial, a cell begins with a
+full trial of the shortest length, by whose time the others are judged.
 
 What a study has recorded of a cell is taken before anything new is run but that first full trial,
 also where it was found in another order: under another time limit, or after the answer of an
 earlier cell that has changed since (docs/decisions/025).
+
+A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
+recorded. A full trial after the edge is left out where it says no; a cell whose edge is still to be
+found is left, and the search ends with ``BudgetSpentError`` when no other cell is open.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from highwater.search.bracket import Bracket
@@ -29,12 +33,15 @@ from highwater.search.recorded_trials import (
 )
 from highwater.search.start_length import carried_start, first_index
 from highwater.spec.packing import least_packed
+from highwater.spec.pieces import pieces
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Past, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 _MOST_FULL_TRIALS = 4
 """Full trials after the edge is known: each reaches further by the time of the one before."""
+_NEAR = 4
+"""Steps by which a trial may be moved to a length that takes far less time."""
 _TRIALS_OF_A_CELL = 4
 """Trials that a cell is taken to need while none is finished."""
 
@@ -69,7 +76,37 @@ class CellAnswered:
     answer: CellAnswer
 
 
-SearchEvent = TrialStarted | TrialFinished | CellAnswered
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRuns:
+    """The trial that was started last is running; told about twice a second."""
+
+    cell: Cell
+    spec: TrialSpec
+    phase: str
+    """What its first rank is doing: ``step 1 of 2``."""
+
+
+SearchEvent = TrialStarted | TrialRuns | TrialFinished | CellAnswered
+
+
+class BudgetSpentError(Exception):
+    """The time that the search was given is over, or too short for the next trial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTrial:
+    """A trial that a search is about to start."""
+
+    cell: Cell
+    spec: TrialSpec
+    attempt: int
+    repeat: int
+    after_edge: bool
+    """Whether the cell is answered without it."""
+
+
+MayStart = Callable[[NextTrial], bool]
+"""Whether there is time for a trial; one that is recorded takes none."""
 
 
 def search_cells(
@@ -79,28 +116,39 @@ def search_cells(
     line_of: MemoryLineOf = engine_line,
     expected: Callable[[Cell], int | None] = lambda _: None,
     past: Callable[[Cell], Past] = lambda _: Past(),
+    may_start: MayStart = lambda _: True,
+    order: Sequence[Cell] | None = None,
 ) -> Iterator[SearchEvent]:
-    """Answer every cell of ``question`` in its order; ends with the answer of the last one.
+    """Answer every cell of ``question``, in its order or in another; ends with the answer of the
+    last one.
 
     ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
     longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
     Both order the trials and decide nothing. ``past`` is what is recorded of a cell, whose trials
     ``runner`` answers without running them.
 
-    MachineError, KeyboardInterrupt and whatever else ``runner`` raises pass through.
+    Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where
+    ``runner`` raises it. MachineError, KeyboardInterrupt and
+    whatever else ``runner`` raises pass through.
     """
     finished: list[CellAnswer] = []
-    for cell in question.cells:
+    is_spent = False
+    for cell in question.cells if order is None else order:
         known = past(cell)
         if known.answer is not None:
             yield from _recorded_ends(cell, known)
             finished.append(known.answer)
         else:
             first = _first_index(question, cell, finished, line_of, expected(cell))
-            search = _CellSearch(question, cell, runner, finished, first, known)
+            search = _CellSearch(question, cell, runner, finished, first, known, may_start)
             yield from search.run()
+            if search.has_no_time:
+                is_spent = True
+                continue
             finished.append(search.answer())
         yield CellAnswered(answer=finished[-1])
+    if is_spent:
+        raise BudgetSpentError
 
 
 def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
@@ -142,6 +190,7 @@ class _CellSearch:
         finished: list[CellAnswer],
         first: int | None,
         known: Past,
+        may_start: MayStart,
     ) -> None:
         self._question = question
         self._cell = cell
@@ -153,12 +202,18 @@ class _CellSearch:
         self._outcomes = CellOutcomes(question, cell, self._bracket)
         self._recorded = recorded_trials(question, known)
         """Recorded trials that were not asked for yet, in their order."""
-        self._full_trials = FullTrials(question) if question.proof == "memory" else None
-        self._begins_in_full = self._full_trials is not None
+        self._may_start = may_start
+        self.has_no_time = False
+        """Whether the search ended because a trial at the edge was not to start."""
+        self._full_trials = FullTrials(question, cell) if question.proof == "memory" else None
+        self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
 
     def run(self) -> Iterator[SearchEvent]:
         """Run trials until the cell has an answer, or a trial that only crashes."""
         while self._outcomes.crashed is None and (asked := self._next()) is not None:
+            if not asked.after_edge and not self._may_start(self._as_launched(asked, attempt=1)):
+                self.has_no_time = True
+                return
             result = yield from self._try(asked)
             if not asked.memory_only and self._full_trials is not None:
                 self._full_trials.tell(self._question.grid.length(asked.index), result)
@@ -207,6 +262,8 @@ class _CellSearch:
             return WantedTrial(1)
         index = self._bracket.ask()
         if index is not None:
+            if self._is_too_long(index):
+                index = self._near_in_pieces(index)
             return WantedTrial(index, memory_only=self._is_too_long(index))
         for index, repeat in self._confirmations_left():
             memory_only = index in self._outcomes.memory_only or self._is_too_long(index)
@@ -219,12 +276,30 @@ class _CellSearch:
         if self._full_trials is None or outcomes.untold or outcomes.after_edge == _MOST_FULL_TRIALS:
             return None
         index = self._full_trials.next_index(self._bracket.fits, self._question.grid.length)
-        return None if index is None else WantedTrial(index, after_edge=True)
+        if index is None:
+            return None
+        asked = WantedTrial(index, after_edge=True)
+        return asked if self._may_start(self._as_launched(asked, attempt=1)) else None
 
     def _is_too_long(self, index: int) -> bool:
         """Whether full trials so far say that one of this length would not end in time."""
         full_trials, length_tokens = self._full_trials, self._question.grid.length(index)
         return full_trials is not None and full_trials.exceeds(length_tokens)
+
+    def _near_in_pieces(self, index: int) -> int:
+        """The index itself, or one beside it within the bracket whose tokens can be cut into equal
+        pieces: others take a memory-only trial as long as a full one.
+        """
+        between = range(self._bracket.fits + 1, self._bracket.end)
+        near = sorted(
+            (each for each in between if abs(each - index) <= _NEAR),
+            key=lambda each: abs(each - index),
+        )
+        return next(filter(self._has_pieces, near), index)
+
+    def _has_pieces(self, index: int) -> bool:
+        spec = self._spec_of(WantedTrial(index))
+        return pieces(spec.length_tokens * spec.sequences, spec.device) is not None
 
     def _confirmations_left(self) -> list[tuple[int, int]]:
         """Both sides of the edge again, then the lengths above it, as index and repeat.
@@ -247,9 +322,7 @@ class _CellSearch:
 
         Returns the last result.
         """
-        cell, repeat = self._cell, asked.repeat
-        length_tokens = self._question.grid.length(asked.index)
-        spec = self._question.trial(cell, length_tokens, memory_only=asked.memory_only)
+        cell, repeat, spec = self._cell, asked.repeat, self._spec_of(asked)
         timeouts, attempt = 0, 1
         while True:
             yield TrialStarted(
@@ -264,9 +337,23 @@ class _CellSearch:
             yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
             timeouts += result.outcome is Outcome.TIMEOUT
             is_late = timeouts == allowed_timeouts(self._question, asked)
-            if result.outcome.tells or attempt == MAX_ATTEMPTS or is_late:
-                return result
             attempt += 1
+            is_last = result.outcome.tells or attempt > MAX_ATTEMPTS or is_late
+            if is_last or not self._may_start(self._as_launched(asked, attempt=attempt)):
+                return result
+
+    def _spec_of(self, asked: WantedTrial) -> TrialSpec:
+        length_tokens = self._question.grid.length(asked.index)
+        return self._question.trial(self._cell, length_tokens, memory_only=asked.memory_only)
+
+    def _as_launched(self, asked: WantedTrial, *, attempt: int) -> NextTrial:
+        return NextTrial(
+            cell=self._cell,
+            spec=self._spec_of(asked),
+            attempt=attempt,
+            repeat=asked.repeat,
+            after_edge=asked.after_edge,
+        )
 
     def _trials_left(self) -> int:
         """About how many trials the question takes after the next one, by the cells so far."""

@@ -27,15 +27,16 @@ def completed_study(request: Request) -> Study | None:
     if request.study is None or request.dry_run or request.device == "cpu" or probe().gpus:
         return None
     study = _study_of_gpus(Path(request.study))
-    if study is None or not _asks_the_same(request, study.question):
+    asked = None if study is None else _asked(request, study.question)
+    if study is None or asked is None or asked.key != study.question.key:
         return None
-    limit_s = None if study.question.timeout_s is None else request.timeout_s
+    limit_s = asked.timeout_s
     answers = study.answers_within(limit_s)
     open_cells = len(study.question.cells) - sum(not answer.is_undecided for answer in answers)
     shown = f"highwater show {shlex.quote(request.study)}"
     if open_cells:
         is_late = len(answers) < len(study.answers)
-        within = f" in {format_seconds(request.timeout_s)} a trial" if is_late else ""
+        within = f" in {format_seconds(limit_s)} a trial" if is_late else ""
         cells = f"{open_cells} of {len(study.question.cells)} cells without a final answer{within}"
         raise MachineError(
             f"no GPU is visible, and the search in {request.study} is not finished: {cells}",
@@ -59,11 +60,11 @@ def _study_of_gpus(path: Path) -> Study | None:
     return None
 
 
-def _asks_the_same(request: Request, question: Question) -> bool:
-    """Whether the request, on a machine with the study's GPUs, makes the study's question."""
+def _asked(request: Request, question: Question) -> Question | None:
+    """What the request asks on a machine with the study's GPUs; None where it asks nothing."""
     with suppress(HighwaterError):
-        return plan(request, _machine_of(question)).question.key == question.key
-    return False
+        return plan(request, _machine_of(question)).question
+    return None
 
 
 def _machine_of(question: Question) -> Machine:

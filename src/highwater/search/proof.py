@@ -1,14 +1,16 @@
 """Proof: whether a length can be tried in full within the time limit.
 
-It follows from what the full trials of the cell took. Nothing is foreseen from nothing: until a
-full trial has told, by its step time or by running out of time, any length can be tried.
+It follows from what the full trials of the cell took; before any of them, from the predicted time
+where the GPU's rates are known. Elsewhere any length can be tried until a full trial has told, by
+its step time or by running out of time.
 """
 
 from collections.abc import Callable
 
+from highwater.search.trial_seconds import step_time_s, trial_s
 from highwater.spec.flops import step_flops
 from highwater.spec.settings import Settings
-from highwater.spec.study import Question
+from highwater.spec.study import Cell, Question
 from highwater.spec.trial import Outcome, TrialResult
 
 FULL_SHARE = 0.9
@@ -28,8 +30,10 @@ WORTH = 1.1
 class FullTrials:
     """The full trials of one cell, and the time that others would take."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, cell: Cell) -> None:
         assert question.timeout_s is not None  # noqa: S101
+        self._question = question
+        self._cell = cell
         self._shape = question.model.shape
         self._steps = question.steps
         self._timeout_s = question.timeout_s
@@ -37,6 +41,11 @@ class FullTrials:
         self._longest: tuple[int, TrialResult] | None = None
         self._late_tokens: int | None = None
         self._out_tokens: int | None = None
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the time of a trial is predicted before any has told."""
+        return self._predicted_step_s(self._question.grid.length(1)) is not None
 
     def tell(self, length_tokens: int, result: TrialResult) -> None:
         """Take in the end of a full trial."""
@@ -58,16 +67,16 @@ class FullTrials:
     def expected_s(self, length_tokens: int) -> float | None:
         """Seconds that a full trial of this length would take; None: nobody knows.
 
-        Steps take as long as their model FLOPs say, the rest what it took before.
+        Steps grow as predicted, or else with their model FLOPs; the rest is what it was before.
         """
         if self._longest is None:
-            return None
+            return trial_s(self._question, self._question.trial(self._cell, length_tokens))
         known_tokens, result = self._longest
         # It is shorter than one that was in time; a recorded one may have had more time than now.
         if length_tokens <= known_tokens and result.wall_s <= self._timeout_s:
             return 0.0
         steps_s = self._steps * (result.step_time_s or 0.0)
-        growth = self._flops(length_tokens) / self._flops(known_tokens)
+        growth = self._weight(length_tokens) / self._weight(known_tokens)
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
@@ -76,14 +85,16 @@ class FullTrials:
         None when it is not worth it. No length is reached in full at or above one whose full trial
         ran out of memory.
         """
-        if self._longest is None:
+        if self._longest is None and not self.foresees:
             return None
-        known_tokens, out_tokens = self._longest[0], self._out_tokens
+        known_tokens = 0 if self._longest is None else self._longest[0]
+        out_tokens, told_tokens = self._out_tokens, TOLD_WITHIN * known_tokens
 
         def is_open(index: int) -> bool:
             tokens = length(index)
             is_below = out_tokens is None or tokens < out_tokens
-            return is_below and tokens <= TOLD_WITHIN * known_tokens and not self.exceeds(tokens)
+            is_told = self.foresees or tokens <= told_tokens
+            return is_below and is_told and not self.exceeds(tokens)
 
         low, high = 0, fits
         while low < high:
@@ -93,8 +104,14 @@ class FullTrials:
             return None
         return low if low == fits or length(low) >= WORTH * known_tokens else None
 
-    def _flops(self, length_tokens: int) -> int:
-        # Only ratios count, which the number of sequences does not change.
+    def _weight(self, length_tokens: int) -> float:
+        """How long a step is beside others of the cell: only ratios count."""
+        predicted_s = self._predicted_step_s(length_tokens)
+        if predicted_s is not None:
+            return predicted_s
         return step_flops(
             self._shape, length_tokens=length_tokens, sequences=1, settings=Settings()
         )
+
+    def _predicted_step_s(self, length_tokens: int) -> float | None:
+        return step_time_s(self._question, self._question.trial(self._cell, length_tokens))

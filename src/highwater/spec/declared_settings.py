@@ -286,7 +286,13 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
             in_base_units="token_budget_tokens",
         ),
-        Setting("timeout", TIME, _RUN, "longest time for one trial", in_base_units="timeout_s"),
+        Setting(
+            "timeout",
+            TIME,
+            _RUN,
+            "longest time for one trial; default: 40m, or its share of the budget",
+            in_base_units="timeout_s",
+        ),
         Setting("steps", COUNT, _RUN, "optimizer steps of a trial, 2 or more", example=2),
         Setting(
             "micro_batches",
@@ -374,7 +380,17 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             CHOICE,
             _FIND,
             "memory: a memory-only trial proves what fits where a full one would exceed the "
-            "timeout",
+            "timeout; full: no trial but in full; default: memory on GPUs, and full where only "
+            "--timeout is named",
+        ),
+        Setting(
+            "budget",
+            TIME,
+            _FIND,
+            "longest time for the search, which the same command goes on with; default: 15m for "
+            "each layout, and no end where --proof or --timeout is named",
+            in_base_units="budget_s",
+            example="2h",
         ),
         Setting(
             "prediction",

@@ -28,6 +28,7 @@ from highwater.spec.request import Request
 from highwater.spec.search_lengths import check_yarn, grid_of, refuse_past_native
 from highwater.spec.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.spec.study import Cell, Question
+from highwater.spec.time_limits import budget_of, proof_of, timeout_of
 from highwater.spec.trainer import TRAINERS, Trainer
 from highwater.spec.trial import Device, TrialSpec
 from highwater.spec.trial_hardware import TrialHardware, check_host_memory, hardware_of
@@ -44,6 +45,10 @@ class Plan(Record, frozen=True, kw_only=True):
 
     question: Question
     notes: tuple[str, ...] = ()
+    budget_s: float | None = None
+    """Seconds that the search may take; None: as long as its trials do."""
+    timeout_s: float = 0.0
+    """Seconds that one trial may take in full."""
 
 
 def plan(
@@ -86,7 +91,12 @@ def plan(
     refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
+    proof = proof_of(request, model, device)
+    budget_s = budget_of(request, proof, device, cells)
+    timeout_s = timeout_of(request, proof, budget_s, device, cells)
     question = _question(request, model, where, cells, grid)
+    if proof == "memory":
+        question = msgspec.structs.replace(question, proof=proof, timeout_s=timeout_s)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     of_settings = (
         *optimizer_notes(cells[0].settings),
@@ -101,7 +111,7 @@ def plan(
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     of_attention = attention_notes(cells[0].settings)
     notes = (*fallback, *skipped, *too_small, *capped, *of_attention, *of_settings, *of_model)
-    return Plan(question=question, notes=notes)
+    return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
 
 def _question(
@@ -123,8 +133,6 @@ def _question(
         hyperparameters=request.hyperparameters,
         data=request.data,
         simulated=request.dry_run,
-        proof=request.proof,
-        timeout_s=request.timeout_s if request.proof == "memory" else None,
     )
 
 

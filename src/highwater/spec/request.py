@@ -49,6 +49,7 @@ from highwater.units import (
 PACKINGS = ("sequences_per_micro_batch", "token_budget")
 """Both say how many sequences a micro-batch has: one of them is named, or none."""
 
+_USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
 """Less than any trial needs: who asks for it has left out the unit."""
 _OF_THE_LADDER = ("allocator", "loss")
@@ -124,11 +125,12 @@ class Request(Record, frozen=True, kw_only=True):
     resolution: Tokens | None = None
     max_length: Tokens | None = None
     method: Method = "bisect"
-    proof: Proof = "full"
+    proof: Proof | None = None
     prediction: str = "formula"
     confirm: int = 0
     margin: Size = 0
-    timeout: Time = "40m"
+    timeout: Time | None = None
+    budget: Time | None = None
     steps: int = 2
     micro_batches: int = 2
     data: str | None = None
@@ -213,8 +215,13 @@ class Request(Record, frozen=True, kw_only=True):
 
     @property
     def timeout_s(self) -> float:
-        """Longest time for one trial."""
-        return parse_seconds(str(self.timeout))
+        """Longest time for one trial, where no budget says another."""
+        return _USUAL_TIMEOUT_S if self.timeout is None else parse_seconds(str(self.timeout))
+
+    @property
+    def budget_s(self) -> float | None:
+        """Longest time for the whole search; None: nobody named one."""
+        return None if self.budget is None else parse_seconds(str(self.budget))
 
 
 def request_from(

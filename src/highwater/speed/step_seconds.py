@@ -15,6 +15,7 @@ from highwater.spec.layer_kind import AttentionKind, LayerKind
 from highwater.spec.layout import Layout
 from highwater.spec.lora import adapter_parameters_of_layer
 from highwater.spec.model import ModelShape
+from highwater.spec.pieces import pieces
 from highwater.spec.settings import Settings
 from highwater.spec.sparse_costs import kept_pairs
 from highwater.speed.rates import Basis, Rates, rates_of
@@ -100,15 +101,26 @@ def predicted_step(
     length_tokens: int,
     device_name: str,
     micro_batches: int | None = None,
+    attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """The time of a step; None on a kind of GPU of which no rates are known."""
+    """The time of a step; None on a kind of GPU of which no rates are known.
+
+    ``attention_depth``: that of a memory-only trial, whose other layers attend within short pieces.
+    """
     rates = rates_of(device_name)
     if rates is None:
         return None
     if micro_batches is None:
         micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1
     sequences = max(1, settings.sequences(length_tokens, context_degree=layout.context_degree))
-    work = _micro_batch(shape, settings, layout, length_tokens=length_tokens, sequences=sequences)
+    work = _micro_batch(
+        shape,
+        settings,
+        layout,
+        length_tokens=length_tokens,
+        sequences=sequences,
+        whole=shape.layers if attention_depth is None else attention_depth,
+    )
     launches = (_LAUNCH_S if layout.gpus == 1 else _SHARDED_LAUNCH_S) * shape.layers
     exchanged = _exchanged_bytes(shape, settings, layout, tokens=sequences * length_tokens)
     each = {
@@ -134,21 +146,40 @@ def _micro_batch(
     *,
     length_tokens: int,
     sequences: int,
+    whole: int,
 ) -> _Work:
     """The work of one GPU: every layer of every trained model, the head, what an objective has to
-    know beforehand, and copies of parameters.
+    know beforehand, and copies of parameters. Attention is over whole documents in the last
+    ``whole`` layers.
     """
     tokens = sequences * length_tokens / layout.context_degree
+    attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
     trained = _Work()
-    for run in shape.runs:
-        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
-        own = _layer(shape, run.kind, settings, tokens, pairs / layout.context_degree)
-        trained = trained.plus(own, run.count)
+    for kind, count, pairs in attended:
+        own = _layer(shape, kind, settings, tokens, pairs / layout.context_degree)
+        trained = trained.plus(own, count)
     copies = _Work(moved_bytes=_copied_bytes(shape, settings))
     trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
-    beforehand = _forward_alone(shape, settings, tokens, length_tokens, layout, sequences)
+    beforehand = _forward_alone(shape, attended, tokens, layout)
     number = settings.traits.has_reference + settings.critic
     return _Work().plus(trained, settings.trained_models).plus(beforehand, number)
+
+
+def _attended(
+    shape: ModelShape, settings: Settings, length_tokens: int, *, sequences: int, whole: int
+) -> list[tuple[LayerKind, int, float]]:
+    """Layers of a kind, how many, and the pairs that each of them attends to."""
+    tokens = sequences * length_tokens
+    of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
+    found: list[tuple[LayerKind, int, float]] = []
+    above = shape.layers
+    for run in shape.runs:
+        above -= run.count
+        last = min(max(whole - above, 0), run.count)
+        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
+        found.append((run.kind, last, pairs))
+        found.append((run.kind, run.count - last, min(pairs, of_pieces)))
+    return found
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
@@ -212,23 +243,19 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 
 def _forward_alone(
     shape: ModelShape,
-    settings: Settings,
+    attended: list[tuple[LayerKind, int, float]],
     tokens: float,
-    length_tokens: int,
     layout: Layout,
-    sequences: int,
 ) -> _Work:
     """A forward pass of a whole model that nothing is kept of."""
     total = _Work()
-    for run in shape.runs:
-        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
-        attention = 4 * pairs * run.kind.attention.query_size / layout.context_degree
+    for kind, count, pairs in attended:
         layer = _Work(
-            matmul_flops=2 * tokens * run.kind.matmul_parameters,
-            attention_flops=attention,
-            moved_bytes=tokens * _passed_bytes(run.kind),
+            matmul_flops=2 * tokens * kind.matmul_parameters,
+            attention_flops=4 * pairs * kind.attention.query_size / layout.context_degree,
+            moved_bytes=tokens * _passed_bytes(kind),
         )
-        total = total.plus(layer, run.count)
+        total = total.plus(layer, count)
     logits = tokens * shape.vocab_size
     return total.plus(_Work(matmul_flops=2 * logits * shape.hidden_size, moved_bytes=6 * logits))
 

@@ -45,8 +45,10 @@ REHEARSAL_TOKENS = 256
 class Trial:
     """The state of a trial that a report can be made of at any time, also after a failure."""
 
-    def __init__(self, spec: TrialSpec) -> None:
+    def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
+        """``on_phase`` hears what is done next, in words."""
         self.spec = spec
+        self._on_phase = on_phase
         self.profiler: TrialProfiler | None = None
         self.where = LayerWatch()
         self.out_of_memory: OutOfMemoryWatch | None = None
@@ -61,6 +63,7 @@ class Trial:
         self._record_memory()
         self.out_of_memory = OutOfMemoryWatch(context.device, self.where)
         self.where.enter("build")
+        self._on_phase("building the model")
         training = assemble(self.spec, context)
         for model, _ in training.trained:
             self.where.follow(model.layers)
@@ -90,6 +93,7 @@ class Trial:
         )
         for step in range(1, self.spec.steps + 1):
             self.where.enter("data")
+            self._on_phase(f"step {step} of {self.spec.steps}")
             whole = [next(source) for _ in range(self.spec.micro_batches)]
             if self.spec.data is not None:
                 self._refuse_different(whole, context)
@@ -158,6 +162,7 @@ class Trial:
             )
         else:
             self.where.enter("rehearsal")
+            self._on_phase("loading kernels")
             rehearse(training, rehearsal_batch(self.spec, context))
             synchronize(context.device)
             torch.cuda.empty_cache()
@@ -228,6 +233,7 @@ class Trial:
             "the launcher makes one for a trial that saves"
         )
         self._enter("save")
+        self._on_phase("saving")
         began = time.perf_counter()
         try:
             written_bytes = save()

@@ -11,6 +11,8 @@ import resource
 import sys
 import time
 import traceback
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,14 @@ import msgspec
 from highwater.errors import HighwaterError
 from highwater.spec.oom import exhausted_memory
 from highwater.spec.secrets import LOGGED, kept
-from highwater.spec.trial import AliveMemory, Failure, FailureKind, RankReport, TrialSpec
+from highwater.spec.trial import (
+    PHASE_FILE,
+    AliveMemory,
+    Failure,
+    FailureKind,
+    RankReport,
+    TrialSpec,
+)
 from highwater.units import MIB
 
 if TYPE_CHECKING:
@@ -43,7 +52,7 @@ def main() -> None:
     try:
         from highwater.train.trial import Trial as LoadedTrial
 
-        trial = LoadedTrial(spec)
+        trial = LoadedTrial(spec, on_phase=partial(_tell, reports))
         trial.run()
         _write(reports, trial.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
@@ -61,6 +70,15 @@ def main() -> None:
     from highwater.parallel.mesh import leave
 
     leave()
+
+
+def _tell(reports: Path, phase: str) -> None:
+    """Leave word of what the first rank does, for whoever waits. Nothing depends on it."""
+    if os.environ["RANK"] == "0":
+        with suppress(OSError):
+            partial_path = reports / f"{PHASE_FILE}.partial"
+            partial_path.write_text(phase, encoding="utf-8")
+            partial_path.replace(reports / PHASE_FILE)
 
 
 def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:

@@ -24,6 +24,7 @@ from highwater.units import GIB, MIB, format_tokens, parse_bytes
 
 _STUDY_FLAG = "--study"
 _TIMEOUT_FLAG = "--timeout"
+_PROOF_FLAG = "--proof"
 
 
 class Command(Record, frozen=True, kw_only=True):
@@ -65,11 +66,10 @@ def _anew(study: Study) -> tuple[str, ...]:
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
         return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
-    return (
-        typed
-        if limit_s == study.question.timeout_s
-        else (*_without(typed, _TIMEOUT_FLAG), _TIMEOUT_FLAG, f"{limit_s:g}s")
-    )
+    if limit_s == study.question.timeout_s:
+        return _with_its_proof(study.question, typed)
+    kept = _without(_without(typed, _TIMEOUT_FLAG), _PROOF_FLAG)
+    return (*kept, _PROOF_FLAG, study.question.proof, _TIMEOUT_FLAG, f"{limit_s:g}s")
 
 
 def resumed(study: Study) -> tuple[str, ...]:
@@ -80,10 +80,18 @@ def resumed(study: Study) -> tuple[str, ...]:
     typed = study.command
     if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
         return typed
+    typed = _with_its_proof(study.question, typed)
     named = flag_value(_STUDY_FLAG, typed)
     if named is not None and Path(named).absolute() == Path(study.path).absolute():
         return typed
     return (*_without(typed, _STUDY_FLAG), _STUDY_FLAG, study.path)
+
+
+def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
+    """What was typed when every search proved in full, with the flag that does so now."""
+    is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
+    in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
+    return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
 
 
 def flag_value(flag: str, words: Sequence[str]) -> str | None:
@@ -173,11 +181,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
         *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),
         *_steps(question.steps, question.micro_batches, question.data),
-        *(
-            ()
-            if question.timeout_s is None
-            else ("--proof", question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s")
-        ),
+        *_proof(question),
         *(("--dry-run",) if question.simulated else ()),
     )
 
@@ -226,6 +230,12 @@ def _memory(budget_bytes: int | None) -> tuple[str, ...]:
         if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes
     )
     return "--memory", next(exact, str(budget_bytes))
+
+
+def _proof(question: Question) -> tuple[str, ...]:
+    if question.timeout_s is not None:
+        return _PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{question.timeout_s:g}s"
+    return _with_its_proof(question, ())
 
 
 def _steps(steps: int, micro_batches: int, data: str | None) -> tuple[str, ...]:

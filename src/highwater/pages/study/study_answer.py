@@ -1,0 +1,156 @@
+"""The answer of a study in a sentence or two, in plain words: how long, where, with which settings,
+what is left, how fast. It stands before the table.
+"""
+
+from highwater.pages.settings_words import settings_in_words
+from highwater.pages.text import plain
+from highwater.spec.footprint import host_state_bytes
+from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question, Study
+from highwater.units import format_bytes, format_tokens
+
+
+def study_answer(study: Study) -> str:
+    """How far the model trains, by what trials found so far."""
+    question = study.question
+    answer = max(study.answers, key=_reach, default=None)
+    unfinished = max(
+        (cell for cell in question.cells if study.answer_of(cell) is None),
+        key=lambda cell: _longest_so_far(study, cell),
+        default=None,
+    )
+    so_far = 0 if unfinished is None else _longest_so_far(study, unfinished)
+    if unfinished is not None and so_far > (0 if answer is None else _reach(answer)):
+        return _at_least(study, unfinished, so_far)
+    if answer is None or answer.reach_tokens is None:
+        return f"Not known yet: no trial of {plain(question.model.name)} told what fits."
+    if answer.reach_tokens == 0:
+        return _nothing(study)
+    return f"{_found(question, answer)}{_simplest(study, answer)}"
+
+
+def _found(question: Question, answer: CellAnswer) -> str:
+    """The longest length, what proves it, and what is known of it."""
+    model, reach = plain(question.model.name), answer.reach_tokens or 0
+    where = f"on {_place(question, answer.cell)}, {_provenance(question)}"
+    how = _how(question, answer.cell, reach)
+    proof = answer.memory_only
+    if proof is None:
+        end = _end(answer)
+        left = _left(question, answer.headroom_bytes)
+        return (
+            f"{model} trains up to {format_tokens(reach)} tokens {where}, with {how}."
+            f"{_sentence(left, _speed(answer), end)}"
+        )
+    trained = "no length was trained in full"
+    if answer.capacity_tokens:
+        trained = f"trained in full was {format_tokens(answer.capacity_tokens)}"
+        trained += f", at {_speed(answer)}" if _speed(answer) else ""
+    return (
+        f"Memory holds {model} at {format_tokens(reach)} tokens {where} by memory-only trials, "
+        f"with {how}; {trained}."
+        f"{_sentence(_left(question, proof.headroom_bytes), '', _end(answer))}"
+    )
+
+
+def _nothing(study: Study) -> str:
+    question = study.question
+    cell = question.cells[-1]
+    shortest = format_tokens(question.grid.length(1))
+    left = len(question.cells) - len(study.answers)
+    others = f" {left} of {len(question.cells)} searches are not finished." if left else ""
+    return (
+        f"No: {plain(question.model.name)} does not train at {shortest} tokens on "
+        f"{_place(question, cell)}, {_provenance(question)}, with any of the settings tried."
+        f"{others}"
+    )
+
+
+def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
+    question = study.question
+    failed = [
+        trial.spec.length_tokens
+        for trial in study.trials_of(cell)
+        if trial.result is not None and trial.result.outcome.is_memory
+    ]
+    above = min((length for length in failed if length > length_tokens), default=None)
+    end = "" if above is None else f", and does not at {format_tokens(above)}"
+    return (
+        f"{plain(question.model.name)} fits at {format_tokens(length_tokens)} tokens{end}, on "
+        f"{_place(question, cell)}, {_provenance(question)}, with "
+        f"{_how(question, cell, length_tokens)}; the search in between is not finished."
+    )
+
+
+def _simplest(study: Study, best: CellAnswer) -> str:
+    """What the simplest settings reach in the same layout, where that is less."""
+    for cell in study.question.cells:
+        plainest = study.answer_of(cell)
+        if cell.layout == best.cell.layout and plainest is not None and plainest.reach_tokens:
+            if cell == best.cell or plainest.reach_tokens >= (best.reach_tokens or 0):
+                return ""
+            how = _how(study.question, cell, plainest.reach_tokens)
+            return f" With {how} {format_tokens(plainest.reach_tokens)}."
+    return ""
+
+
+def _how(question: Question, cell: Cell, length_tokens: int) -> str:
+    """Settings and degrees in words, and YaRN where positions are scaled."""
+    on_host = host_state_bytes(question.model.shape, cell.settings, layout=cell.layout)
+    is_scaled = length_tokens > question.model.shape.native_length_tokens
+    return settings_in_words(cell.settings, cell.layout, host_bytes=on_host, is_scaled=is_scaled)
+
+
+def _place(question: Question, cell: Cell) -> str:
+    count, budget_bytes = cell.layout.gpus, question.memory_budget_bytes
+    if question.device == "cpu":
+        where = f"{count} {RANK_WORDS['cpu'][count != 1]} on the CPU"
+    else:
+        where = f"{count} x {plain(question.device_name)}"
+    return where if budget_bytes is None else f"{where} with {format_bytes(budget_bytes)}"
+
+
+def _provenance(question: Question) -> str:
+    return "simulated" if question.simulated else "measured"
+
+
+def _left(question: Question, headroom_bytes: int | None) -> str:
+    each = RANK_WORDS[question.device][0]
+    return (
+        "" if headroom_bytes is None else f"{format_bytes(headroom_bytes)} of each {each} is left"
+    )
+
+
+def _speed(answer: CellAnswer) -> str:
+    return "" if answer.tokens_per_s is None else f"{answer.tokens_per_s:,.0f} tokens/s"
+
+
+def _end(answer: CellAnswer) -> str:
+    """What ended the search above the longest length."""
+    if answer.does_not_fit_tokens is not None:
+        return f"{format_tokens(answer.does_not_fit_tokens)} ran out of memory"
+    return {
+        "ceiling": "no longer length was tried",
+        "time": "longer ones took too long to tell",
+    }.get(answer.limit, "trials of longer ones only crashed")
+
+
+def _sentence(*parts: str) -> str:
+    said = "; ".join(part for part in parts if part)
+    return f" {said[0].upper()}{said[1:]}." if said else ""
+
+
+def _reach(answer: CellAnswer) -> int:
+    return -1 if answer.reach_tokens is None else answer.reach_tokens
+
+
+def _longest_so_far(study: Study, cell: Cell) -> int:
+    """The longest length of an unfinished cell that fit, by either kind of trial; 0: none."""
+    question = study.question
+    return max(
+        (
+            trial.spec.length_tokens
+            for trial in study.trials_of(cell)
+            if trial.result is not None and question.counts_as_fit(trial.result)
+        ),
+        default=0,
+    )

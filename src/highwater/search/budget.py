@@ -1,0 +1,104 @@
+"""Budget: the time that a search may take, and what of it is left for the next trial.
+
+A trial starts where it is expected to end in time. One that nobody knows the time of starts while
+there is any left, and is ended with it: it then has no result, as after an interruption, and is run
+again when the search goes on. A full trial after the edge of a cell leaves the cells that come
+later the time for theirs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Protocol
+
+from highwater.search.cell_search import BudgetSpentError, NextTrial
+from highwater.search.outlook import expected_s, outlook
+from highwater.search.trial_seconds import trial_s
+from highwater.spec.study import Cell, Question
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+
+_ABOUT = 1.1
+"""Times the budget by which a search has ended: predicted times are some per cent off."""
+_SURELY_ENOUGH = 0.6
+"""Share of the budget that all cells may be expected to take to be answered in their own order."""
+_TIMES_PREDICTED = 3.0
+"""Times its predicted time that a memory-only trial may take: a host may be busy."""
+
+
+class TimedRunner(Protocol):
+    """A runner that ends a trial when its time is up."""
+
+    timeout_s: float
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        """Run a trial as ``Runner`` says."""
+        ...
+
+
+class Budget:
+    """The budget of one search, from now on; a runner whose trials end with it."""
+
+    def __init__(
+        self,
+        question: Question,
+        runner: TimedRunner,
+        budget_s: float,
+        *,
+        same_timeout: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``same_timeout``: a memory-only trial may take no longer than a full one, as somebody
+        said.
+        """
+        self._question = question
+        self._runner = runner
+        self._timeout_s = runner.timeout_s
+        self._same_timeout = same_timeout
+        self._clock = clock
+        self._ends_at = clock() + _ABOUT * budget_s
+        self._budget_s = budget_s
+        cells = outlook(question)
+        self._edges_s = {each.cell: each.edge_s or 0.0 for each in cells}
+        self.order: Sequence[Cell] = question.cells
+        """Order in which cells are searched: where there may be too little time for all, those that
+        are expected to reach furthest come first."""
+        in_all_s = expected_s(cells)
+        is_short = in_all_s is not None and in_all_s > _SURELY_ENOUGH * budget_s
+        if is_short and question.method == "bisect":
+            furthest = sorted(cells, key=lambda each: -each.first_tokens)
+            self.order = tuple(each.cell for each in furthest)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the search has to have ended."""
+        return self._ends_at - self._clock()
+
+    def allows(self, trial: NextTrial) -> bool:
+        """Whether there is time for a trial that is not recorded."""
+        kept_s = self._edges_after(trial.cell) if trial.after_edge else 0.0
+        needed_s = trial_s(self._question, trial.spec) or 0.0
+        return self.left_s - kept_s > needed_s
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        """Run a trial for as long as it may take; raises BudgetSpentError if that is less than it
+        might have otherwise, and too little.
+        """
+        own_s, left_s = self._limit_s(spec), max(0.0, self.left_s)
+        self._runner.timeout_s = min(own_s, left_s)
+        result = self._runner.run(spec, attempt=attempt, repeat=repeat)
+        if result.outcome is Outcome.TIMEOUT and left_s < own_s:
+            raise BudgetSpentError
+        return result
+
+    def _limit_s(self, spec: TrialSpec) -> float:
+        """Seconds that a trial may take, were there time without end."""
+        if self._same_timeout or not spec.is_memory_only:
+            return self._timeout_s
+        predicted_s = trial_s(self._question, spec)
+        most_s = self._budget_s / 2 if predicted_s is None else _TIMES_PREDICTED * predicted_s
+        return max(self._timeout_s, most_s)
+
+    def _edges_after(self, cell: Cell) -> float:
+        """Seconds that the edges of the cells after this one are expected to take."""
+        later = takewhile(lambda other: other != cell, reversed(self.order))
+        return sum(self._edges_s[other] for other in later)

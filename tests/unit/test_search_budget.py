@@ -1,0 +1,323 @@
+"""The time of a search: what is tried first, what starts in the time that there is, and that the
+answers are those of a search without end.
+"""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import examples, machine_with, script
+
+from highwater.errors import UsageError
+from highwater.run.simulated import Law
+from highwater.search.budget import Budget
+from highwater.search.cell_search import (
+    BudgetSpentError,
+    CellAnswered,
+    NextTrial,
+    SearchEvent,
+    TrialFinished,
+    TrialStarted,
+    search_cells,
+)
+from highwater.search.outlook import outlook
+from highwater.search.proof import FULL_SHARE
+from highwater.search.trial_seconds import ran_out_s, trial_s
+from highwater.spec.plan import Plan, plan
+from highwater.spec.request import request_from
+from highwater.spec.study import Cell, CellAnswer, Question
+from highwater.spec.trial import Outcome, TrialSpec
+from highwater.store.journal import Journal, open_journal, read_study
+from highwater.store.recording import RecordingRunner
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
+STUDIES = sorted(RESULTS.glob("*.jsonl"))
+trials = script(RESULTS / "trials.py")
+ABOUT = 1.1
+"""Times the budget by which a search has ended: "about" in what it says."""
+MOST_AT_AN_EDGE = 2.5
+"""Median of the trials at the edge of a cell: two are the fewest that prove one."""
+TOLD_WITHIN = 0.35
+"""How far the time of a trial in a recorded search may be from its prediction, in the middle: they
+ran beside others."""
+
+
+def planned(**named: Any) -> Plan:
+    return plan(request_from({"model": "Qwen3-0.6B", **named}, keywords=True), machine_with(1))
+
+
+def test_half_of_the_edges_take_two_trials_and_none_begins_at_the_bottom() -> None:
+    played = [each for path in STUDIES for each in trials.played_again(read_study(path))]
+    counts = [now for _, now, _ in played]
+    assert len(counts) > 40
+    assert median(counts) <= MOST_AT_AN_EDGE
+    assert sum(now <= then for _, now, then in played) > 0.85 * len(played)
+
+
+def test_a_recorded_search_begins_where_the_edge_is_predicted_and_not_with_the_shortest() -> None:
+    for path in STUDIES:
+        study = read_study(path)
+        if study.question.proof == "memory" and list(trials.edges(study)):
+            question = study.question
+            first = outlook(question)[0]
+            assert first.first_tokens > question.grid.length(1), path.name
+            assert first.edge_s is not None
+
+
+def test_the_time_of_a_recorded_trial_is_predicted() -> None:
+    off: list[float] = []
+    for path in STUDIES:
+        study = read_study(path)
+        for trial in study.trials:
+            result, spec = trial.result, trial.spec
+            if result is None or not result.outcome.tells or spec.settings.offload:
+                continue
+            told = trial_s if result.outcome.is_fit else ran_out_s
+            expected_s = told(study.question, spec)
+            assert expected_s is not None
+            off.append(abs(expected_s / result.wall_s - 1))
+    assert len(off) > 100
+    assert median(off) < TOLD_WITHIN / 2
+    assert sum(each < TOLD_WITHIN for each in off) > 0.75 * len(off)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+@pytest.mark.parametrize("kind", trials.KINDS)
+@pytest.mark.parametrize("model", trials.MODELS)
+def test_a_search_without_flags_ends_in_about_15_minutes_with_something_found(
+    model: str, kind: str, slower: float
+) -> None:
+    found = trials.whole_search(model, kind, slower=slower)
+    assert found.planned.budget_s == 15 * 60
+    assert found.took_s <= ABOUT * 15 * 60 + 1e-6
+    if not found.longest_fit_tokens:
+        assert len(found.answers) == len(found.planned.question.cells)
+        assert {answer.capacity_tokens for answer in found.answers} == {0}
+    for answer in found.answers:
+        assert answer.limit in ("memory", "ceiling")
+
+
+def test_more_time_trains_more_in_full() -> None:
+    usual, longer = (
+        trials.whole_search("Qwen3-0.6B", "H100-80GB", slower=1.0, **named)
+        for named in ({}, {"budget": "2h"})
+    )
+    assert len(usual.answers) == len(longer.answers) == 3
+    for less in usual.answers:
+        more = next(each for each in longer.answers if each.cell == less.cell)
+        assert less.reach_tokens == more.reach_tokens
+        assert less.does_not_fit_tokens == more.does_not_fit_tokens
+        assert less.capacity_tokens <= more.capacity_tokens
+    assert max(each.capacity_tokens for each in usual.answers) < max(
+        each.capacity_tokens for each in longer.answers
+    )
+
+
+def test_a_budget_is_no_part_of_the_question() -> None:
+    usual, longer, named = planned(), planned(budget="2h"), planned(budget="2h", timeout="5m")
+    assert usual.question.key == longer.question.key == named.question.key
+    assert (usual.budget_s, longer.budget_s, named.budget_s) == (900, 7200, 7200)
+    assert (usual.timeout_s, longer.timeout_s, named.timeout_s) == (100, 800, 300)
+    assert usual.question.timeout_s == usual.timeout_s
+
+
+@pytest.mark.parametrize(
+    ("named", "proof", "budget_s"),
+    [
+        ({}, "memory", 900),
+        ({"timeout": "15m"}, "full", None),
+        ({"proof": "full"}, "full", None),
+        ({"proof": "full", "budget": "1h"}, "full", 3600),
+        ({"proof": "memory", "timeout": "5m"}, "memory", None),
+        ({"method": "linear"}, "full", None),
+        ({"attention": "block_sparse"}, "full", None),
+        ({"dry_run": True}, "full", None),
+        ({"device": "cpu", "memory": "2GiB", "model": "tiny"}, "full", None),
+        ({"device": "cpu", "memory": "2GiB", "model": "tiny", "budget": "1m"}, "full", 60),
+    ],
+)
+def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(
+    named: dict[str, Any], proof: str, budget_s: float | None
+) -> None:
+    found = planned(**named)
+    assert (found.question.proof, found.budget_s) == (proof, budget_s)
+
+
+def test_several_layouts_have_as_much_time_each() -> None:
+    request = request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}, keywords=True)
+    found = plan(request, machine_with(2))
+    assert found.budget_s == 2 * 900
+    assert found.timeout_s == 100
+
+
+def test_a_budget_that_ends_before_a_trial_has_is_refused_and_the_hint_works() -> None:
+    with pytest.raises(UsageError, match=r"a budget of 5.00 s ends before") as refusal:
+        planned(budget="5s")
+    assert "`--budget 60s`" in refusal.value.hint
+    assert planned(budget="60s").budget_s == 60
+
+
+class Recorded:
+    """A search of one question on a clock, with a study that the next one goes on with."""
+
+    def __init__(self, question: Question, law: Law, path: Path, *, slower: float) -> None:
+        self.question = question
+        self.law = law
+        self.path = path
+        self.slower = slower
+        self.launched: list[tuple[str, int, int]] = []
+
+    def go_on(self, budget_s: float) -> tuple[bool, float]:
+        """Search until the budget ends; whether every cell is answered, and the time it took."""
+        clock = trials.Clock()
+        runner = trials.TimedRunner(
+            self.question,
+            self.law,
+            clock,
+            timeout_s=self.question.timeout_s,
+            slower=self.slower,
+        )
+        with open_journal(self.path, self.question) as journal:
+            budget = Budget(self.question, runner, budget_s, same_timeout=False, clock=clock)
+            events = search_cells(
+                self.question,
+                RecordingRunner(budget, journal),
+                past=journal.past,
+                may_start=lambda trial: budget.allows(trial) or _is_recorded(journal, trial),
+                order=budget.order,
+            )
+            try:
+                for event in events:
+                    self._hear(event, journal)
+            except BudgetSpentError:
+                return False, clock.now_s
+        return True, clock.now_s
+
+    def _hear(self, event: SearchEvent, journal: Journal) -> None:
+        if isinstance(event, CellAnswered):
+            journal.cell_answered(event.answer)
+        if isinstance(event, TrialStarted):
+            place = (event.spec.key, event.attempt, event.repeat)
+            if journal.recorded(event.spec, attempt=event.attempt, repeat=event.repeat) is None:
+                self.launched.append(place)
+
+
+def _is_recorded(journal: Journal, trial: NextTrial) -> bool:
+    found = journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat)
+    return found is not None
+
+
+def on_h200(**changes: Any) -> Question:
+    question = planned(max_length="256k").question
+    return msgspec.structs.replace(question, **changes)
+
+
+def reaching(indices: dict[Cell, int], question: Question) -> Law:
+    def law(spec: TrialSpec) -> Outcome:
+        index = indices[Cell(layout=spec.layout, settings=spec.settings)]
+        longest = question.grid.length(index) if index else 0
+        return Outcome.FIT if spec.length_tokens <= longest else Outcome.OUT_OF_MEMORY
+
+    return law
+
+
+@given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(70, 1500), st.data())
+@settings(max_examples=examples(15), deadline=None)
+def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end(
+    tmp_path_factory: pytest.TempPathFactory,
+    indices: list[int],
+    budget_s: int,
+    data: st.DataObject,
+) -> None:
+    question = on_h200()
+    size = question.grid.size
+    found = {cell: min(i, size) for cell, i in zip(question.cells, indices, strict=True)}
+    slower = data.draw(st.sampled_from([0.7, 1.0, 1.4]))
+    path = tmp_path_factory.mktemp("budget") / "s.jsonl"
+    search = Recorded(question, reaching(found, question), path, slower=slower)
+    is_over, longest_s = False, float(budget_s)
+    for _ in range(30):
+        is_over, took_s = search.go_on(longest_s)
+        assert took_s <= ABOUT * longest_s + 1e-6
+        if is_over:
+            break
+        longest_s *= 1.5
+    assert is_over
+    assert len(search.launched) - len(set(search.launched)) <= 30, "at most one a time was ended"
+    study = read_study(path)
+    assert study.complete
+    for cell, index in found.items():
+        answer = study.answer_of(cell)
+        assert answer is not None
+        assert answer.reach_tokens == (question.grid.length(index) if index else 0)
+        is_end = index == size
+        assert answer.does_not_fit_tokens == (None if is_end else question.grid.length(index + 1))
+        told = {
+            trial.spec.length_tokens: trial.result.outcome
+            for trial in study.trials_of(cell)
+            if trial.result is not None
+        }
+        assert not answer.reach_tokens or told[answer.reach_tokens].is_fit
+        assert is_end or told[question.grid.length(index + 1)] is Outcome.OUT_OF_MEMORY
+
+
+def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path: Path) -> None:
+    question = on_h200(device_name="a GPU of no known rates")
+    law = reaching(dict.fromkeys(question.cells, 5), question)
+    path = tmp_path / "s.jsonl"
+
+    class Endless:
+        """A runner whose trials take all the time they get."""
+
+        def __init__(self, clock: Any) -> None:
+            self.timeout_s, self.clock = 100.0, clock
+
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> Any:
+            runner = trials.TimedRunner(question, law, self.clock, timeout_s=self.timeout_s)
+            runner.timeout_s = -1.0
+            return runner.run(spec, attempt=attempt, repeat=repeat)
+
+    clock = trials.Clock()
+    budget = Budget(question, Endless(clock), 60, same_timeout=False, clock=clock)
+    with open_journal(path, question) as journal, pytest.raises(BudgetSpentError):
+        for _ in search_cells(question, RecordingRunner(budget, journal)):
+            pass
+    (trial,) = read_study(path).trials
+    assert trial.result is None
+    search = Recorded(question, law, path, slower=1.0)
+    assert search.go_on(3600)[0]
+    assert search.launched[0][0] == trial.spec.key
+
+
+def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it() -> None:
+    question = on_h200(device_name="a GPU of no known rates")
+    assert all(each.expected_s is None for each in outlook(question))
+    runner = trials.TimedRunner(
+        question, reaching(dict.fromkeys(question.cells, 5), question), trials.Clock(), timeout_s=9
+    )
+    first = next(e for e in search_cells(question, runner) if isinstance(e, TrialFinished))
+    assert first.spec.length_tokens == question.grid.length(1)
+    assert not first.spec.is_memory_only
+
+
+def test_full_trials_take_no_more_than_their_share() -> None:
+    question = on_h200()
+    law = reaching(dict.fromkeys(question.cells, question.grid.size), question)
+    runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=question.timeout_s)
+    events = [e for e in search_cells(question, runner) if isinstance(e, TrialFinished)]
+    full = [each for each in events if not each.spec.is_memory_only]
+    assert full
+    assert question.timeout_s is not None
+    for each in full:
+        assert trial_s(question, each.spec) <= FULL_SHARE * question.timeout_s
+    answers: list[CellAnswer] = [
+        e.answer for e in search_cells(question, runner) if isinstance(e, CellAnswered)
+    ]
+    for answer in answers:
+        assert answer.memory_only is not None
+        assert answer.capacity_tokens
+        assert answer.memory_only.length_tokens == question.grid.length(question.grid.size)
