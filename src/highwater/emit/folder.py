@@ -16,8 +16,9 @@ from highwater.errors import MachineError, UsageError
 from highwater.spec.files import SETTINGS_BYTES, read_file
 
 LAUNCH, CHECK = "launch.sh", "CHECK.md"
-_NEEDED = {"MODEL_PATH": "the model's directory", "DATASET": "where prompts come from"}
-"""Variables that a configuration may read, and what they are."""
+_NEEDED = {"MODEL_PATH": "the directory of the model", "DATASET": "where prompts come from"}
+"""Variables that a configuration may read, and what they are; a quote would begin a text of bash's
+there."""
 _FOLDERS = 1000
 """Free names that are looked for."""
 
