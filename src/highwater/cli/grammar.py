@@ -28,8 +28,7 @@ _COMMANDS = {
     "predictions: a page for the team",
     "recommend": "the simplest settings that train a length on some GPUs, why simpler ones do "
     "not, what the next would buy",
-    "emit": "the recommended settings as the configuration of another trainer; -o DIR writes a folder "
-    "to take away",
+    "emit": "the recommended settings as another trainer's configuration, or a folder to take away",
     "show": "a study: as a table, in the published layout, as its final lines, or as JSON",
     "report": "a page about one study: trials, brackets, memory, predictions, failures, commands; "
     "as HTML, Markdown, CSV or JSON",

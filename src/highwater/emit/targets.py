@@ -55,6 +55,8 @@ class EmitTarget:
     else this engine."""
     package: str | None = None
     """The package that has it; None: it is called as the target is."""
+    is_in_guides: bool = True
+    """Whether a guide's page has its configuration for every length: a page stays small."""
     before: tuple[str, ...] = ()
     """Lines of a shell that have to run before the command that starts it."""
     knows: frozenset[str]
@@ -138,6 +140,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
     "axolotl": EmitTarget(
         name="Axolotl",
         file="axolotl.yaml",
+        is_in_guides=False,
         emit=axolotl,
         yours=(
             "`datasets` in axolotl.yaml, whose path is a stand-in",
@@ -149,6 +152,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
     "llamafactory": EmitTarget(
         name="LLaMA-Factory",
         file="llamafactory.yaml",
+        is_in_guides=False,
         emit=llamafactory,
         yours=(
             "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
@@ -161,6 +165,7 @@ TARGETS: Mapping[Target, EmitTarget] = {
     "ms-swift": EmitTarget(
         name="ms-swift",
         file="ms-swift.yaml",
+        is_in_guides=False,
         emit=ms_swift,
         yours=(
             "`dataset` in ms-swift.yaml, which is a stand-in",
