@@ -34,7 +34,7 @@ from highwater.spec.recommendation import Candidate, Recommendation
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
-Sharing = Literal["none", "ring", "heads"]
+SequenceSharing = Literal["none", "ring", "heads"]
 """How accelerate shares a sequence: not at all, by FSDP2's ring, or by DeepSpeed's heads."""
 
 
@@ -97,7 +97,7 @@ def reads_everything(shape: ModelShape | None) -> bool:
     return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 
 
-def sharing_of(chosen: Candidate, shape: ModelShape | None) -> Sharing:
+def sharing_of(chosen: Candidate, shape: ModelShape | None) -> SequenceSharing:
     """How a sequence is shared: what was predicted by heads is passed round a ring, too, where that
     keeps FSDP2.
     """
@@ -106,17 +106,17 @@ def sharing_of(chosen: Candidate, shape: ModelShape | None) -> Sharing:
     return "ring" if reads_everything(shape) else "heads"
 
 
-def padded_to(layout: Layout, sharing: Sharing) -> int:
+def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
     """Tokens of which a row's length is a multiple: a ring's ranks hold two chunks of it each."""
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
-def attention(sharing: Sharing) -> str:
+def attention(sharing: SequenceSharing) -> str:
     """The attention that transformers is told to use: torch's context parallelism has one alone."""
     return "sdpa" if sharing == "ring" else "flash_attention_2"
 
 
-def instead(chosen: Candidate, sharing: Sharing) -> tuple[str, ...]:
+def instead(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
     """What replaces what was predicted where GPUs share sequences; nothing where they do not."""
     strategy, layout = chosen.cell.settings.strategy, chosen.cell.layout
     if sharing == "heads":
@@ -135,7 +135,9 @@ def instead(chosen: Candidate, sharing: Sharing) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _of_the_script(found: Recommendation, chosen: Candidate, sharing: Sharing) -> tuple[str, ...]:
+def _of_the_script(
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing
+) -> tuple[str, ...]:
     settings, degree = chosen.cell.settings, chosen.cell.layout.context_degree
     shared = f", over {degree} GPUs" if degree > 1 else ""
     entropy = "" if settings.entropy == "none" else f" and {settings.entropy} entropy"
@@ -161,7 +163,7 @@ def _of_the_script(found: Recommendation, chosen: Candidate, sharing: Sharing) -
     return tuple(said)
 
 
-def launched_values(chosen: Candidate, sharing: Sharing) -> dict[str, Value]:
+def launched_values(chosen: Candidate, sharing: SequenceSharing) -> dict[str, Value]:
     """How processes start, and share states and sequences."""
     layout = chosen.cell.layout
     values: dict[str, Value] = {

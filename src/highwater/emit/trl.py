@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from highwater.emit.accelerate import (
     FILE,
-    Sharing,
+    SequenceSharing,
     accelerate,
     attention,
     instead,
@@ -130,7 +130,7 @@ def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) ->
     return layout_obstacle(layout, shape, name="TRL")
 
 
-def _refuse_optimizer(chosen: Candidate, sharing: Sharing) -> None:
+def _refuse_optimizer(chosen: Candidate, sharing: SequenceSharing) -> None:
     """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
     settings, optimizer = chosen.cell.settings, chosen.cell.settings.optimizer
     refuse_optimizer(settings, OPTIMIZERS, name="TRL")
@@ -142,7 +142,7 @@ def _refuse_optimizer(chosen: Candidate, sharing: Sharing) -> None:
 
 
 def _said(
-    found: Recommendation, chosen: Candidate, sharing: Sharing, model_path: str | None
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
 ) -> list[str]:
     """What stands above the settings: whose memory it is, and what else has to be there."""
     command = COMMANDS[chosen.cell.settings.objective]
@@ -175,7 +175,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
     ]
 
 
-def _cannot(chosen: Candidate, sharing: Sharing) -> tuple[str, ...]:
+def _cannot(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
     settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
     said: list[str] = []
     if settings.optimizer_traits.is_quantized:
@@ -197,7 +197,7 @@ def _cannot(chosen: Candidate, sharing: Sharing) -> tuple[str, ...]:
 
 
 def _values(
-    found: Recommendation, chosen: Candidate, sharing: Sharing, model_path: str | None
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
 ) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
