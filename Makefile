@@ -10,7 +10,7 @@ CORPUS ?= sample
 
 VENV4 := .venv-transformers4
 EMIT := .venv-emit-
-TRAINERS := accelerate areal torchtitan trinity trl verl
+TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
 .PHONY: check demo documents docs test test-all test-pages test-emit lint types contracts install clean-venv
 

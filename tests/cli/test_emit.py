@@ -1,11 +1,17 @@
 """``highwater emit`` as a user runs it."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import Run, following, offered, refusal
+
+from highwater.cli import emit as command
+from highwater.cli.grammar import parse
+from highwater.errors import UsageError
 
 ASKED = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k", "--allocator", "expandable")
 
@@ -64,6 +70,9 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
         ("trl", "# TRL 1.16.0"),
         ("accelerate", "# accelerate 1.15.0"),
         ("torchtitan", "# torchtitan 0.3.0"),
+        ("axolotl", "# Axolotl 0.19.0"),
+        ("llamafactory", "# LLaMA-Factory 0.9.5"),
+        ("ms-swift", "# ms-swift 4.6.0"),
     ):
         done = highwater("emit", "--for", target, *words)
         assert done.returncode == 0, done.stderr
@@ -148,6 +157,14 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater: Run) 
         (("--for", "trl", *ASKED, "--objective", "ppo"), "TRL trains sft, grpo, rw, dpo, not ppo"),
         (("--for", "trinity", "Qwen3-8B", "--gpus", "4xH20-96GB"), "no length is named"),
         (("--for", "trinity", *ASKED, "--trainer", "highwater"), "unknown flag --trainer"),
+        (
+            ("--for", "llamafactory", *ASKED, "--ulysses", "2"),
+            "LLaMA-Factory 0.9.5 shares no sequence among GPUs",
+        ),
+        (
+            ("--for", "axolotl", *ASKED, "--objective", "grpo"),
+            "Axolotl's configuration is written for sft, not for grpo",
+        ),
     ],
 )
 def test_what_cannot_be_emitted_is_refused(
@@ -169,7 +186,7 @@ def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_its_own_name(
     assert highwater(*asked).returncode == 0
 
 
-@pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan"])
+@pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan", "axolotl", "ms-swift"])
 @pytest.mark.parametrize("objective", ["sft", "dpo", "ppo"])
 @pytest.mark.parametrize(
     "degrees",
@@ -194,3 +211,110 @@ def test_a_hint_names_all_that_has_to_change_for_a_trainer(
     for way in offered(hint):
         mended = highwater(*words, *way)
         assert mended.returncode == 0, (way, mended.stderr)
+
+
+FILES = {
+    "trl": ["trl.yaml", "accelerate.yaml", "launch.sh", "CHECK.md"],
+    "llamafactory": ["llamafactory.yaml", "accelerate.yaml", "launch.sh", "CHECK.md"],
+    "ms-swift": ["ms-swift.yaml", "fsdp.json", "launch.sh", "CHECK.md"],
+    "axolotl": ["axolotl.yaml", "launch.sh", "CHECK.md"],
+    "verl": ["verl.sh", "launch.sh", "CHECK.md"],
+}
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_a_folder_has_every_file_with_the_models_id_filled_in(
+    highwater: Run, target: str, tmp_path: Path
+) -> None:
+    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "16k")
+    done = highwater("emit", "--for", target, *words, "-o", "taken away")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"taken away/{name}" for name in FILES[target]]
+    first, *_ = done.stderr.splitlines()
+    assert first.startswith(f"{len(FILES[target])} files for ")
+    assert done.stderr.splitlines()[-1] == "next: bash 'taken away/launch.sh'"
+    folder = tmp_path / "taken away"
+    assert "Qwen/Qwen3-8B" in (folder / FILES[target][0]).read_text()
+    assert os.access(folder / "launch.sh", os.X_OK)
+    assert subprocess.run(["bash", "-n", folder / "launch.sh"], check=False).returncode == 0
+    again = highwater("emit", "--for", target, *words, "--output", "taken away")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+
+
+def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
+    highwater: Run, tmp_path: Path
+) -> None:
+    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k", "--ulysses", "4")
+    done = highwater("emit", "--for", "trl", *words, "-o", "mine", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    page = (tmp_path / "mine" / "CHECK.md").read_text()
+    assert (tmp_path / "mine" / "trl.yaml").read_text() == document["text"]
+    assert [line for line in page.splitlines() if line.startswith("#")] == [
+        "# TRL: Qwen3-8B, 65,536 tokens, 4 x H20-96GB",
+        "## What was predicted",
+        "## What TRL does otherwise",
+        "## What is yours to fill in",
+        "## Before the first long run",
+    ]
+    assert all(f"- {each}\n" in page for each in document["cannot"])
+    found = json.loads(highwater("recommend", *words, "--json").stdout)
+    used = found["device_bytes"] - found["chosen"]["headroom_bytes"]
+    assert f"`nvidia-smi` while they run: {used / 2**30:.2f} GiB or less" in page
+    command = page.partition("Made by `")[2].partition("`")[0]
+    assert highwater(*command.split()[1:]).returncode == 0
+    roomier = page.partition("more headroom: `")[2].partition("`")[0]
+    assert highwater(*roomier.split()[1:]).returncode in (0, 1)
+
+
+def test_a_page_names_no_folder_of_this_machine(highwater: Run, tmp_path: Path) -> None:
+    words = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "4k")
+    done = highwater("emit", "--for", "axolotl", *words, "-o", str(tmp_path / "mine"))
+    assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "mine").iterdir():
+        assert str(tmp_path) not in path.read_text()
+
+
+def test_a_folder_with_other_files_of_these_names_is_left_as_it_is(
+    highwater: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "CHECK.md").write_text("mine\n")
+    words = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "4k")
+    asked = ("emit", "--for", "axolotl", *words)
+    problem, hint = refusal(highwater(*asked, "-o", "mine"), 2)
+    assert problem == "mine/CHECK.md is there already, with another content: nothing was written"
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["CHECK.md"]
+    (way,) = offered(hint)
+    assert highwater(*asked, *way).returncode == 0
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_at_once(
+    highwater: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    asked = ("emit", "--for", "trinity", *ASKED, "-o")
+    problem, hint = refusal(highwater(*asked, "mine"), 2)
+    assert problem == "mine is there, and is no folder"
+    assert offered(hint) == [["-o", "mine-2"]]
+
+
+def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("something was predicted")
+
+    monkeypatch.setattr(command, "found_for", never)
+    for words, said in (
+        (("areal", *ASKED), "none are set aside"),
+        (("verl", *ASKED, "--rollout-gpus", "1"), "share their GPUs"),
+        (("verl", *ASKED, "--lora", "1024"), "up to rank 512"),
+        (("trl", *ASKED, "--objective", "ppo"), "TRL trains"),
+        (("trl", *ASKED, "--optimizer", "adamw-bf16"), "TRL has no adamw-bf16"),
+        (("trinity", *ASKED, "--lora", "8", "--lora-targets", "q_proj"), "layers by their names"),
+        (("llamafactory", *ASKED, "--ulysses", "2"), "shares no sequence"),
+        (("trl", *ASKED, "--attention", "block_sparse"), "no words for --attention block_sparse"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            command.emit(parse(("emit", "--for", *words)))

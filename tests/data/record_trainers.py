@@ -212,6 +212,54 @@ def torchtitan(wheel: ZipFile) -> dict[str, str]:
     return found
 
 
+def axolotl(wheel: ZipFile) -> dict[str, str]:
+    """Fields of its schema by their dotted names, and those of the plugin that brings Liger's
+    loss.
+    """
+    names = ("config", "fsdp", "model", "peft", "training", "deprecated", "enums", "datasets")
+    names += ("internal/__init__",)
+    source = "".join(wheel.read(f"axolotl/utils/schemas/{name}.py").decode() for name in names)
+    source += wheel.read("axolotl/integrations/liger/args.py").decode()
+    classes = classes_of(source)
+    fsdp = annotated(classes["FSDPConfig"], classes)
+    found = annotated(classes["AxolotlInputConfig"], classes)
+    found |= annotated(classes["LigerArgs"], classes)
+    return found | {f"fsdp_config.{name}": kind for name, kind in fsdp.items()}
+
+
+def llamafactory(wheel: ZipFile, transformers: ZipFile) -> dict[str, str]:
+    """Fields of the classes that its parser is made of."""
+    source = transformers.read("transformers/training_args.py").decode()
+    names = ("model", "data", "finetuning")
+    source += "".join(wheel.read(f"llamafactory/hparams/{name}_args.py").decode() for name in names)
+    classes = classes_of(source)
+    made_of = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments")
+    return {
+        name: kind
+        for each in made_of
+        for name, kind in annotated(classes[each], classes).items()
+        if not name.startswith("_")
+    }
+
+
+def ms_swift(wheel: ZipFile, transformers: ZipFile) -> dict[str, str]:
+    """Fields of the class that its parser is made of; ``fsdp_config.*``: keys of the file of FSDP2
+    that it brings itself.
+    """
+    source = transformers.read("transformers/training_args.py").decode()
+    names = [f"base_args/{name}_args" for name in ("model", "quant", "template", "data", "base")]
+    names += ["tuner_args", "sft_args"]
+    source += "".join(wheel.read(f"swift/arguments/{name}.py").decode() for name in names)
+    classes = classes_of(source)
+    found = annotated(classes["TrainingArguments"], classes)
+    found |= annotated(classes["SftArguments"], classes)
+    mixin = classes_of(wheel.read("swift/trainers/arguments.py").decode())
+    found |= annotated(mixin["TrainArgumentsMixin"], mixin)
+    sharding = json.loads(wheel.read("swift/config/fsdp2.json"))["fsdp_config"]
+    found |= {f"fsdp_config.{name}": type(each).__name__ for name, each in sharding.items()}
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+
+
 def _importable(wheel: ZipFile, path: str) -> Iterator[str]:
     """Names that a module defines or imports."""
     names = wheel.namelist()
@@ -231,9 +279,12 @@ PACKAGES = {
     "accelerate": ("1.15.0", accelerate),
     "trl": ("1.16.0", trl),
     "torchtitan": ("0.3.0", torchtitan),
+    "axolotl": ("0.19.0", axolotl),
+    "llamafactory": ("0.9.5", llamafactory),
+    "ms-swift": ("4.6.0", ms_swift),
 }
-TRANSFORMERS = "5.23.0"
-"""Whose TrainingArguments trl's configurations extend."""
+TRANSFORMERS = {"trl": "5.23.0", "llamafactory": "5.6.0", "ms-swift": "5.19.0"}
+"""The version whose TrainingArguments a package's configurations extend."""
 
 
 def wheel_of(folder: Path, package: str, version: str) -> Path:
@@ -246,7 +297,9 @@ if __name__ == "__main__":
     for package, (version, fields) in PACKAGES.items():
         path = wheel_of(folder, package, version)
         others = (
-            [ZipFile(wheel_of(folder, "transformers", TRANSFORMERS))] if package == "trl" else []
+            [ZipFile(wheel_of(folder, "transformers", TRANSFORMERS[package]))]
+            if package in TRANSFORMERS
+            else []
         )
         document = {
             "package": package,

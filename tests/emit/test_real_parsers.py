@@ -17,6 +17,7 @@ import pytest
 
 from highwater.emit.accelerate import accelerate
 from highwater.emit.emitted import Emitted, Target
+from highwater.emit.folder import LAUNCH, launch_script
 from highwater.emit.targets import TARGETS
 from highwater.recommendation.recommend import recommend
 from highwater.spec.model import load_model
@@ -29,11 +30,7 @@ ROOT = Path(__file__).parents[2]
 READERS = Path(__file__).parent / "readers"
 MODEL = "Qwen3-4B"
 ODD = 'o\'dd "d", = ${oc.env:HOME} $HOME \\ #1: [ü]'
-FILES: Mapping[Target, str] = {
-    **{target: f"{target}.yaml" for target in ("trinity", "areal", "trl", "accelerate")},
-    "verl": "verl.sh",
-    "torchtitan": "torchtitan_settings.py",
-}
+FILES: Mapping[Target, str] = {target: row.file for target, row in TARGETS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +50,7 @@ class Case:
     allocator: str = "expandable"
     asked: tuple[tuple[str, Any], ...] = ()
     """What else is asked."""
+    model: str = MODEL
 
 
 CASES = {
@@ -70,11 +68,29 @@ RINGS_AND_COPIES = {
     "copies": Case(length="16k", copies=2),
     "copies of rings": Case(length="16k", ring=2, copies=2, gpus=8),
 }
-CASES_OF: Mapping[Target, Mapping[str, Case]] = {
-    target: RINGS_AND_COPIES | CASES if row.predicted_for == "highwater" else CASES
-    for target, row in TARGETS.items()
+WINDOWS = Case(length="8k", degree=2, directory=None, model="gemma-2-2b")
+"""A model whose layers do not all read every earlier token."""
+ON_ONE_GPU = {
+    "a path with odd characters": Case(length="16k", directory=ODD),
+    "a name": Case(length="16k", directory=None),
 }
-"""What each trainer is asked to read: the last case of the first table is at the end of each."""
+"""Instead of those of the same name, for a trainer that shares no sequence."""
+
+
+def cases_of(target: Target) -> Mapping[str, Case]:
+    """What a trainer is asked to read; the last is the one without a directory."""
+    if TARGETS[target].predicted_for != "highwater":
+        return CASES
+    if target == "llamafactory":
+        return {name: case for name, case in CASES.items() if case.degree == 1} | ON_ONE_GPU
+    if target == "ms-swift":
+        return {name: case for name, case in RINGS_AND_COPIES.items() if case.copies == 1} | CASES
+    return RINGS_AND_COPIES | CASES
+
+
+CASES_OF: Mapping[Target, Mapping[str, Case]] = {target: cases_of(target) for target in TARGETS}
+RINGS: frozenset[Target] = frozenset(("trl", "accelerate"))
+"""Trainers that pass keys and values round a ring whatever was predicted."""
 
 
 def python_of(target: str) -> Path:
@@ -95,7 +111,7 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
     """A folder, the model's directory in it, and what was recommended."""
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
-    shutil.copytree(load_model(MODEL).directory, model)
+    shutil.copytree(load_model(case.model).directory, model)
     found = goal(TARGETS[target].predicted_for, target == "areal", replace(case, directory=None))
     chosen = next(each for each in found.candidates if each.cell.settings.offload is case.offload)
     return folder, model, found, chosen
@@ -105,7 +121,7 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
 def goal(trainer: Trainer, is_beside_rollout: bool, case: Case) -> Recommendation:
     """Asked once for all of one prediction: that of Trinity-RFT's trainer takes seconds."""
     return recommend(
-        MODEL,
+        case.model,
         length=case.length,
         gpus=f"{case.gpus + (2 if is_beside_rollout else 0)}xH200-141GB",
         rollout_gpus=2 if is_beside_rollout else 0,
@@ -127,7 +143,9 @@ def written(target: Target, case: Case) -> tuple[Path, Emitted]:
     emitted = TARGETS[target].emit(
         found, chosen, model_path=None if case.directory is None else str(model)
     )
-    for name, text in {FILES[target]: emitted.text, **emitted.beside}.items():
+    files = {FILES[target]: emitted.text, **emitted.beside}
+    files[LAUNCH] = launch_script(emitted, file=FILES[target], said=[], before=())
+    for name, text in files.items():
         (folder / name).write_text(text)
     blocks = [
         json.loads(line.removeprefix("# "))
@@ -185,12 +203,15 @@ def test_the_trainers_own_parser_reads_what_was_recommended(target: Target, name
     assert (*degrees, settings.offload) == (case.degree, case.ring, case.copies, case.offload)
     assert parsed["sp"] == layout.context_degree
     assert parsed.get("copies", 1) == layout.replicate_degree
-    assert parsed.get("passes_on", case.ring > 1) is (case.ring > 1)
-    if target == "trl":
-        assert parsed["attention"] == ("sdpa" if case.ring > 1 else "flash_attention_2")
+    is_ring = layout.context_degree > 1 if target in RINGS else case.ring > 1
+    assert parsed.get("passes_on", is_ring) is is_ring
+    if target in ("trl", "axolotl", "ms-swift"):
+        is_sdpa = target == "trl" and is_ring
+        assert parsed["attention"] == ("sdpa" if is_sdpa else "flash_attention_2")
     assert parsed["offload"] is settings.offload
     assert parsed["gpus"] == found.gpus
-    assert parsed.get("recompute", True) is True or (target == "accelerate" and case.degree > 1)
+    assert parsed.get("recompute", True) is True
+    assert not parsed.get("recomputes_twice")
     if target != "accelerate":
         assert parsed["budget"] == chosen.token_budget_tokens
         assert parsed["length"] == found.length_tokens
@@ -217,6 +238,9 @@ EVERY_LAYER: Mapping[Target, dict[str, Any]] = {
         "sent_by": "disk",
     },
     "trl": {"targets": "all-linear", "dropout": 0.0},
+    "axolotl": {"targets": "all-linear", "dropout": 0.0},
+    "llamafactory": {"targets": ["all"], "dropout": 0.0},
+    "ms-swift": {"targets": ["all-linear"], "dropout": 0.0},
     # wqkv of 2560 inputs and 6144 outputs, wo, w1, w2, w3, in 36 layers
     "torchtitan": {
         "targets": ["w2", "w3", "w1", "wo", "wqkv"],
@@ -225,6 +249,7 @@ EVERY_LAYER: Mapping[Target, dict[str, Any]] = {
 }
 """What each trainer calls adapters on every linear layer but the head, besides rank and alpha."""
 DTYPES = {"verl": "fp32", "areal": "float32", "torchtitan": "float32", "trl": "bfloat16"}
+DTYPES |= dict.fromkeys(("axolotl", "llamafactory", "ms-swift"), "bfloat16")
 
 
 @pytest.mark.parametrize("target", EVERY_LAYER)
@@ -243,18 +268,44 @@ def test_adapters_are_read_as_they_were_asked_for(target: Target) -> None:
     assert parsed.get("strategy", "fsdp2") == "fsdp2"
 
 
-def test_moments_of_8_bits_are_an_optimizer_of_trls() -> None:
-    parsed = read_alone("trl", Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
+TORCHAOS: tuple[Target, ...] = ("trl", "axolotl", "llamafactory", "ms-swift")
+
+
+@pytest.mark.parametrize("target", TORCHAOS)
+def test_moments_of_8_bits_are_an_optimizer_of_torchaos(target: Target) -> None:
+    parsed = read_alone(target, Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
     assert parsed["optim"] == "adamw_torch_8bit"
 
 
-def test_a_packed_model_is_trls_to_load() -> None:
+PACKED: Mapping[Target, list[Any]] = {
+    "trl": [True, "nf4", True, "bfloat16"],
+    "axolotl": ["qlora", True],
+    "llamafactory": [4, "nf4", True],
+    "ms-swift": ["bnb", 4, "nf4"],
+}
+
+
+@pytest.mark.parametrize("target", PACKED)
+def test_a_packed_model_is_the_trainers_to_load(target: Target) -> None:
     asked = (("lora", 16), ("lora_base", "nf4"))
-    parsed = read_alone("trl", Case(gpus=1, length="16k", asked=asked))
-    assert parsed["packed"] == [True, "nf4", True, "bfloat16"]
+    parsed = read_alone(target, Case(gpus=1, length="16k", asked=asked))
+    assert parsed["packed"] == PACKED[target]
 
 
-@pytest.mark.parametrize("target", ["verl", "areal", "trl"])
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "ms-swift"])
+def test_a_chunked_loss_is_ligers(target: Target) -> None:
+    asked = (("loss", "chunked"),)
+    assert read_alone(target, Case(length="16k", asked=asked))["chunked"] is True
+    assert not any(parsed["chunked"] for parsed in read(target).values())
+
+
+@pytest.mark.parametrize("target", ["axolotl", "ms-swift"])
+def test_recomputation_is_left_out_where_it_was_predicted_so(target: Target) -> None:
+    parsed = read_alone(target, Case(length="4k", asked=(("recompute", "none"),)))
+    assert parsed["recompute"] is False
+
+
+@pytest.mark.parametrize("target", ["verl", "areal", "trl", "axolotl", "llamafactory", "ms-swift"])
 def test_layers_with_adapters_are_read_by_their_names(target: Target) -> None:
     asked = (("lora", 16), ("lora_targets", "q_proj,v_proj"))
     parsed = read_alone(target, Case(length="16k", asked=asked))
@@ -314,13 +365,30 @@ def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(
     assert {name: parsed[name] for name in names} == {name: emitted.values[name] for name in names}
 
 
+SHARDED: tuple[Target, ...] = ("trl", "accelerate", "axolotl", "llamafactory", "ms-swift")
+
+
+@pytest.mark.parametrize("target", SHARDED)
+def test_states_are_sharded_by_fsdp2_as_they_were_predicted(target: Target) -> None:
+    assert {parsed["strategy"] for parsed in read(target).values()} == {"fsdp2"}
+
+
 @pytest.mark.parametrize("target", ["trl", "accelerate"])
-def test_sequences_are_shared_by_zero_3_and_else_states_are_sharded_by_fsdp2(
-    target: Target,
-) -> None:
+def test_heads_are_shared_by_zero_3_where_layers_have_windows(target: Target) -> None:
+    parsed = read_alone(target, WINDOWS)
+    assert (parsed["strategy"], parsed["sp"]) == ("zero3", 2)
+    if target == "trl":
+        assert parsed["attention"] == "flash_attention_2"
+        assert parsed["recompute"] is True
+
+
+@pytest.mark.parametrize("target", ["axolotl", "ms-swift"])
+def test_sequences_are_packed_but_where_several_of_them_are_shared(target: Target) -> None:
     for name, parsed in read(target).items():
-        assert parsed["strategy"] == ("zero3" if CASES_OF[target][name].degree > 1 else "fsdp2")
-        assert not parsed.get("recomputes_twice")
+        _, _, _, chosen = recommended(target, CASES_OF[target][name])
+        is_several = chosen.cell.settings.sequences_per_micro_batch > 1
+        is_padded = target == "axolotl" and is_several and parsed["sp"] > 1
+        assert parsed["packs"] is not is_padded
 
 
 @pytest.mark.parametrize("target", ["trinity", "verl"])
@@ -329,7 +397,7 @@ def test_verls_actor_offloads_by_fsdp2(target: Target) -> None:
         assert parsed["strategy"] == ("fsdp2" if CASES[name].offload else "fsdp")
 
 
-@pytest.mark.parametrize("target", ["trl", "areal"])
+@pytest.mark.parametrize("target", ["trl", "areal", "ms-swift"])
 def test_the_allocators_mode_is_in_the_file(target: Target) -> None:
     for name, parsed in read(target).items():
         is_set = CASES_OF[target][name].allocator == "expandable"
@@ -351,6 +419,9 @@ def test_areals_rollout_has_the_gpus_that_are_set_aside() -> None:
         ("trl", "max_length", "longest"),
         ("torchtitan", "seq_len", "length"),
         ("accelerate", "num_processes", "processes"),
+        ("axolotl", "sequence_len", "sequence_length"),
+        ("llamafactory", "cutoff_len", "cutoff_length"),
+        ("ms-swift", "max_length", "longest"),
     ],
 )
 def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
@@ -371,7 +442,7 @@ def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_version_that_is_installed_is_the_one_that_is_named(target: Target) -> None:
-    _, emitted = written(target, CASES["Ulysses"])
+    _, emitted = written(target, CASES["within the native length"])
     package = {"trinity": "trinity-rft"}.get(target, target)
     command = f"import importlib.metadata as each; print(each.version({package!r}))"
     done = subprocess.run(

@@ -28,6 +28,8 @@ from highwater.errors import UsageError
 from highwater.recommendation.recommend import recommend
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.hyperparameters import Hyperparameters
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
 from highwater.spec.model_catalog import catalog_names
 from highwater.spec.recommendation import Candidate, Recommendation
 
@@ -169,7 +171,10 @@ def test_moments_of_8_bits_are_torchaos_in_trl(objective: str) -> None:
     [
         ({"optimizer": "adamw-bf16"}, "TRL has no adamw-bf16"),
         ({"optimizer": "adamw-bf16", "ulysses": [2]}, "TRL has no adamw-bf16"),
-        ({"optimizer": "adamw-8bit", "ulysses": [2]}, "flat shards"),
+        (
+            {"optimizer": "adamw-8bit", "ulysses": [2], "model": "gemma-2-2b", "length": "8k"},
+            "flat shards",
+        ),
         (
             {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
             "parameters in bf16",
@@ -323,9 +328,13 @@ def test_the_variables_of_the_allocator_go_by_both_names(target: str) -> None:
     assert "ALLOC_CONF" not in TARGETS[target].emit(found, chosen).text
 
 
+WINDOWED = {"model": "gemma-2-2b", "length": "8k"}
+"""A model with windows, which torch's context parallelism refuses."""
+
+
 def test_where_trl_recomputes_is_where_it_may() -> None:
-    found, _ = goal()
-    for degree, ours in ((1, False), (2, True)):
+    for changes, degree, ours in (({}, 1, False), ({}, 2, False), (WINDOWED, 2, True)):
+        found, _ = goal(**changes)
         emitted = trl(found, rung(found, degree=degree, offload=False))
         launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
         assert emitted.values["gradient_checkpointing"] is ours
@@ -337,6 +346,49 @@ def test_where_trl_recomputes_is_where_it_may() -> None:
     assert emitted.values["gradient_checkpointing"] is False
     launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
     assert launched["fsdp_config"]["fsdp_activation_checkpointing"] is False
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_was_predicted_by_heads_is_fsdp2s_where_a_ring_can_be(offload: bool) -> None:
+    found, _ = goal(length="16k")
+    emitted = trl(found, rung(found, degree=4, offload=offload))
+    launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
+    mesh = launched["parallelism_config"]
+    assert launched["distributed_type"] == "FSDP"
+    assert launched["fsdp_config"]["fsdp_version"] == 2
+    assert launched["fsdp_config"]["fsdp_offload_params"] is offload
+    assert (mesh["parallelism_config_dp_shard_size"], mesh["parallelism_config_cp_size"]) == (1, 4)
+    assert "deepspeed_config" not in launched
+    assert emitted.values["pad_to_multiple_of"] == 8
+    assert emitted.values["attn_implementation"] == "sdpa"
+    assert emitted.values["packing"] is False
+
+
+@pytest.mark.parametrize("model", ["Mistral-7B-v0.1", "gemma-2-2b"])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_ring_of_a_model_with_windows_is_refused(model: str, ulysses: int) -> None:
+    layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=2)
+    shape = load_model(model).shape
+    said = accelerate_file.layout_obstacle(layout, shape, name="accelerate")
+    assert said is not None
+    assert f"{shape.model_type} has others" in said
+    whole = load_model("Qwen3-4B").shape
+    assert accelerate_file.layout_obstacle(layout, whole, name="accelerate") is None
+
+
+def test_heads_are_deepspeeds_to_share_where_layers_have_windows() -> None:
+    found, _ = goal(**WINDOWED)
+    emitted = trl(found, rung(found, degree=2, offload=False))
+    launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
+    assert launched["deepspeed_config"]["zero_stage"] == 3
+    assert launched["parallelism_config"]["parallelism_config_sp_size"] == 2
+    assert emitted.values["pad_to_multiple_of"] == 2
+    assert emitted.values["attn_implementation"] == "flash_attention_2"
+
+
+def test_moments_of_8_bits_are_sharded_with_sequences_by_a_ring() -> None:
+    emitted = trl(*goal(length="16k", ulysses=[2], optimizer="adamw-8bit"))
+    assert emitted.values["optim"] == "adamw_torch_8bit"
 
 
 def test_accelerate_has_both_fsdps() -> None:
@@ -355,13 +407,23 @@ def test_accelerate_has_both_fsdps() -> None:
         (
             "accelerate",
             {"degree": 2},
-            ("1 x 131072 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
+            ("1 x 131072 tokens, over 2 GPUs", "2 GPUs pass keys and values round a ring"),
+        ),
+        (
+            "accelerate",
+            {"degree": 2, "model": "gemma-2-2b", "length": "8k"},
+            ("1 x 8192 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
         ),
         ("trl", {"degree": 1}, ("whole logits",)),
         (
             "trl",
             {"degree": 2},
-            ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2"),
+            ("whole logits", "packed sequences with a ring", "Ulysses with fsdp2"),
+        ),
+        (
+            "trl",
+            {"degree": 2, "model": "gemma-2-2b", "length": "8k"},
+            ("whole logits", "packed sequences with Ulysses", "Ulysses with fsdp2: it is DeepSp"),
         ),
         ("torchtitan", {"degree": 1}, ("YaRN's attention factor",)),
         (
@@ -467,9 +529,8 @@ def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        ("trl", {"ulysses": [2], "ring": [2]}, "by heads or by a ring, not by both"),
-        ("accelerate", {"ulysses": [2], "ring": [2]}, "by heads or by a ring, not by both"),
-        ("accelerate", {"ulysses": [2], "copies": [2]}, "ZeRO-3 has no copies"),
+        ("trl", WINDOWED | {"ulysses": [2], "copies": [2]}, "ZeRO-3 has no copies"),
+        ("accelerate", {"ulysses": [2], "copies": [2]}, "no copies of one ring"),
         ("accelerate", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
         ("accelerate", {"ring": [2], "copies": [2]}, "no copies of one ring"),
         ("torchtitan", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
@@ -479,13 +540,13 @@ def test_a_layout_that_a_trainer_has_no_words_for_is_refused_by_name(
 def test_a_layout_that_a_mesh_cannot_have_is_refused_with_a_hint_that_works(
     target: str, changes: dict, said: str
 ) -> None:
-    changes = {"ulysses": [1]} | changes
+    changes = {"ulysses": [1], "length": "16k"} | changes
     with pytest.raises(UsageError, match=said) as refused:
-        TARGETS[target].emit(*goal(target, "16k", **changes))
+        TARGETS[target].emit(*goal(target, **changes))
     words = shlex.split(re.findall("`(.+?)`", refused.value.hint)[0])
     for flag, degree in zip(words[::2], words[1::2], strict=True):
         changes |= {flag.removeprefix("--"): [int(degree)]}
-    assert TARGETS[target].emit(*goal(target, "16k", **changes))
+    assert TARGETS[target].emit(*goal(target, **changes))
 
 
 @pytest.mark.parametrize("target", ["trinity", "verl", "areal"])

@@ -1,39 +1,126 @@
-"""``highwater emit``: what is recommended, as another trainer's configuration on stdout."""
+"""``highwater emit``: what is recommended, as another trainer's configuration: on stdout, or with
+``-o`` as a folder to take away.
+"""
 
 import argparse
 import shlex
+from contextlib import suppress
+from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.flags import named_model
 from highwater.cli.recommend import EXAMPLE, found_for, words_again
-from highwater.emit.targets import TARGETS, choice, configured, refuse_unknown_settings
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO
+from highwater.emit.emitted import Emitted
+from highwater.emit.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
+from highwater.emit.targets import (
+    TARGETS,
+    choice,
+    configured,
+    refuse_drafts,
+    refuse_unknown_settings,
+)
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError
+from highwater.pages.check_page import check_page
+from highwater.recommendation.drafts import drafted
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.units import counted
+
+_ROOMIER = "5GiB"
+"""Headroom that is asked for where memory ran out in another trainer."""
 
 
 def emit(arguments: argparse.Namespace) -> int:
-    """Print the configuration; where nothing fits there is none, and the document is what
-    `recommend --json` prints.
+    """Print the configuration, or write its folder and print the files' paths. Where nothing fits
+    there is none, and the document is what `recommend --json` prints.
     """
-    _, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     refuse_unknown_settings(arguments.for_, settings)
     arguments.trainer = TARGETS[arguments.for_].predicted_for
+    if arguments.output is not None:
+        refuse_no_folder(Path(arguments.output))
+    _refuse_early(arguments, model, settings)
     found = found_for(arguments)
     console.notes(found.notes)
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
     chosen = choice(found)
     if chosen is None:
-        name = TARGETS[arguments.for_].name
-        which = "nothing fits" if found.chosen is None else f"nothing fits that {name} can be told"
-        console.talk(f"{which}: there is nothing to configure")
-        if arguments.json:
-            console.answer_json(found)
-            return EXIT_ANSWERED_NO
-        console.next_command(shlex.join(again))
-        return EXIT_ANSWERED_NO
-    emitted = configured(arguments.for_, found, chosen, model=arguments.model)
+        return _nothing(arguments, found, shlex.join(again))
+    emitted = configured(
+        arguments.for_,
+        found,
+        chosen,
+        model=arguments.model,
+        is_filled_in=arguments.output is not None,
+    )
+    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted)
     if arguments.json:
         console.answer_json(emitted)
+    elif paths:
+        console.answer_exactly("\n".join(map(str, paths)))
+        (launch,) = (path for path in paths if path.name == LAUNCH)
+        console.next_command(shlex.join(("bash", str(launch))))
     else:
         console.answer_exactly(emitted.text.rstrip("\n"))
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED
+
+
+def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
+    """Raise UsageError for what the trainer has no words for, before anything is predicted. What
+    cannot be asked at all the recommendation says.
+    """
+    draft = None
+    with suppress(HighwaterError):
+        draft = drafted(
+            model,
+            length=arguments.length or "",
+            gpus=arguments.cluster,
+            gpu_memory=arguments.gpu_memory,
+            rollout_gpus=arguments.rollout_gpus,
+            trainer=arguments.trainer,
+            settings=settings,
+        )
+    if draft is not None:
+        refuse_drafts(arguments.for_, draft, model=model)
+
+
+def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
+    """Say that nothing fits, or nothing that the trainer can be told."""
+    name = TARGETS[arguments.for_].name
+    which = "nothing fits" if found.chosen is None else f"nothing fits that {name} can be told"
+    console.talk(f"{which}: there is nothing to configure")
+    if arguments.json:
+        console.answer_json(found)
+    else:
+        console.next_command(again)
+    return EXIT_ANSWERED_NO
+
+
+def _written(
+    arguments: argparse.Namespace, found: Recommendation, chosen: Candidate, emitted: Emitted
+) -> tuple[Path, ...]:
+    """Write every file into the folder that was named; their paths."""
+    row, folder = TARGETS[arguments.for_], Path(arguments.output)
+    words = ("highwater", "emit", "--for", arguments.for_, arguments.model)
+    again = shlex.join((*words, *words_again(arguments, drop=("--trainer",))))
+    roomier = words_again(arguments, drop=("--trainer",), **{"--margin": _ROOMIER})
+    files = {row.file: emitted.text, **emitted.beside}
+    said = [f"{row.name} {emitted.checked_with}, as `{again}` wrote it"]
+    said.append("what is typed after it goes to the trainer")
+    files[LAUNCH] = launch_script(emitted, file=row.file, said=said, before=row.before)
+    files[CHECK] = check_page(
+        found,
+        chosen,
+        emitted,
+        name=row.name,
+        package=row.package or arguments.for_,
+        yours=row.yours,
+        command=again,
+        roomier=shlex.join((*words, *roomier, "-o", f"{folder.name}-roomier")),
+    )
+    paths = write_folder(folder, files)
+    console.talk(
+        f"{counted(len(paths), 'file')} for {row.name} in {folder}: read {CHECK} before the first "
+        "long run"
+    )
+    return paths

@@ -211,6 +211,13 @@ def _emit_flags(parser: Parser) -> None:
     parser.add_argument(
         "--for", dest="for_", choices=get_args(Target), required=True, help="whose configuration"
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="write all files into a folder, with a script that starts the training and a page of "
+        "what to check; nothing that is there is written over",
+    )
     _gpus_that_need_not_be_here(parser)
     _length_and_rollout(parser)
     _studies(parser)

@@ -1,12 +1,17 @@
 """A recommendation as accelerate's configuration file.
 
 Accelerate is a launcher: it shards, offloads, recomputes and shares sequences, and knows neither
-model nor length nor batch. FSDP has no Ulysses there. DeepSpeed has, so a sequence shared by heads
-is sharded by ZeRO-3 instead; one shared by a ring is FSDP2's, by torch's context parallelism, which
-passes keys and values on where it is told ``alltoall``.
+model nor length nor batch. It has two ways to share a sequence. Torch's context parallelism passes
+keys and values round a ring, where it is told ``alltoall``, and FSDP2 shards the states as they are
+predicted: it is taken wherever it can be, which is where every layer reads all earlier tokens.
+Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with windows
+(docs/decisions/054).
 
-Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0.
+Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
+what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
 """
+
+from typing import Literal
 
 from highwater.emit.emitted import (
     Emitted,
@@ -18,15 +23,19 @@ from highwater.emit.emitted import (
     heading,
     refusals,
     refuse_obstacle,
+    shape_here,
     shared_copies,
     yarn_lines,
 )
 from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
 from highwater.spec.recommendation import Candidate, Recommendation
 
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
+SequenceSharing = Literal["none", "ring", "heads"]
+"""How accelerate shares a sequence: not at all, by FSDP2's ring, or by DeepSpeed's heads."""
 
 
 def accelerate(
@@ -37,78 +46,98 @@ def accelerate(
     The rest is the script's, and is said in the text. Raises UsageError for layouts that neither
     DeepSpeed nor FSDP2 has there.
     """
-    refuse_obstacle(chosen, lambda _, layout: layout_obstacle(layout, name="accelerate"))
-    cell, settings = chosen.cell, chosen.cell.settings
-    variables, cannot = environment(chosen), (*_of_the_script(found, chosen), *instead(chosen))
+    shape = shape_here(found, model_path)
+    refuse_obstacle(chosen, lambda _, layout: layout_obstacle(layout, shape, name="accelerate"))
+    cell, settings, sharing = chosen.cell, chosen.cell.settings, sharing_of(chosen, shape)
+    variables = environment(chosen)
+    cannot = (*_of_the_script(found, chosen, sharing), *instead(chosen, sharing))
     cannot += tuple(engine_alone(settings, name="accelerate"))
     said = heading(found, chosen, name="accelerate", version=VERSION)
     said += exports(variables, before="it starts")
     dtype = "float32" if chosen.cell.settings.lora is None else "bfloat16"
     said.append(
-        f"the script loads {model_path or found.model_name} in {dtype}, with {attention(chosen)}"
+        f"the script loads {model_path or found.model_name} in {dtype}, with {attention(sharing)}"
     )
-    if is_ulysses(chosen):
+    if sharing != "none":
+        needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
         said.append(
-            "needs deepspeed 0.18.2 or newer; each batch is padded to a multiple of "
-            f"{padded_to(cell.layout)}"
+            f"{needs}each batch is padded to a multiple of {padded_to(cell.layout, sharing)}"
         )
-    elif is_ring(chosen):
-        said.append(f"each batch is padded to a multiple of {padded_to(cell.layout)}")
     said += refusals(cannot, name="accelerate")
     said += yarn_lines(found, why="the model is the script's")
     said.append(f"start: {_COMMAND}")
-    values = _values(chosen)
+    values = launched_values(chosen, sharing)
     return emitted(
         "accelerate", VERSION, said, values, command=_COMMAND, environment=variables, cannot=cannot
     )
 
 
-def layout_obstacle(layout: Layout, *, name: str) -> str | None:
+def layout_obstacle(layout: Layout, shape: ModelShape | None, *, name: str) -> str | None:
     """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
-    ulysses, ring, copies = layout.ulysses_degree, layout.ring_degree, layout.replicate_degree
-    if ulysses > 1 and ring > 1:
-        return f"{name} shares a sequence by heads or by a ring, not by both"
-    if ulysses > 1 and copies > 1:
-        return f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
-    if 1 < ring == layout.shard_degree < layout.gpus:
+    if layout.context_degree > 1 and shape is not None and not reads_everything(shape):
+        if layout.ring_degree > 1:
+            return (
+                f"{name}'s ring needs layers that read every earlier token, and "
+                f"{shape.model_type} has others"
+            )
+        if layout.replicate_degree > 1:
+            return f"{name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
+    elif 1 < layout.context_degree == layout.shard_degree < layout.gpus:
         return f"{name} has no copies of one ring: it wants two rings in each"
     return shared_copies(layout, name=name)
 
 
-def is_ulysses(chosen: Candidate) -> bool:
-    """Whether GPUs share sequences by heads."""
-    return chosen.cell.layout.ulysses_degree > 1
+def reads_everything(shape: ModelShape | None) -> bool:
+    """Whether every layer reads all earlier tokens, by a plain softmax: neither window nor sinks
+    nor a cap, which torch's ring has no words for. None, of a model that is not here, does.
+    """
+    if shape is None:
+        return True
+    kinds = [run.kind.attention for run in shape.runs]
+    return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 
 
-def is_ring(chosen: Candidate) -> bool:
-    """Whether GPUs share sequences by a ring."""
-    return chosen.cell.layout.ring_degree > 1
+def sharing_of(chosen: Candidate, shape: ModelShape | None) -> SequenceSharing:
+    """How a sequence is shared: what was predicted by heads is passed round a ring, too, where that
+    keeps FSDP2.
+    """
+    if chosen.cell.layout.context_degree == 1:
+        return "none"
+    return "ring" if reads_everything(shape) else "heads"
 
 
-def padded_to(layout: Layout) -> int:
+def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
     """Tokens of which a row's length is a multiple: a ring's ranks hold two chunks of it each."""
-    return layout.ulysses_degree * (2 * layout.ring_degree if layout.ring_degree > 1 else 1)
+    return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
-def attention(chosen: Candidate) -> str:
+def attention(sharing: SequenceSharing) -> str:
     """The attention that transformers is told to use: torch's context parallelism has one alone."""
-    return "sdpa" if is_ring(chosen) else "flash_attention_2"
+    return "sdpa" if sharing == "ring" else "flash_attention_2"
 
 
-def instead(chosen: Candidate) -> tuple[str, ...]:
-    """What replaces the strategy where GPUs share sequences; nothing where they do not."""
-    strategy = chosen.cell.settings.strategy
-    if is_ulysses(chosen):
+def instead(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
+    """What replaces what was predicted where GPUs share sequences; nothing where they do not."""
+    strategy, layout = chosen.cell.settings.strategy, chosen.cell.layout
+    if sharing == "heads":
         return (
             f"Ulysses with {strategy}: it is DeepSpeed's, and ZeRO-3 shards the states, with "
             "buffers of its own",
         )
-    if is_ring(chosen) and strategy == "fsdp":
-        return ("a ring with fsdp: it is FSDP2's",)
-    return ()
+    said: list[str] = []
+    if sharing == "ring" and layout.ulysses_degree > 1:
+        said.append(
+            f"Ulysses with {strategy}: {layout.context_degree} GPUs pass keys and values round a "
+            "ring instead, by FSDP2's context parallelism, which shards the states as predicted"
+        )
+    elif sharing == "ring" and strategy == "fsdp":
+        said.append("a ring with fsdp: it is FSDP2's")
+    return tuple(said)
 
 
-def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
+def _of_the_script(
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing
+) -> tuple[str, ...]:
     settings, degree = chosen.cell.settings, chosen.cell.layout.context_degree
     shared = f", over {degree} GPUs" if degree > 1 else ""
     entropy = "" if settings.entropy == "none" else f" and {settings.entropy} entropy"
@@ -126,7 +155,7 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
         said.append(f"LoRA of rank {settings.lora}: adapters are put on{base} by the script")
     if settings.optimizer != "adamw":
         said.append(f"{settings.optimizer_traits.words}: the script makes the optimizer")
-    if is_ulysses(chosen) and settings.recompute != "none":
+    if sharing == "heads" and settings.recompute != "none":
         said.append(
             "recomputation with DeepSpeed: the script calls the model's "
             "gradient_checkpointing_enable()"
@@ -134,19 +163,22 @@ def _of_the_script(found: Recommendation, chosen: Candidate) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _values(chosen: Candidate) -> dict[str, Value]:
+def launched_values(chosen: Candidate, sharing: SequenceSharing) -> dict[str, Value]:
+    """How processes start, and share states and sequences."""
     layout = chosen.cell.layout
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED" if is_ulysses(chosen) else "FSDP",
+        "distributed_type": "DEEPSPEED" if sharing == "heads" else "FSDP",
         "mixed_precision": "bf16",
         "num_machines": 1,
         "num_processes": layout.gpus,
     }
-    if not is_ulysses(chosen):
-        fsdp = {f"fsdp_config.fsdp_{name}": value for name, value in _fsdp(chosen).items()}
-        return values | fsdp | _mesh(layout)
-    return values | _deepspeed(chosen)
+    if sharing == "heads":
+        return values | _deepspeed(chosen)
+    fsdp = _fsdp(chosen, is_second=sharing == "ring")
+    return (
+        values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
+    )
 
 
 def _deepspeed(chosen: Candidate) -> dict[str, Value]:
@@ -174,7 +206,7 @@ def _deepspeed(chosen: Candidate) -> dict[str, Value]:
 
 def _mesh(layout: Layout) -> dict[str, Value]:
     """Copies and rings of FSDP2; nothing where there are none."""
-    copies, ring = layout.replicate_degree, layout.ring_degree
+    copies, ring = layout.replicate_degree, layout.context_degree
     if copies == ring == 1:
         return {}
     shares: dict[str, Value] = {
@@ -186,10 +218,12 @@ def _mesh(layout: Layout) -> dict[str, Value]:
     return {f"parallelism_config.parallelism_config_{name}": n for name, n in shares.items()}
 
 
-def _fsdp(chosen: Candidate) -> dict[str, Value]:
-    """Keys of FSDP1 or FSDP2, which call the same thing by two types."""
+def _fsdp(chosen: Candidate, *, is_second: bool) -> dict[str, Value]:
+    """Keys of FSDP1 or FSDP2, which call the same thing by two types; ``is_second``: of FSDP2
+    whatever was predicted.
+    """
     settings = chosen.cell.settings
-    is_second = settings.strategy == "fsdp2" or is_ring(chosen)
+    is_second |= settings.strategy == "fsdp2"
     return {
         "version": 2 if is_second else 1,
         "reshard_after_forward": True if is_second else "FULL_SHARD",

@@ -11,19 +11,33 @@ from typing import Any, Literal
 
 import msgspec
 
-from highwater.errors import UsageError
+from highwater.errors import ModelError, UsageError
 from highwater.spec.allocator_variables import allocator_environment
 from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
 from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape, load_model
 from highwater.spec.objective import Objective
+from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes, format_tokens
 
-Target = Literal["trinity", "verl", "areal", "trl", "torchtitan", "accelerate"]
+Target = Literal[
+    "trinity",
+    "verl",
+    "areal",
+    "trl",
+    "torchtitan",
+    "accelerate",
+    "axolotl",
+    "llamafactory",
+    "ms-swift",
+]
 Value = bool | int | float | str
+DATASET = "REPLACE-WITH-YOUR-DATASET"
+"""What stands where a file has to name data, which are the user's."""
 
 
 class Emitted(Record, frozen=True, kw_only=True):
@@ -61,9 +75,7 @@ def emitted(
 ) -> Emitted:
     """The configuration; without a ``text`` of its own it is YAML, under what is said of it."""
     if text is None:
-        import yaml  # here: the grammar of the command line needs the names of targets alone
-
-        text = comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
+        text = yaml_text(said, values)
     return Emitted(
         target=target,
         checked_with=version,
@@ -74,6 +86,13 @@ def emitted(
         command=command,
         text=text,
     )
+
+
+def yaml_text(said: list[str], values: Mapping[str, Value]) -> str:
+    """A file of YAML, under what is said of it."""
+    import yaml  # here: the grammar of the command line needs the names of targets alone
+
+    return comment(said) + yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
 
 
 def environment(candidate: Candidate) -> dict[str, str]:
@@ -111,6 +130,14 @@ def yaml_path(model_path: str | None) -> str:
     return "${oc.env:MODEL_PATH}" if model_path is None else literal(model_path)
 
 
+def shape_here(found: Recommendation, model_path: str | None) -> ModelShape | None:
+    """The shape of the model that a recommendation is of; None where its files are not here."""
+    try:
+        return load_model(model_path or found.model_name).shape
+    except ModelError:
+        return None
+
+
 Obstacle = Callable[[Objective, Layout], str | None]
 """Says why a trainer cannot train an objective in a layout, in words; None where it can."""
 
@@ -135,9 +162,37 @@ def refuse_obstacle(chosen: Candidate, obstacle: Obstacle, *, objective: Objecti
     raise UsageError(problem, hint=f"use {' or '.join(least)}")
 
 
-def other_objective(objective: Objective, known: Collection[Objective], *, name: str) -> str | None:
-    """That a trainer does not have this objective, and which it has; None where it has it."""
-    return None if objective in known else f"{name} trains {', '.join(known)}, not {objective}"
+def other_objective(
+    objective: Objective, known: Collection[Objective], *, name: str, is_written: bool = False
+) -> str | None:
+    """That a trainer does not have this objective, and which it has; None where it has it.
+
+    ``is_written``: it may have others, which nobody wrote a configuration for yet.
+    """
+    if objective in known:
+        return None
+    if is_written:
+        return f"{name}'s configuration is written for {', '.join(known)}, not for {objective}"
+    return f"{name} trains {', '.join(known)}, not {objective}"
+
+
+def refuse_optimizer(settings: Settings, known: Collection[OptimizerName], *, name: str) -> None:
+    """Raise UsageError for an optimizer that a trainer does not have, and for parameters that are
+    rounded at random, which no other trainer has.
+    """
+    is_narrow = settings.parameters != "float32"
+    if not is_narrow and settings.optimizer in known:
+        return
+    asked: dict[str, object] = {"optimizer": settings.optimizer}
+    asked |= {"parameters": settings.parameters} if is_narrow else {}
+    what = "parameters in bf16 with its rounding" if is_narrow else settings.optimizer
+    raise UsageError(f"{name} has no {what}", hint=f"leave `{shlex.join(words_of(asked))}` out")
+
+
+def to_replace(*names: str, settings: Settings) -> str:
+    """What is the user's to fill in: a line of a comment. A step of one micro-batch stays so."""
+    steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
+    return f"yours to replace: {', '.join((*names, *steps))}"
 
 
 def shared_copies(layout: Layout, *, name: str) -> str | None:

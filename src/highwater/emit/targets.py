@@ -7,7 +7,10 @@ from typing import Protocol
 
 from highwater.emit.accelerate import accelerate
 from highwater.emit.areal import areal
+from highwater.emit.axolotl import axolotl
 from highwater.emit.emitted import Emitted, Target
+from highwater.emit.llamafactory import llamafactory
+from highwater.emit.ms_swift import ms_swift
 from highwater.emit.torchtitan import torchtitan
 from highwater.emit.trinity import trinity
 from highwater.emit.trl import trl
@@ -16,6 +19,7 @@ from highwater.errors import UsageError
 from highwater.spec.declaration import words_of
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.hardware import kind_of
+from highwater.spec.model_catalog import catalog_model
 from highwater.spec.model_place import model_place
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
@@ -41,10 +45,20 @@ class EmitTarget:
 
     name: str
     """The trainer's name as its users write it."""
+    file: str
+    """The name of its configuration's file, which the command that starts it has."""
     emit: Emit
+    yours: tuple[str, ...]
+    """What its files leave to the user, for a page of what to check."""
     predicted_for: Trainer
     """The trainer whose step is predicted: verl's actor for trainers with GRPO in whole logits,
     else this engine."""
+    package: str | None = None
+    """The package that has it; None: it is called as the target is."""
+    is_in_guides: bool = True
+    """Whether a guide's page has its configuration for every length: a page stays small."""
+    before: tuple[str, ...] = ()
+    """Lines of a shell that have to run before the command that starts it."""
     knows: frozenset[str]
     """Settings, by the names that users type, that its configuration sets, or says that it cannot.
     Any other has to be at its default, so that a new setting is refused until somebody wrote here
@@ -63,27 +77,102 @@ _OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "rin
 
 TARGETS: Mapping[Target, EmitTarget] = {
     "trinity": EmitTarget(
-        name="Trinity-RFT", emit=trinity, predicted_for="trinity", knows=_ALL | _LORA
+        name="Trinity-RFT",
+        package="trinity-rft",
+        before=("ray status > /dev/null 2>&1 || ray start --head",),
+        file="trinity.yaml",
+        emit=trinity,
+        yours=("what it learns, and from what: `algorithm` and `buffer` in trinity.yaml",),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
     ),
-    "verl": EmitTarget(name="verl", emit=verl, predicted_for="trinity", knows=_ALL | _LORA),
-    "areal": EmitTarget(name="AReaL", emit=areal, predicted_for="trinity", knows=_ALL | _LORA),
+    "verl": EmitTarget(
+        name="verl",
+        file="verl.sh",
+        emit=verl,
+        yours=("data, reward and algorithm, as words after `./launch.sh`: `data.train_files=...`",),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
+    ),
+    "areal": EmitTarget(
+        name="AReaL",
+        file="areal.yaml",
+        emit=areal,
+        yours=(
+            "train.py beside it: a script like its examples/math/gsm8k_rl.py",
+            "`actor.optimizer.lr` in areal.yaml",
+        ),
+        predicted_for="trinity",
+        knows=_ALL | _LORA,
+    ),
     "trl": EmitTarget(
         name="TRL",
+        file="trl.yaml",
         emit=trl,
+        yours=(
+            "the data: `--dataset_name NAME` after `./launch.sh`, or `dataset_name` in trl.yaml",
+            "learning rate, epochs and `output_dir`, in trl.yaml",
+        ),
         predicted_for="highwater",
         knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
     ),
     "torchtitan": EmitTarget(
         name="torchtitan",
+        file="torchtitan_settings.py",
         emit=torchtitan,
+        yours=(
+            "`dataloader=`, and a `checkpoint=` that loads the weights, in torchtitan_settings.py",
+            "the learning rate there",
+        ),
         predicted_for="highwater",
         knows=_OF_THE_ENGINE | _LORA,
     ),
     "accelerate": EmitTarget(
         name="accelerate",
+        file="accelerate.yaml",
         emit=accelerate,
+        yours=(
+            "train.py beside it: the script, which makes the micro-batches that CHECK.md names",
+        ),
         predicted_for="highwater",
         knows=_OF_THE_ENGINE | _LORA | {"lora_base", "critic", "optimizer"},
+    ),
+    "axolotl": EmitTarget(
+        name="Axolotl",
+        file="axolotl.yaml",
+        is_in_guides=False,
+        emit=axolotl,
+        yours=(
+            "`datasets` in axolotl.yaml, whose path is a stand-in",
+            "learning rate and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+    "llamafactory": EmitTarget(
+        name="LLaMA-Factory",
+        file="llamafactory.yaml",
+        is_in_guides=False,
+        emit=llamafactory,
+        yours=(
+            "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
+            "`dataset_dir`",
+            "learning rate, `output_dir` and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
+    ),
+    "ms-swift": EmitTarget(
+        name="ms-swift",
+        file="ms-swift.yaml",
+        is_in_guides=False,
+        emit=ms_swift,
+        yours=(
+            "`dataset` in ms-swift.yaml, which is a stand-in",
+            "learning rate and `gradient_accumulation_steps` there",
+        ),
+        predicted_for="highwater",
+        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
     ),
 }
 """The trainers, by the name that ``highwater emit --for`` takes."""
@@ -105,6 +194,22 @@ def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> N
         raise _without_words(row, {name: settings[name] for name in refused})
 
 
+def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
+    """Raise UsageError where a trainer has no words for any candidate of a recommendation that
+    nobody has predicted yet: the one for the simplest.
+    """
+    refused: UsageError | None = None
+    for each in draft.candidates:
+        try:
+            configured(target, draft, each, model=model)
+        except UsageError as error:
+            refused = refused or error
+        else:
+            return
+    if refused is not None:
+        raise refused
+
+
 def choice(found: Recommendation) -> Candidate | None:
     """The simplest candidate that fits and that other trainers have words for; None without one."""
     return next((each for each in found.candidates if each.fits and _has_words(each.cell)), None)
@@ -114,9 +219,17 @@ def _has_words(cell: Cell) -> bool:
     return not any(getattr(cell.settings, name) == value for name, value in _NOBODYS.items())
 
 
-def configured(target: Target, found: Recommendation, chosen: Candidate, *, model: str) -> Emitted:
+def configured(
+    target: Target,
+    found: Recommendation,
+    chosen: Candidate,
+    *,
+    model: str,
+    is_filled_in: bool = False,
+) -> Emitted:
     """One trainer's configuration, of ``model`` as somebody named it: a directory stands there by
-    its whole path, a model of the Hub by its id.
+    its whole path, a model of the Hub by its id. A name of the catalog alone stands for no files,
+    unless ``is_filled_in`` says that its id on the Hub does.
 
     Raises UsageError for what the trainer has no words for.
     """
@@ -124,11 +237,24 @@ def configured(target: Target, found: Recommendation, chosen: Candidate, *, mode
     _refuse_several_machines(found, chosen)
     if not _has_words(chosen.cell):
         raise _without_words(row, _NOBODYS)
-    made = row.emit(found, chosen, model_path=model_place(model).opened_as)
+    opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
+    made = row.emit(found, chosen, model_path=opened_as)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
         raise _without_words(row, unknown)
     return made
+
+
+def hub_id_of(name: str) -> str | None:
+    """The id on the Hub of a catalog model, of the very one that was named; None where it has
+    none.
+    """
+    known = catalog_model(name)
+    if known is None:
+        return None
+    spelled, model = known
+    named_so = (each for each in model.hub_ids if each.rpartition("/")[2] == spelled)
+    return next(named_so, model.hub_id)
 
 
 def _refuse_several_machines(found: Recommendation, chosen: Candidate) -> None:

@@ -7,19 +7,18 @@
 """
 
 import math
-import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from highwater.emit.accelerate import (
     FILE,
+    SequenceSharing,
     accelerate,
     attention,
     instead,
-    is_ring,
-    is_ulysses,
     layout_obstacle,
     padded_to,
+    sharing_of,
 )
 from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
@@ -33,11 +32,13 @@ from highwater.emit.emitted import (
     other_objective,
     refusals,
     refuse_obstacle,
+    refuse_optimizer,
+    shape_here,
 )
 from highwater.errors import UsageError
-from highwater.spec.declaration import words_of
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.layout import Layout
+from highwater.spec.model import ModelShape
 from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
@@ -97,18 +98,20 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
     in others than ``sft``, and for an optimizer that it does not have.
     """
-    settings = chosen.cell.settings
-    refuse_obstacle(chosen, _obstacle)
-    _refuse_optimizer(chosen)
+    settings, shape = chosen.cell.settings, shape_here(found, model_path)
+    refuse_obstacle(chosen, lambda objective, layout: _obstacle(objective, layout, shape))
+    sharing = sharing_of(chosen, shape)
+    _refuse_optimizer(chosen, sharing)
     trained = COMMANDS[settings.objective]
-    cannot = (*_cannot(chosen), *instead(chosen), *engine_alone(settings, name="TRL"))
-    said = [*_said(found, chosen, model_path), *refusals(cannot, name="TRL")]
+    cannot = (*_cannot(chosen, sharing), *instead(chosen, sharing))
+    cannot += tuple(engine_alone(settings, name="TRL"))
+    said = [*_said(found, chosen, sharing, model_path), *refusals(cannot, name="TRL")]
     command = f"trl {trained.name} --config trl.yaml{'' if model_path else f' {_ELSEWHERE}'}"
     return emitted(
         "trl",
         VERSION,
         [*said, f"start: {command}"],
-        _values(found, chosen, model_path),
+        _values(found, chosen, sharing, model_path),
         command=command,
         environment=environment(chosen),
         cannot=cannot,
@@ -116,7 +119,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     )
 
 
-def _obstacle(objective: Objective, layout: Layout) -> str | None:
+def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) -> str | None:
     """Why TRL cannot train an objective in a layout, in words; None where it can."""
     unknown = other_objective(objective, COMMANDS, name="TRL")
     if unknown is not None:
@@ -124,33 +127,29 @@ def _obstacle(objective: Objective, layout: Layout) -> str | None:
     if layout.context_degree > 1 and not COMMANDS[objective].packs:
         command = COMMANDS[objective].name
         return f"TRL shares sequences among GPUs in `trl sft` alone, not in `trl {command}`"
-    return layout_obstacle(layout, name="TRL")
+    return layout_obstacle(layout, shape, name="TRL")
 
 
-def _refuse_optimizer(chosen: Candidate) -> None:
+def _refuse_optimizer(chosen: Candidate, sharing: SequenceSharing) -> None:
     """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
     settings, optimizer = chosen.cell.settings, chosen.cell.settings.optimizer
-    asked: dict[str, object] = {"optimizer": optimizer}
-    is_narrow = settings.parameters != "float32"
-    asked |= {"parameters": settings.parameters} if is_narrow else {}
-    without = f"leave `{shlex.join(words_of(asked))}` out"
-    if is_narrow or optimizer not in OPTIMIZERS:
-        what = "parameters in bf16 with its rounding" if is_narrow else optimizer
-        raise UsageError(f"TRL has no {what}", hint=without)
-    if is_ulysses(chosen) and OPTIMIZERS[optimizer] is not None:
+    refuse_optimizer(settings, OPTIMIZERS, name="TRL")
+    if sharing == "heads" and OPTIMIZERS[optimizer] is not None:
         raise UsageError(
             f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
-            hint=f"use `--ulysses 1`, or {without}",
+            hint=f"use `--ulysses 1`, or leave `--optimizer {optimizer}` out",
         )
 
 
-def _said(found: Recommendation, chosen: Candidate, model_path: str | None) -> list[str]:
+def _said(
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
+) -> list[str]:
     """What stands above the settings: whose memory it is, and what else has to be there."""
     command = COMMANDS[chosen.cell.settings.objective]
     return [
         *heading(found, chosen, name="TRL", version=VERSION),
         f"beside it {FILE}: the same words after `highwater emit --for accelerate`",
-        *((_FLASH,) if attention(chosen) == "flash_attention_2" else ()),
+        *((_FLASH,) if attention(sharing) == "flash_attention_2" else ()),
         *model_lies(model_path, before="it starts"),
         *(_about_rollout(found) if command.generates else ()),
         *((_PRECOMPUTED,) if command.precomputes else ()),
@@ -176,19 +175,19 @@ def _about_rollout(found: Recommendation) -> list[str]:
     ]
 
 
-def _cannot(chosen: Candidate) -> tuple[str, ...]:
+def _cannot(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
     settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
     said: list[str] = []
     if settings.optimizer_traits.is_quantized:
         said.append(_WHOLE_MATRICES)
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
-    if is_ulysses(chosen):
+    if sharing == "heads":
         said.append(
             "packed sequences with Ulysses: DeepSpeed's attention expects a row for each "
             "sequence, so batches are padded"
         )
-    elif is_ring(chosen):
+    elif sharing == "ring":
         said.append(
             "packed sequences with a ring: it has no borders inside a row; batches are padded"
         )
@@ -197,20 +196,22 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
+def _values(
+    found: Recommendation, chosen: Candidate, sharing: SequenceSharing, model_path: str | None
+) -> dict[str, Value]:
     settings, layout = chosen.cell.settings, chosen.cell.layout
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
     base = "float32" if settings.lora is None else "bfloat16"
-    values |= {"dtype": base, "attn_implementation": attention(chosen), "bf16": True}
+    values |= {"dtype": base, "attn_implementation": attention(sharing), "bf16": True}
     values |= _lora_values(settings)
     optimizer = OPTIMIZERS[settings.optimizer]
     values |= {} if optimizer is None else {"optim": optimizer}
     values |= _rope_values(found)
     values |= _batch_values(found, chosen, COMMANDS[settings.objective])
-    if layout.context_degree > 1:
-        values["pad_to_multiple_of"] = padded_to(layout)
+    if sharing != "none":
+        values["pad_to_multiple_of"] = padded_to(layout, sharing)
     # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
-    values["gradient_checkpointing"] = is_ulysses(chosen) and settings.recompute != "none"
+    values["gradient_checkpointing"] = sharing == "heads" and settings.recompute != "none"
     values["accelerate_config"] = FILE
     return values | {f"env.{name}": value for name, value in environment(chosen).items()}
 

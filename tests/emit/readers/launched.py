@@ -3,6 +3,7 @@ that it would start.
 """
 
 import os
+import socket
 from contextlib import contextmanager
 
 import accelerate.commands.launch as launch
@@ -36,11 +37,25 @@ def environment(variables):
         os.environ.update(before)
 
 
+def alone():
+    """The environment of a process that is all of a group."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port = each.getsockname()[1]
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(each) for name, each in variables.items()}
+
+
 def shared(words):
     """How states and sequences are shared, offloaded and recomputed, by the objects that a process
     makes of its environment.
     """
-    variables = launched(words)
+    return made(launched(words))
+
+
+def made(variables):
+    """The same of the environment that a process has."""
     with environment(variables):
         common = {
             "gpus": int(variables["PROCESSES"]),

@@ -253,7 +253,7 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
         texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
     told = choice(found)
     for target, row in TARGETS.items():
-        if row.predicted_for == found.trainer and told is not None:
+        if row.is_in_guides and row.predicted_for == found.trainer and told is not None:
             with suppress(HighwaterError):  # a trainer that has no words for it
                 texts[target] = (
                     configured(target, found, told, model=model).text.rstrip("\n") + "\n"

@@ -1,0 +1,223 @@
+"""A recommendation as Axolotl's configuration file, for its supervised training.
+
+Its context parallelism is ring-flash-attn's, beside FSDP2: keys and values of a few heads are
+gathered where sequences are packed, and passed round a ring where they are not. FSDP2 there trains
+parameters in the dtype that they are loaded in, which is bfloat16.
+
+Source of the names: ``utils/schemas`` of axolotl 0.19.0; of what they do: ``utils/trainer.py``,
+``monkeypatch/accelerate/fsdp2.py`` and ``monkeypatch/ring_attn``.
+"""
+
+from collections.abc import Mapping
+
+from highwater.emit.adapter_words import whole_alpha
+from highwater.emit.emitted import (
+    DATASET,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    exports,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    shared_copies,
+    to_replace,
+)
+from highwater.spec.allocator_variables import allocator_environment
+from highwater.spec.layout import Layout
+from highwater.spec.objective import Objective
+from highwater.spec.optimizer import OptimizerName
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings import Settings
+
+VERSION = "0.19.0"
+FILE = "axolotl.yaml"
+OPTIMIZERS: Mapping[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optimizer`` by optimizer: the second is torchao's, which FSDP2 shards; it refuses the 8-bit
+ones of bitsandbytes."""
+_LIGER = "axolotl.integrations.liger.LigerPlugin"
+_NARROW = (
+    "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
+    "which takes less, and loses updates below 0.2 % of a number; `--strategy fsdp` keeps float32"
+)
+_WHOLE_SHARDS = (
+    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
+    "takes 8 bytes for each number of the largest"
+)
+_RING = (
+    "sequences shared among GPUs need the package ring-flash-attn: pip install "
+    "'axolotl[ring-flash-attn]'"
+)
+_FUSED_LOSS = (
+    "the chunked loss is Liger's: look for `Applying LIGER` in its log, for it has one for some "
+    "families alone"
+)
+
+
+def axolotl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """Write a whole file, but for the data.
+
+    Raises UsageError for an objective other than ``sft``, for copies that share sequences, for an
+    optimizer that it does not have, and for an alpha that is no whole number.
+    """
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    refuse_obstacle(chosen, _obstacle)
+    refuse_optimizer(settings, OPTIMIZERS, name="Axolotl")
+    # it turns expandable segments on by itself where the environment says nothing
+    variables = allocator_environment(settings.allocator)
+    cannot = (*_cannot(chosen), *engine_alone(settings, name="Axolotl"))
+    elsewhere = "" if model_path else ' --base_model="$MODEL_PATH"'
+    start = f"torchrun --nproc_per_node={layout.gpus} -m axolotl.cli.train"
+    command = f"{start} {FILE}{elsewhere}"
+    said = [
+        *heading(found, chosen, name="Axolotl", version=VERSION),
+        *model_lies(model_path, before="it starts"),
+        *exports(variables, before="it starts"),
+        to_replace("datasets", "learning_rate", settings=settings),
+        *((_RING,) if layout.context_degree > 1 else ()),
+        *((_FUSED_LOSS,) if settings.loss == "chunked" else ()),
+        *refusals(cannot, name="Axolotl"),
+        f"start: {command}",
+    ]
+    return emitted(
+        "axolotl",
+        VERSION,
+        said,
+        _values(found, chosen, model_path),
+        command=command,
+        environment=variables,
+        cannot=cannot,
+    )
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why Axolotl's file is not written for an objective in a layout; None where it is."""
+    unknown = other_objective(objective, ("sft",), name="Axolotl", is_written=True)
+    if unknown is not None:
+        return unknown
+    if 1 < layout.context_degree == layout.shard_degree < layout.gpus:
+        return "Axolotl has no copies of one ring: it wants two rings in each"
+    return shared_copies(layout, name="Axolotl")
+
+
+def _is_second(chosen: Candidate) -> bool:
+    """Whether FSDP2 shards the states: copies and shared sequences are its alone."""
+    layout = chosen.cell.layout
+    is_alone = layout.context_degree == layout.replicate_degree == 1
+    return chosen.cell.settings.strategy == "fsdp2" or not is_alone
+
+
+def _packs(chosen: Candidate) -> bool:
+    """Whether sequences are packed: of several GPUs' one row alone may be."""
+    settings = chosen.cell.settings
+    return chosen.cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
+
+
+def _cannot(chosen: Candidate) -> tuple[str, ...]:
+    settings, layout = chosen.cell.settings, chosen.cell.layout
+    said: list[str] = []
+    if layout.context_degree > 1:
+        how = "Ulysses" if layout.ring_degree == 1 else "a ring"
+        does = "gather keys and values of a few heads" if _packs(chosen) else "pass them on"
+        said.append(
+            f"{how}: {layout.context_degree} GPUs share each sequence by context parallelism, "
+            f"where they {does}"
+        )
+    if not _packs(chosen):
+        said.append(
+            f"packed sequences, {settings.sequences_per_micro_batch} in a micro-batch that GPUs "
+            "share: batches are padded"
+        )
+    if _is_second(chosen) and settings.strategy == "fsdp":
+        said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
+    if _is_second(chosen) and settings.lora is None:
+        said.append(_NARROW)
+    if settings.optimizer_traits.is_quantized:
+        said.append(_WHOLE_SHARDS)
+    return tuple(said)
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
+    settings = chosen.cell.settings
+    values: dict[str, Value] = {"base_model": model_path} if model_path else {}
+    values |= {
+        "sequence_len": found.length_tokens,
+        "sample_packing": _packs(chosen),
+        **({"pad_to_sequence_len": True} if _packs(chosen) else {}),
+        "micro_batch_size": settings.sequences_per_micro_batch,
+        "gradient_accumulation_steps": 1,
+        "bf16": True,
+        "attn_implementation": "flash_attention_2",
+        "optimizer": OPTIMIZERS[settings.optimizer],
+        "learning_rate": 1e-5,
+        **_lora_values(settings),
+        **_rope_values(found),
+    }
+    if settings.loss == "chunked":
+        values |= {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
+    return values | {
+        **_sharding(chosen),
+        "datasets.0.path": DATASET,
+        "datasets.0.type": "chat_template",
+    }
+
+
+def _lora_values(settings: Settings) -> dict[str, Value]:
+    """Adapters as peft has them; a model in NF4 is bitsandbytes', its scales quantized, too."""
+    lora = settings.adapters
+    if lora is None:
+        return {}
+    values: dict[str, Value] = {"adapter": "qlora" if lora.base == "nf4" else "lora"}
+    values |= {"load_in_4bit": True} if lora.base == "nf4" else {}
+    values |= {"lora_r": lora.rank, "lora_alpha": whole_alpha(lora, name="Axolotl")}
+    values["lora_dropout"] = 0.0
+    if lora.names is None:
+        return values | {"lora_target_linear": True}
+    return values | {f"lora_target_modules.{n}": name for n, name in enumerate(lora.names)}
+
+
+def _rope_values(found: Recommendation) -> dict[str, Value]:
+    if found.yarn is None:
+        return {}
+    section = "overrides_of_model_config"
+    parameters = found.yarn.rope_parameters.items()
+    return {
+        **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
+        f"{section}.max_position_embeddings": found.yarn.max_position_embeddings,
+    }
+
+
+def _sharding(chosen: Candidate) -> dict[str, Value]:
+    """FSDP, by which its own recomputation goes, and the degrees that are not 1."""
+    settings, layout, is_second = chosen.cell.settings, chosen.cell.layout, _is_second(chosen)
+    fsdp: dict[str, Value] = {
+        "offload_params": settings.offloads_model,
+        "activation_checkpointing": settings.recompute != "none",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "SHARDED_STATE_DICT",
+        # it refuses the other with a model in four bits
+        "cpu_ram_efficient_loading": settings.lora_base != "nf4",
+        **({"reshard_after_forward": True} if is_second else _FIRST),
+    }
+    degrees = {
+        "dp_replicate_size": layout.replicate_degree,
+        "dp_shard_size": layout.shard_degree // layout.context_degree,
+        "context_parallel_size": layout.context_degree,
+    }
+    is_shared = layout.context_degree * layout.replicate_degree > 1
+    return {
+        "fsdp_version": 2 if is_second else 1,
+        **{f"fsdp_config.{name}": value for name, value in fsdp.items()},
+        **({name: n for name, n in degrees.items() if n > 1} if is_shared else {}),
+    }
+
+
+_FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
+"""What FSDP1 is told besides; it shards everything by default."""

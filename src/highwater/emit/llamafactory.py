@@ -1,0 +1,162 @@
+"""A recommendation as LLaMA-Factory's configuration file, for its supervised training.
+
+FSDP is accelerate's, whose file lies beside it. Recomputation is LLaMA-Factory's own, so that
+FSDP's stays off. It loads a model in bfloat16, and has what is trained of it in float32. A sequence
+is not shared among GPUs there.
+
+Source of the names: ``hparams`` of llamafactory 0.9.5; of what they do: ``model/adapter.py``,
+``model/model_utils`` and ``launcher.py``.
+"""
+
+from collections.abc import Mapping
+
+from highwater.emit.accelerate import FILE as LAUNCHER
+from highwater.emit.accelerate import launched_values
+from highwater.emit.adapter_words import whole_alpha
+from highwater.emit.emitted import (
+    DATASET,
+    Emitted,
+    Value,
+    emitted,
+    engine_alone,
+    environment,
+    exports,
+    heading,
+    model_lies,
+    other_objective,
+    refusals,
+    refuse_obstacle,
+    refuse_optimizer,
+    to_replace,
+    yaml_text,
+    yarn_lines,
+)
+from highwater.spec.layout import Layout
+from highwater.spec.objective import Objective
+from highwater.spec.optimizer import OptimizerName
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings import Settings
+
+VERSION = "0.9.5"
+FILE = "llamafactory.yaml"
+OPTIMIZERS: Mapping[OptimizerName, str | None] = {
+    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` by optimizer: the other is torchao's, which FSDP shards."""
+_WHOLE_SHARDS = (
+    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
+    "takes 8 bytes for each number of the largest"
+)
+_FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
+_FUSED_LOSS = (
+    "enable_liger_kernel is the chunked loss, and needs the package liger-kernel: it has one for "
+    "some families alone, and its log says so of the others"
+)
+
+
+def llamafactory(
+    found: Recommendation, chosen: Candidate, *, model_path: str | None = None
+) -> Emitted:
+    """The file of ``llamafactory-cli train``, and accelerate's beside it.
+
+    Raises UsageError for an objective other than ``sft``, for sequences shared among GPUs and for
+    copies, for an optimizer that it does not have, and for an alpha that is no whole number.
+    """
+    settings = chosen.cell.settings
+    refuse_obstacle(chosen, _obstacle)
+    refuse_optimizer(settings, OPTIMIZERS, name="LLaMA-Factory")
+    cannot = [_WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
+    cannot += engine_alone(settings, name="LLaMA-Factory")
+    variables = environment(chosen)
+    elsewhere = "" if model_path else ' "model_name_or_path=$MODEL_PATH"'
+    command = (
+        f"accelerate launch --config_file {LAUNCHER} -m llamafactory.launcher {FILE}{elsewhere}"
+    )
+    said = [
+        *heading(found, chosen, name="LLaMA-Factory", version=VERSION),
+        f"beside it {LAUNCHER}: how it is sharded",
+        *model_lies(model_path, before="it starts"),
+        *exports(variables, before="it starts"),
+        to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
+        _FLASH,
+        *((_FUSED_LOSS,) if settings.loss == "chunked" else ()),
+        *refusals(cannot, name="LLaMA-Factory"),
+        *yarn_lines(found, why="its rope_scaling has whole factors alone"),
+        f"start: {command}",
+    ]
+    return emitted(
+        "llamafactory",
+        VERSION,
+        said,
+        _values(found, chosen, model_path),
+        command=command,
+        environment=variables,
+        cannot=cannot,
+        beside={LAUNCHER: _launcher(chosen)},
+    )
+
+
+def _obstacle(objective: Objective, layout: Layout) -> str | None:
+    """Why LLaMA-Factory's file is not written for an objective in a layout; None where it is."""
+    unknown = other_objective(objective, ("sft",), name="LLaMA-Factory", is_written=True)
+    if unknown is not None:
+        return unknown
+    if layout.context_degree > 1:
+        return f"LLaMA-Factory {VERSION} shares no sequence among GPUs"
+    if layout.replicate_degree > 1:
+        return "LLaMA-Factory's states are sharded among all GPUs, without copies"
+    return None
+
+
+def _launcher(chosen: Candidate) -> str:
+    """Write accelerate's file, which leaves recomputation to LLaMA-Factory."""
+    values = launched_values(chosen, "none")
+    values["fsdp_config.fsdp_activation_checkpointing"] = False
+    return yaml_text([f"how accelerate starts {FILE}, which recomputes by itself"], values)
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str | None) -> dict[str, Value]:
+    settings = chosen.cell.settings
+    values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
+    optimizer = OPTIMIZERS[settings.optimizer]
+    return values | {
+        "stage": "sft",
+        "do_train": True,
+        **_trained_values(settings),
+        "dataset": DATASET,
+        "cutoff_len": found.length_tokens,
+        "neat_packing": True,
+        "output_dir": "output",
+        "per_device_train_batch_size": settings.sequences_per_micro_batch,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-5,
+        "bf16": True,
+        "flash_attn": "fa2",
+        "disable_gradient_checkpointing": settings.recompute == "none",
+        "use_reentrant_gc": False,
+        **({"enable_liger_kernel": True} if settings.loss == "chunked" else {}),
+        **({} if optimizer is None else {"optim": optimizer}),
+    }
+
+
+def _trained_values(settings: Settings) -> dict[str, Value]:
+    """All of the model, or adapters; a model in NF4 is bitsandbytes'."""
+    lora = settings.adapters
+    if lora is None:
+        return {"finetuning_type": "full"}
+    values: dict[str, Value] = {
+        "finetuning_type": "lora",
+        "lora_rank": lora.rank,
+        "lora_alpha": whole_alpha(lora, name="LLaMA-Factory"),
+        "lora_dropout": 0.0,
+        "lora_target": ",".join(lora.names or ("all",)),
+    }
+    if lora.base == "nf4":
+        values |= {
+            "quantization_method": "bnb",
+            "quantization_bit": 4,
+            "quantization_type": "nf4",
+            "double_quantization": True,
+        }
+    return values

@@ -1,0 +1,137 @@
+"""The page of a folder that is taken away, in Markdown: what was predicted, what the trainer does
+otherwise, what is the user's to fill in, and what to look at before a long run.
+"""
+
+import json
+from collections.abc import Sequence
+
+from highwater.emit.emitted import Emitted
+from highwater.pages.text import plain
+from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.trainer import TRAINERS
+from highwater.units import format_bytes, format_tokens
+
+_STEPS = 10
+"""Steps of a first run: the allocator's memory has long stopped to grow by then."""
+
+
+def check_page(
+    found: Recommendation,
+    chosen: Candidate,
+    emitted: Emitted,
+    *,
+    name: str,
+    package: str,
+    yours: Sequence[str],
+    command: str,
+    roomier: str,
+) -> str:
+    """The page's text. ``yours``: what the files leave to the user; ``command``: what was typed,
+    but for the folder; ``roomier``: what asks for more headroom.
+    """
+    gpus = f"{found.gpus} x {found.device_name}"
+    title = f"{name}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {gpus}"
+    parts = [
+        f"# {title}",
+        "Start it with `./launch.sh`; what you type after it goes to the trainer. "
+        f"Made by `{command}`.",
+        "## What was predicted",
+        _items(_predicted(found, chosen)),
+        _behind(found, chosen, emitted, name=name),
+        f"## What {name} does otherwise",
+        _otherwise(emitted, name=name),
+        "## What is yours to fill in",
+        _items([*yours, *_positions(found, emitted)]),
+        "## Before the first long run",
+        _numbered(_first_run(found, chosen, emitted, name=name, package=package)),
+        f"Where memory runs out, ask for more headroom: `{roomier}`.",
+    ]
+    return "\n\n".join(plain(part) if "\n" not in part else part for part in parts) + "\n"
+
+
+def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
+    """What was found of the settings, a line each."""
+    lines = [f"settings: {chosen.label}"]
+    if chosen.headroom_bytes is not None:
+        used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
+        lines.append(
+            f"headroom: {format_bytes(chosen.headroom_bytes)} of each GPU's "
+            f"{format_bytes(found.device_bytes)}; up to {format_bytes(used)} in use at the peak"
+        )
+    if found.reserved_bytes:
+        lines.append(f"left to others on each GPU: {format_bytes(found.reserved_bytes)}")
+    if chosen.host_bytes:
+        lines.append(f"host memory: {format_bytes(chosen.host_bytes)} of the machine")
+    lines.append(
+        f"a micro-batch: {chosen.cell.settings.sequences_per_micro_batch} x "
+        f"{format_tokens(found.length_tokens)} tokens, {format_tokens(chosen.token_budget_tokens)} "
+        "a GPU"
+    )
+    more = " or more" if chosen.is_at_least else ""
+    lines.append(
+        f"longest with these settings: {format_tokens(chosen.capacity_tokens)} tokens{more} "
+        f"({chosen.capacity_source})"
+    )
+    return lines
+
+
+def _behind(found: Recommendation, chosen: Candidate, emitted: Emitted, *, name: str) -> str:
+    """Whose memory that is."""
+    trainer = TRAINERS[found.trainer]
+    whose = f"These numbers are {chosen.source} for {trainer.step}."
+    if trainer.target == emitted.target:
+        return whose
+    return f"{whose} {name} itself was not measured, and may take more."
+
+
+def _otherwise(emitted: Emitted, *, name: str) -> str:
+    """What the trainer has no words for."""
+    if not emitted.cannot:
+        return f"Nothing that is known: {name} has words for every setting above."
+    return "It has no words for what follows, so its memory is another there.\n\n" + _items(
+        emitted.cannot
+    )
+
+
+def _positions(found: Recommendation, emitted: Emitted) -> list[str]:
+    """YaRN's block, where the model's own file has to have it."""
+    if found.yarn is None or '# {"rope_parameters"' not in emitted.text:
+        return []
+    native = format_tokens(found.native_length_tokens)
+    block = json.dumps(found.yarn.block)
+    return [
+        f"YaRN, past the {native} tokens that the model was made for: a copy of the model whose "
+        f"`config.json` has `{block}`"
+    ]
+
+
+def _first_run(
+    found: Recommendation,
+    chosen: Candidate,
+    emitted: Emitted,
+    *,
+    name: str,
+    package: str,
+) -> list[str]:
+    """What to look at, in its order."""
+    steps = [
+        f"`pip show {package}` says {emitted.checked_with}: other versions may have other names",
+        f"every name that is read as it stands here: {name} says in its log what it made of them",
+        f"{_STEPS} steps on documents of all {format_tokens(found.length_tokens)} tokens: shorter "
+        "ones say nothing about memory",
+    ]
+    if chosen.headroom_bytes is not None:
+        used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
+        steps.append(
+            f"`nvidia-smi` while they run: {format_bytes(used)} or less on each GPU is what was "
+            "predicted"
+        )
+    return steps
+
+
+def _items(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {plain(line)}" for line in lines)
+
+
+def _numbered(lines: Sequence[str]) -> str:
+    return "\n".join(f"{number}. {plain(line)}" for number, line in enumerate(lines, start=1))
