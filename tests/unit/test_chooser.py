@@ -21,9 +21,10 @@ from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.chooser import Place, chooser_json
-from highwater.pages.guide.guide import Guide, cell_label, guide_rows, guide_tables
+from highwater.pages.guide.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide.guide_maps import headroom_map, term_map
 from highwater.pages.guide.guide_page import guide_page
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.run.simulated import SimulatedRunner
 from highwater.search.cell_search import CellAnswered, search_cells
