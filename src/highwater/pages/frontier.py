@@ -61,16 +61,16 @@ class Reach(NamedTuple):
 
     @property
     def reach_in_words(self) -> str:
-        """``≥ 65,536``, ``none``, ``262,144, by memory alone 671,744``."""
+        """``≥ 65,536``, ``none``, ``262,144; memory holds 671,744``."""
         if not self.reach_tokens:
             return "none"
         least = "≥ " if self.is_at_least else ""
         if not self.trained_tokens:
-            return f"{least}{format_tokens(self.reach_tokens)} by memory alone"
+            return f"memory holds {least}{format_tokens(self.reach_tokens)}"
         if self.trained_tokens == self.reach_tokens:
             return f"{least}{format_tokens(self.reach_tokens)}"
         beyond = format_tokens(self.reach_tokens)
-        return f"{format_tokens(self.trained_tokens)}, by memory alone {least}{beyond}"
+        return f"{format_tokens(self.trained_tokens)}; memory holds {least}{beyond}"
 
 
 class Frontier(NamedTuple):
