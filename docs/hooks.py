@@ -23,9 +23,9 @@ LINKS = {
 """Links to pages that only the site has, below the titles of others."""
 WHENCE = {
     GUIDE: ("guide-h200.html", "the H200 guide"),
-    REPORT: ("results/find/README.html", "the studies"),
+    REPORT: ("results/find/index.html", "the studies"),
 }
-"""Where a page that stands alone belongs to; all others to the README beside or above them."""
+"""Where a page that stands alone belongs to; all others to the page beside or above them."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -61,10 +61,8 @@ def on_post_build(config: Any) -> None:
 
 
 def _links_back(site: Path, name: Path) -> str:
-    above = next(
-        each for each in name.parents if (site / each / "README.html").is_file() or not each.name
-    )
-    where, what = WHENCE.get(str(name), (str(above / "README.html"), "the results"))
+    above = next(each for each in name.parents if (site / each / "index.html").is_file())
+    where, what = WHENCE.get(str(name), (str(above / "index.html"), "the results"))
     folder = str(name.parent)
     home, whence = (posixpath.relpath(each, folder) for each in ("index.html", where))
     return f'<p class="home"><a href="{home}">highwater</a> › <a href="{whence}">{what}</a></p>'

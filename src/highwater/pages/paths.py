@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
-_SYSTEM = ("/dev/", "/proc/", "/sys/")
-"""Folders that every machine has alike."""
+_SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
+"""Folders that every machine has alike, among them that of a script's first line, and the example
+``/path/to/model``."""
 _KEPT_PARTS = 2
 
 

@@ -3,10 +3,10 @@
 from highwater.pages.guide.guide import Choice, Guide, GuideTable
 from highwater.pages.guide.guide_speed import choice_speed
 
-Row = dict[str, str | int | float | None]
+GuideRow = dict[str, str | int | float | None]
 
 
-def guide_rows(guide: Guide) -> list[Row]:
+def guide_rows(guide: Guide) -> list[GuideRow]:
     """Rows with the columns of the published guide, what each rests on, and how fast it is.
 
     There is a row for each length and model. A step's time is predicted; None where nobody knows.
@@ -19,7 +19,7 @@ def guide_rows(guide: Guide) -> list[Row]:
     ]
 
 
-def _row(guide: Guide, table: GuideTable, length_tokens: int, choice: Choice) -> Row:
+def _row(guide: Guide, table: GuideTable, length_tokens: int, choice: Choice) -> GuideRow:
     step = choice_speed(guide, table, choice, length_tokens)
     return {
         "gpu": table.device_name,
