@@ -2,7 +2,7 @@
 references of the command line and of the statistics.
 
 ``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site
-DIRECTORY`` writes what only the documentation site has: the guide as a page.
+DIRECTORY`` writes what only the documentation site has: the guide and a report as pages.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from charts import pictures
 from picture import picture
 from statistics_page import statistics_page
 
-from highwater import guide, write_guide
+from highwater import guide, study_report, write_guide, write_report
 from highwater.cli.grammar import commands
 from highwater.cli.parser import Parser
 from highwater.cli.search_context_length_capacity import grammar
@@ -23,6 +23,8 @@ from highwater.pages.guide.guide_markdown import guide_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = "docs/results/find/*.jsonl"
+REPORTED = "docs/results/find/qwen3-4b-79gib.jsonl"
+"""The study whose report the site has."""
 PREDICTED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 GPUS = tuple(f"{count}xH200-141GB" for count in (1, 2, 4, 8))
 COMMAND = f"highwater guide {STUDIES} --predict {' '.join(PREDICTED)} --gpus {' '.join(GPUS)}"
@@ -144,6 +146,7 @@ def main() -> None:
     os.chdir(ROOT)  # so that the guide names its sources alike, wherever this is called
     if arguments.site:
         write_guide(directory / "guide-h200-page.html", _guide())
+        write_report(directory / "report-example.html", study_report(REPORTED))
         return
     for name, text in documents().items():
         path = directory / name

@@ -106,6 +106,21 @@ def test_the_site_builds_strictly_and_fetches_nothing_when_it_is_read(tmp_path: 
     assert [
         name for name, text in pages.items() if re.search(r"^\| |^<p>\| ", text, re.MULTILINE)
     ] == [], "a table that is none"
+    alone = {name: text for name, text in pages.items() if 'class="skip"' in text}
+    assert {Path("guide-h200-page.html"), Path("report-example.html")} < set(alone)
+    assert len(alone) >= 5, "reports of the attention benchmark too"
+    for name, text in alone.items():
+        back = re.findall(r'<p class="home">(.*?)</p>', text)
+        links = re.findall(r'href="([^"]+)"', *back)
+        targets = [os.path.normpath(name.parent / link) for link in links]
+        assert targets[0] == "index.html"
+        assert all(Path(target) in pages for target in targets)
+        towards = re.compile(rf'href="(?:[^"]*/)?{re.escape(name.name)}"')
+        assert any(towards.search(page) for other, page in pages.items() if other not in alone), (
+            f"no page of the site leads to {name}"
+        )
+        assert not re.search(r"(?<![\w.])/(?:home|root|work|tmp)/", text), "a folder of a machine"
+    assert (site / "guide-h200-page.html").stat().st_size < 1_300_000
     reference = pages[Path("reference/python.html")]
     assert [
         name

@@ -208,6 +208,9 @@ def test_the_exit_code_says_whether_anything_fits(
         "model": "Qwen3-8B",
         "settings": label,
         "source": "published",
+        "step_time_s": None,
+        "tokens_per_s": None,
+        "speed_source": None,
     }
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import Opened
 
 pytestmark = pytest.mark.pages
-CHOICES = ("model", "gpu", "gpus", "basis", "length")
+CHOICES = ("model", "gpu", "gpus", "basis")
 
 
 def printed(*words: str) -> str:
@@ -30,6 +30,33 @@ def printed(*words: str) -> str:
     ).stdout
 
 
+def lengths(page: Any) -> list[int]:
+    """Lengths that the page answers in full for what is chosen."""
+    return page.evaluate(
+        """() => {
+          const { places } = JSON.parse(document.getElementById("chooser-data").textContent);
+          const [model, gpu, gpus, basis] = ["model", "gpu", "gpus", "basis"]
+            .map((name) => document.getElementById(`choose-${name}`).value);
+          return places.find((each) => each.model === model && each.gpu === gpu
+            && String(each.gpus) === gpus && each.basis === basis)
+            .answers.map(({ length }) => length);
+        }"""
+    )
+
+
+def ask(page: Any, length: int | str) -> None:
+    """Type a length, as a person does."""
+    page.locator("#choose-length").fill(str(length))
+
+
+def said(page: Any) -> str:
+    return page.locator("#answer-said").inner_text()
+
+
+def number(page: Any) -> str:
+    return page.locator("#answer-number").inner_text().removesuffix("tokens").strip()
+
+
 def combinations(page: Any, *names: str) -> Iterator[dict[str, str]]:
     """Every one, chosen in the page as a person does, one list after the other."""
     name, *later = names or CHOICES
@@ -39,8 +66,13 @@ def combinations(page: Any, *names: str) -> Iterator[dict[str, str]]:
     ):
         if select.is_visible():  # the one choice of training is not asked for
             select.select_option(value)
-        for rest in combinations(page, *later) if later else ({},):
-            yield {name: value, **rest}
+        if later:
+            for rest in combinations(page, *later):
+                yield {name: value, **rest}
+        else:
+            for length in lengths(page):
+                ask(page, length)
+                yield {name: value, "length": str(length)}
 
 
 def shown(page: Any) -> dict[str, Any]:
@@ -71,14 +103,23 @@ def test_every_answer_is_what_recommend_prints(small: Path, opened: Opened) -> N
         assert page.locator("#command").inner_text() == shlex.join(
             ("highwater", "recommend", *words)
         )
-        said = page.locator("#answer-said").inner_text()
+        assert number(page) == f"{int(chosen['length']):,}"
         if answer["chosen"] is None:
-            assert said == "Nothing that is known fits."
+            assert said(page).startswith("Nothing here is known to fit")
             assert (
                 page.locator("#answer-tables").get_by_text("what would do: predicted").count() == 1
             )
         else:
-            assert said.endswith(f": {answer['chosen']['source']}")
+            assert f", {answer['chosen']['source']}, with " in said(page)
+            step = answer["chosen"]["step_time"]
+            left = f"{answer['chosen']['headroom_bytes'] / 2**30:.2f} GiB"
+            figures = page.locator("#answer-figures").inner_text()
+            assert f"{step['tokens_per_s']:,.0f}" in figures
+            assert "tokens a second, predicted" in figures
+            assert left in figures or "MiB" in figures
+            row = page.locator("#frontier .chosen")
+            assert row.count() == 1
+            assert f"{step['tokens_per_s']:,.0f} tokens/s predicted" in row.inner_text()
         seen += 1
     assert seen > 40
 
@@ -88,7 +129,7 @@ def test_the_tables_are_those_that_recommend_prints(small: Path, opened: Opened)
     for length in ("4096", "65536", "131072"):
         page.locator("#choose-model").select_option("Qwen3-14B")
         page.locator("#choose-gpus").select_option("4")
-        page.locator("#choose-length").select_option(length)
+        ask(page, length)
         text = " ".join(
             printed("recommend", "Qwen3-14B", "--gpus", "4xA100-80GB", "--length", length).split()
         )
@@ -119,13 +160,13 @@ def test_what_was_chosen_stays_where_the_next_choice_has_it(mixed: Path, opened:
     page.locator("#choose-model").select_option("Qwen3-8B")
     page.locator("#choose-gpu").select_option("A100-80GB")
     page.locator("#choose-gpus").select_option("4")
-    page.locator("#choose-length").select_option("40960")
+    ask(page, "40960")
     page.locator("#choose-model").select_option("Qwen3-0.6B")
     kept = {name: page.locator(f"#choose-{name}").input_value() for name in CHOICES}
-    assert (kept["gpu"], kept["gpus"], kept["length"]) == ("A100-80GB", "4", "40960")
+    assert (kept["gpu"], kept["gpus"], number(page)) == ("A100-80GB", "4", "40,960")
 
 
-def test_it_opens_with_what_the_tables_answer_and_so_it_does_for_every_model_and_gpu(
+def test_it_opens_with_the_longest_length_and_so_it_does_for_every_model_and_gpu(
     mixed: Path, opened: Opened
 ) -> None:
     page = opened(mixed)
@@ -135,36 +176,70 @@ def test_it_opens_with_what_the_tables_answer_and_so_it_does_for_every_model_and
             "each => each.map((option) => option.value)"
         ):
             page.locator(f"#choose-{name}").select_option(value)
-            entries = page.locator("#answer-entries").inner_text()
-            assert entries.startswith("In the tables of this guide: ")
-            assert "nothing that was tried fits" not in entries
-            assert "nobody knows" not in entries
-            assert not page.locator("#answer-said").inner_text().startswith("Nothing")
-            seen.add(page.locator("#choose-length").input_value())
-    assert len(seen) > 1
+            assert said(page).startswith("the longest that ")
+            reached = page.locator("#frontier .chosen .reached b").inner_text()
+            assert number(page).removeprefix("≥ ") in reached
+            assert page.locator("#answer-for").is_visible(), "answered in full, too"
+            seen.add(number(page))
+    assert len(seen) > 3
 
 
-def test_a_length_that_another_model_does_not_reach_becomes_the_longest_that_it_does(
+def test_a_length_that_does_not_fit_elsewhere_says_so_and_what_is_the_longest(
     mixed: Path, opened: Opened
 ) -> None:
     page = opened(mixed)
     page.locator("#choose-model").select_option("Qwen3-0.6B")
     page.locator("#choose-gpu").select_option("A100-80GB")
     page.locator("#choose-gpus").select_option("4")
-    assert page.locator("#choose-length").input_value() == "40960", (
-        "the native length, before any is chosen"
-    )
+    assert number(page) == "122,880"
+    ask(page, "120k")
+    assert (number(page), said(page)[:6]) == ("122,880", "trains")
     page.locator("#choose-gpus").select_option("1")
-    page.locator("#choose-length").select_option("28672")
+    assert said(page) == "Nothing here is known to fit: 28,672 is the longest."
+    assert page.locator("#frontier .chosen").count() == 0
+    page.get_by_role("button", name="Longest").click()
+    assert number(page) == "28,672"
+    assert page.get_by_role("button", name="Longest").get_attribute("aria-pressed") == "true"
+
+
+def test_any_length_is_answered_by_the_first_of_the_settings_that_reaches_it(
+    small: Path, opened: Opened
+) -> None:
+    page = opened(small)
     page.locator("#choose-model").select_option("Qwen3-14B")
-    assert page.locator("#choose-length").input_value() == "28672", (
-        "a row of that table too: it says what does not fit"
-    )
-    page.locator("#choose-model").select_option("Qwen3-0.6B")
     page.locator("#choose-gpus").select_option("4")
-    page.locator("#choose-length").select_option("122880")
-    page.locator("#choose-gpus").select_option("1")
-    assert page.locator("#choose-length").input_value() == "28672"
+    ask(page, "15,000")
+    assert number(page) == "15,000"
+    assert "no shorter length leaves less" in page.locator("#answer-at").inner_text()
+    *_, flag, length = shlex.split(page.locator("#command").inner_text())
+    assert (flag, length) == ("--length", "15000")
+    rows = page.locator("#frontier li")
+    reach = [int(text.strip("≥ ").replace(",", "")) for text in rows.locator("b").all_inner_texts()]
+    (chosen,) = [
+        index
+        for index, names in enumerate(rows.evaluate_all("each => each.map((row) => row.className)"))
+        if "chosen" in names
+    ]
+    assert reach[chosen] >= 15_000 > max([0, *reach[:chosen]])
+    page.locator("#slide-length").focus()
+    page.keyboard.press("ArrowRight")
+    assert int(number(page).replace(",", "")) > 15_000
+    assert page.locator("#choose-length").input_value() == number(page)
+
+
+def test_what_is_no_length_changes_nothing_and_a_longer_one_than_any_names_the_command(
+    small: Path, opened: Opened
+) -> None:
+    page = opened(small)
+    before = number(page)
+    ask(page, "long")
+    assert number(page) == before
+    assert page.locator("#choose-length").get_attribute("aria-invalid") == "true"
+    page.locator("#choose-model").focus()
+    assert page.locator("#choose-length").input_value() == before.removeprefix("≥ ")
+    ask(page, "8m")
+    assert not page.locator("#answer").is_visible()
+    assert "--length 8388608" in page.locator("#beyond-command").inner_text()
 
 
 def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
@@ -172,11 +247,14 @@ def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
     page.locator("#choose-model").select_option("Qwen3-8B")
     page.locator("#choose-gpu").select_option("A100-80GB")
     page.locator("#choose-gpus").select_option("4")
-    page.locator("#choose-length").select_option("102400")
+    ask(page, 102400)
     assert (
         page.locator("#choose-basis").input_value() == "Trinity-RFT, grpo with entropy: published"
     )
-    assert page.locator("#answer-said").inner_text() == "Env + Offload, 4 GPUs, SP=4: published"
+    assert said(page).startswith("trains, published, with expandable segments, all states in host ")
+    said_in_full = page.locator("#answer-for").inner_text()
+    assert said_in_full == "Env + Offload, 4 GPUs, SP=4, 102,400 tokens."
+    assert page.locator("#answer-figures div").count() == 0, "nobody published memory and speed"
     assert not page.locator("#answer-again").is_visible()
     assert "max_token_len_per_gpu: 51200" in page.locator("#configuration").inner_text()
 
@@ -186,11 +264,8 @@ def test_the_button_copies_what_emit_prints(configured: Path, opened: Opened, ke
     page = opened(configured)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     copied = 0
-    lengths = page.locator("#choose-length option").evaluate_all(
-        "each => each.map((option) => option.value)"
-    )
-    for length in lengths[:2]:
-        page.locator("#choose-length").select_option(length)
+    for length in map(str, lengths(page)[:2]):
+        ask(page, length)
         for target in page.locator("#choose-configuration option").all_inner_texts():
             page.locator("#choose-configuration").select_option(target)
             page.locator("#copy-configuration").focus()

@@ -61,6 +61,24 @@ def test_bars_and_their_figures_are_on_the_screen(mixed: Path, opened: Opened, s
     assert cut == 0
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_first_screen_of_a_phone_has_the_answer_its_figures_and_the_slider(
+    mixed: Path, opened: Opened, scheme: str
+) -> None:
+    page = opened(mixed, width=WIDTHS["phone"], scheme=scheme)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"guide-first-screen-{scheme}.png")
+    for name in ("answer-number", "answer-said", "answer-figures", "slide-length"):
+        box = page.locator(f"#{name}").bounding_box()
+        assert box["y"] >= 0
+        assert box["y"] + box["height"] <= 844, name
+        assert box["x"] + box["width"] <= WIDTHS["phone"], name
+    cut = page.locator(":is(.answer, .frontier, .asking) *:not(option)").evaluate_all(
+        "each => each.filter((part) => part.getBoundingClientRect().right > innerWidth).length"
+    )
+    assert cut == 0
+
+
 def test_what_is_dark_is_dark(mixed: Path, opened: Opened) -> None:
     shades = {
         scheme: opened(mixed, scheme=scheme).evaluate(
@@ -76,10 +94,14 @@ def test_without_script_a_page_says_what_to_do_instead_and_has_every_table(
 ) -> None:
     with_script, without = opened(mixed), opened(mixed, script=False)
     assert without.locator("#without-script").is_visible()
-    assert not without.locator("#chooser").is_visible()
+    assert not without.locator("#choosing").is_visible()
+    assert not without.locator("#slide-length").is_visible()
     assert not with_script.locator("#without-script").is_visible()
-    assert with_script.locator("#chooser").is_visible()
-    static = "main table:not(#chooser table)"
+    assert with_script.locator("#choosing").is_visible()
+    opening = "#answer-where, #answer-number, #answer-said, #answer-figures, .frontier .reached b"
+    both = [page.locator(opening).all_inner_texts() for page in (without, with_script)]
+    assert both[0] == both[1], "the answer is there without, and the same"
+    static = "main table:not(#answer table)"
     assert without.locator(static).count() == with_script.locator(static).count() > 40
 
 
@@ -100,19 +122,18 @@ def test_a_keyboard_reaches_every_choice_in_order_and_the_answer_follows(
     mixed: Path, opened: Opened
 ) -> None:
     page = opened(mixed)
-    page.locator("#choose").scroll_into_view_if_needed()
     page.locator("#choose-model").focus()
     reached = []
     for _ in range(5):
         reached.append(page.evaluate("document.activeElement.id"))
         page.keyboard.press("Tab")
     assert reached == [f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")]
-    page.locator("#choose-length").focus()
+    first = page.locator("#answer-number").inner_text()
+    page.locator("#slide-length").focus()
     page.keyboard.press("Home")
-    assert page.locator("#choose-length").input_value() == "4096"
-    first = page.locator("#answer-said").inner_text()
-    page.keyboard.press("End")
-    assert page.locator("#answer-said").inner_text() != first
+    assert page.locator("#slide-length").input_value() == "1024"
+    assert page.locator("#answer-number").inner_text() != first
+    assert page.locator("#slide-length").get_attribute("aria-valuetext") == "1,024 tokens"
     assert page.locator("#answer-said").get_attribute("role") == "status"
 
 

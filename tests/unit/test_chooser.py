@@ -21,9 +21,10 @@ from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.chooser import Place, chooser_json
-from highwater.pages.guide.guide import Guide, cell_label, guide_rows, guide_tables
+from highwater.pages.guide.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide.guide_maps import headroom_map, term_map
 from highwater.pages.guide.guide_page import guide_page
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.run.simulated import SimulatedRunner
 from highwater.search.cell_search import CellAnswered, search_cells
@@ -54,8 +55,9 @@ class Embedded:
 
     def __init__(self, text: str) -> None:
         document = json.loads(text)
-        self.fields, self.values, self.places = (
+        self.fields, self.chosen, self.values, self.places = (
             document["fields"],
+            document["chosen"],
             document["values"],
             document["places"],
         )
@@ -67,8 +69,8 @@ class Embedded:
         }
         if answer["chosen"] is None:
             return {**facts, "chosen": None}
-        cell, rest = (self.values[index] for index in answer["chosen"])
-        return {**facts, "chosen": {"cell": cell, **rest}}
+        chosen = (self.values[index] for index in answer["chosen"])
+        return {**facts, "chosen": dict(zip(self.chosen, chosen, strict=True))}
 
     def tables(
         self, answer: dict[str, Any]
@@ -331,6 +333,28 @@ def test_the_chooser_opens_with_the_longest_length_up_to_the_native_one_that_the
     assert refused.longest_tokens == refused.opens_tokens == 131072, (
         "longer ones fit by memory, and recommend refuses them"
     )
+
+
+@pytest.mark.corpus
+def test_the_first_of_the_settings_that_reach_a_length_is_what_recommend_says_there() -> None:
+    made = guide(predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
+    (place,) = places(made)
+    rows = place.frontier.rows
+    assert [row.reach_tokens for row in rows] == sorted(row.reach_tokens for row in rows)
+    for row in rows[:-1]:
+        for length in (row.reach_tokens, row.reach_tokens + 10_240):
+            first = next(each for each in rows if each.reach_tokens >= length)
+            found = recommend("Qwen3-8B", gpus="4xH200-141GB", length=length)
+            assert found.chosen is not None
+            assert first.label == found.chosen.label
+            point = first.at(length)
+            assert point is not None
+            if point.length_tokens == length:
+                step = found.chosen.step_time
+                assert step is not None
+                assert point.left_bytes == found.chosen.headroom_bytes
+                assert point.tokens_per_s == pytest.approx(step.tokens_per_s)
+                assert point.speed_source == step.source == "predicted"
 
 
 def test_a_length_that_recommend_refuses_is_not_offered() -> None:

@@ -19,8 +19,9 @@ from places import question_of, write_model
 
 from highwater import api, guide, predict, write_guide
 from highwater.errors import UsageError
-from highwater.pages.guide.guide import Guide, cell_label, guide_rows, guide_tables
+from highwater.pages.guide.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide.guide_markdown import guide_markdown
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.markdown import escaped
 from highwater.spec.capacities import Capacity, study_capacities
 from highwater.spec.codec import to_json

@@ -13,7 +13,9 @@ from places import question_of
 from highwater import guide, write_guide
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.guide import Guide, guide_tables
+from highwater.pages.guide.guide_markdown import guide_markdown
 from highwater.pages.guide.guide_page import guide_page
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.spec.capacities import study_capacities
 from highwater.spec.study import Study
 
@@ -97,8 +99,8 @@ def test_a_page_is_readable_with_a_screen_reader_a_keyboard_a_phone_at_night_and
 
 def test_figures_are_coloured_by_their_length_and_say_it_too(made: Guide) -> None:
     text = guide_page(guide(TABLE))
-    cells = dict(re.findall(r"<td(?: style=\"--heat:([\d.]+)\")?>([^<]*)</td>", text)[::-1])
-    assert cells["1.0"] == "122,880*"
+    cells = dict(re.findall(r"<td(?: class=\"h(\d+)\")?>([^<]*)</td>", text)[::-1])
+    assert cells["20"] == "122,880*"
     assert "<td>-</td>" in text
     (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
     assert 'style="width:100.0%"' in bar
@@ -118,6 +120,51 @@ def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full() -> None
     assert drawn in text
     (summary,) = re.findall("<summary>(.* memory-only)</summary>", text)
     assert summary.endswith(f", measured: {said.replace(': ', ' ')}")
+
+
+def test_a_page_opens_with_the_longest_length_and_its_contents_come_later(made: Guide) -> None:
+    found_places = places(made)
+    first, text = found_places[0], guide_page(made, found_places)
+    longest = max(row.reach_tokens for row in first.frontier.rows)
+    page = Page(text)
+    assert f"{longest:,}" in page.text("p")
+    assert first.model_name in page.text("p")
+    order = ['id="answer-number"', 'id="slide-length"', 'id="frontier"', 'aria-label="Contents"']
+    found = [text.index(each) for each in (*order, 'id="words"', "<table")]
+    assert found == sorted(found)
+
+
+def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made: Guide) -> None:
+    rows = [row for row in guide_rows(made) if row["tokens_per_s"]]
+    assert {(row["speed_source"], row["source"]) for row in rows} == {("predicted", "predicted")}
+    trained = [row for row in guide_rows(made) if row["source"] == "predicted"]
+    assert all((row["settings"] in "-?") == (row["tokens_per_s"] is None) for row in trained)
+    last = [row for row in rows if row["model"] == "Qwen3-8B"][-1]
+    shown = f"{last['tokens_per_s']:,.0f} at {last['max_model_len']:,}: "
+    text = guide_page(made, places(made))
+    assert f'<td class="figure">{shown}' in text.replace("figure ", "figure")
+    assert shown in guide_markdown(made)
+    assert "Tokens a second, predicted" in Page(text).text("caption")
+
+
+def test_no_folder_of_this_machine_is_on_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "home" / "kept" / "known.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text(TABLE.read_text())
+    made = guide(table, STUDIES / "qwen3-0.6b-card-full.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(STUDIES)
+    text = guide_page(made, places(made))
+    assert str(tmp_path) not in text
+    assert str(STUDIES) not in text
+    assert "~/kept/known.csv" in text
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", "/")
+    elsewhere = guide_page(made, places(made))
+    assert str(tmp_path) not in elsewhere
+    assert "…/kept/known.csv" in elsewhere
 
 
 def test_text_from_outside_stays_text() -> None:

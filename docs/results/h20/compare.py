@@ -19,7 +19,7 @@ from typing import NamedTuple
 import highwater
 from highwater.memory.table_accuracy import memory_limits_of
 from highwater.memory.trainers import predict_by_formula
-from highwater.pages.guide.guide import guide_rows
+from highwater.pages.guide.guide_rows import guide_rows
 from highwater.spec.published import (
     PUBLISHED_TRAINER,
     published_grid,

@@ -3,12 +3,18 @@
 Text from outside stays text in them.
 """
 
+import base64
+import hashlib
+import json
 import re
+from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+from highwater.pages.paths import without_folders
 from highwater.pages.text import plain_lines
 
 
@@ -29,12 +35,50 @@ def page_template(name: str) -> Template:
     return environment.get_template(name)
 
 
+def page_script(*names: str) -> Markup:
+    """Scripts of this folder, one after the other, as a page has them in one element."""
+    folder = files("highwater.pages") / "templates"
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in names)
+    return Markup(text)  # noqa: S704 -- files of ours
+
+
+def page_json(value: object) -> Markup:
+    """A JSON document without folders, harmless inside a ``script`` element."""
+    text = json.dumps(paths_shortened(value), separators=(",", ":"))
+    return script_text(text)
+
+
+def script_text(text: str) -> Markup:
+    """A JSON document, no character of which means anything in HTML."""
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704 -- made harmless above
+
+
+def paths_shortened(value: Any) -> Any:
+    """The same, without folders in any of its texts."""
+    if isinstance(value, str):
+        return without_folders(value)
+    if isinstance(value, Mapping):
+        return {name: paths_shortened(each) for name, each in value.items()}
+    return [paths_shortened(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def digest(script: str) -> str:
+    """What the page's Content-Security-Policy allows that script by."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
 def harmless(value: Any) -> Any:
-    """Text without characters that a terminal or an editor would act upon.
+    """Text without characters that a terminal or an editor would act upon, and without folders.
 
     Escaping comes after this.
     """
-    return plain_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return (
+        plain_lines(without_folders(value))
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 def own(text: str) -> Markup:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from highwater.spec.declared_settings import IN_A_LABEL
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
-from highwater.units import format_bytes
+from highwater.units import counted, format_bytes
 
 NOTHING_SET = "nothing set"
 _IN_WORDS = {
@@ -35,13 +35,14 @@ def settings_in_words(
     layout: Layout | None = None,
     *,
     host_bytes: int | None = None,
+    is_lowered: bool = False,
     is_scaled: bool = False,
 ) -> str:
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
     chunked loss and each sequence shared by 2 GPUs (Ulysses)``.
 
-    ``host_bytes`` is what offload takes of the host's memory; ``is_scaled`` says that YaRN scales
-    the positions.
+    ``host_bytes`` is what offload takes of the host's memory; ``is_lowered`` says that a micro-batch
+    holds fewer sequences than by default, ``is_scaled`` that YaRN scales the positions.
     """
     said = other_training(settings)
     said += ["expandable segments"] if settings.allocator == "expandable" else []
@@ -52,6 +53,8 @@ def settings_in_words(
     said += [f"all states in host memory{takes}"] if settings.offloads_model else []
     said += [f"the optimizer's moments in host memory{takes}"] if settings.offloads_states else []
     said += [] if layout is None else _of_layout(layout)
+    if is_lowered:
+        said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
     return listed(said) or NOTHING_SET
 

@@ -4,7 +4,7 @@ They are computed by ``recommend`` and ``emit`` while the page is written (docs/
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -15,6 +15,7 @@ from highwater.memory.capacity import CellPrediction, predict_cells
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import MEMORY
+from highwater.pages.frontier import Frontier
 from highwater.pages.guide.chooser import Answer, Place
 from highwater.pages.guide.guide import (
     NOTHING_FITS,
@@ -24,6 +25,7 @@ from highwater.pages.guide.guide import (
     farthest,
     trained,
 )
+from highwater.pages.guide.guide_frontier import asked_frontier, ends, table_frontier
 from highwater.pages.guide.guide_parts import entry
 from highwater.pages.guide.recorded_answers import known_recommendation
 from highwater.recommendation.recommend import recommend
@@ -33,6 +35,7 @@ from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
+from highwater.spec.study import Cell
 from highwater.spec.trainer import TRAINERS
 
 _NAMED = ("objective", "critic", "entropy", "rope")
@@ -124,7 +127,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
 def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: float) -> Place:
     table, own = group[0]
     first = own[0]
-    answers = () if query is None else tuple(_asked_answers(query, group, apart=apart))
+    answers, frontier = ((), None) if query is None else _asked(query, group, apart=apart)
     sources = (
         ("measured, else predicted" if query.studies else "predicted")
         if query and answers
@@ -138,6 +141,8 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: fl
     if not answers:
         query = None
         answers = tuple(_known_answers(made, group))
+    if frontier is None:
+        frontier = table_frontier(own, [each.found.length_tokens for each in answers])
     formula = query or made.queries.get((first.found_in, first.model_name, first.device_name))
     sequences = first.cell.settings.sequences_per_micro_batch
     longest, beyond = _ends(group)
@@ -149,15 +154,30 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, *, apart: fl
         basis=f"{', '.join((trained(first), *named))}: {sources}",
         sequences=sequences,
         answers=answers,
+        frontier=frontier,
         longest_tokens=max(fitting, default=None),
         opens_tokens=max(
             (tokens for tokens in fitting if tokens <= table.native_length_tokens), default=None
         ),
         explained=()
         if formula is None
-        else _explained(formula, table.gpus, longest or beyond, sequences),
+        else _drawn(_explained(formula, table.gpus, longest or beyond, sequences), frontier),
         explained_tokens=longest or beyond,
     )
+
+
+def _drawn(explained: tuple[CellPrediction, ...], frontier: Frontier) -> tuple[CellPrediction, ...]:
+    """What is explained of the settings that the picture has, whatever a micro-batch holds.
+
+    All of it where that is none.
+    """
+    drawn = {_without_sequences(row.cell) for row in frontier.rows}
+    return tuple(each for each in explained if _without_sequences(each.cell) in drawn) or explained
+
+
+def _without_sequences(cell: Cell) -> Cell:
+    settings = msgspec.structs.replace(cell.settings, sequences_per_micro_batch=1)
+    return msgspec.structs.replace(cell, settings=settings)
 
 
 def _ends(group: Sequence[_Own]) -> tuple[int, int]:
@@ -188,19 +208,46 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     return sorted(kept)
 
 
-def _asked_answers(query: Query, group: Sequence[_Own], *, apart: float) -> Iterator[Answer]:
-    """Answers of ``recommend`` for every length that it can be asked about."""
+def _asked(
+    query: Query, group: Sequence[_Own], *, apart: float
+) -> tuple[tuple[Answer, ...], Frontier | None]:
+    """Answers of ``recommend`` for every length that it can be asked about, and what they draw."""
     gpus, model_name = group[0][0].gpus, group[0][1][0].model_name
-    for length_tokens in _lengths(group, apart=apart):
+    lengths = _lengths(group, apart=apart)
+    found = list(_recommended(query, gpus, lengths))
+    wanted = ends(found[0]) if found else ()
+    found += _recommended(query, gpus, set(wanted[-1:]) - set(lengths))
+    found.sort(key=lambda each: each.length_tokens)
+    answers = tuple(
+        Answer(
+            found=each,
+            command=shlex.join(query.words(gpus=gpus, length_tokens=each.length_tokens)),
+            entries=_entries(group, each.length_tokens, model_name),
+            configurations=_configurations(each, query.model),
+        )
+        for each in found
+    )
+    if not found:
+        return (), None
+    told = {each.length_tokens for each in found}
+    # where settings end, figures alone are wanted; a replay takes a second each
+    more = () if _is_replayed(query) else set(wanted) - told
+    drawn = [*found, *_recommended(query, gpus, more)]
+    trained = {
+        each.cell: each.capacity_tokens
+        for _, own in group
+        for each in own
+        if each.source == "measured" and not each.is_memory_only
+    }
+    is_cut = not told.issuperset(lengths)
+    return answers, asked_frontier(drawn, trained=trained, is_cut=is_cut)
+
+
+def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Recommendation]:
+    for length_tokens in lengths:
         with suppress(HighwaterError):
             # a length that no scaling of its positions reaches is refused
-            found = recommend(**query.arguments(gpus=gpus), length=length_tokens)
-            yield Answer(
-                found=found,
-                command=shlex.join(query.words(gpus=gpus, length_tokens=length_tokens)),
-                entries=_entries(group, length_tokens, model_name),
-                configurations=_configurations(found, query.model),
-            )
+            yield recommend(**query.arguments(gpus=gpus), length=length_tokens)
 
 
 def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:

@@ -9,12 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from highwater.memory.capacity import CellPrediction
+from highwater.pages.frontier import Frontier, frontier_data
+from highwater.pages.guide.guide_frontier import candidate_words
+from highwater.pages.page import paths_shortened, script_text
+from highwater.pages.paths import without_folders
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.text import plain_lines
 from highwater.pages.text_table import TextTable
 from highwater.spec.codec import to_builtins
-from highwater.spec.recommendation import Recommendation
+from highwater.spec.recommendation import Candidate, Recommendation
 
 _NOT_EMBEDDED = ("candidates", "chosen")
 """Fields of a recommendation that do not stand there as others do.
@@ -56,14 +62,16 @@ class Place:
     longest_tokens: int | None
     """The longest of these lengths that the guide's tables say fits; None: no length."""
     opens_tokens: int | None
-    """The longest of them up to the native length, which the chooser opens with."""
+    """The longest of them up to the native length, which a button offers."""
+    frontier: Frontier
+    """How far each of the settings reaches, which is drawn."""
     explained: tuple[CellPrediction, ...] = ()
-    """Every cell by formula; empty where no formula knows of the model."""
+    """Cells of the frontier by formula; empty where no formula knows of the model."""
     explained_tokens: int = 0
     """The longest length that is known to fit, which ``explained`` is about."""
 
 
-def chooser_json(places: Sequence[Place]) -> str:
+def chooser_json(places: Sequence[Place]) -> Markup:
     """Every combination, as JSON that is harmless inside a ``script`` element.
 
     Every value stands there once. ``places`` hold a place's names, its answers and the length that
@@ -74,10 +82,9 @@ def chooser_json(places: Sequence[Place]) -> str:
     counted = Counter(_keys(drafts))
     order = {key: index for index, (key, _) in enumerate(counted.most_common())}
     indexed = _json(_indexed(drafts, order))
-    document = f'{{"fields":{_json(fields)},"values":[{",".join(order)}],"places":{indexed}}}'
-    for character in "<>&":
-        document = document.replace(character, f"\\u{ord(character):04x}")
-    return document
+    names = f'"fields":{_json(fields)},"chosen":{_json(Candidate.__struct_fields__)}'
+    document = f'{{{names},"values":[{",".join(order)}],"places":{indexed}}}'
+    return script_text(document)
 
 
 class _Value(str):
@@ -94,33 +101,52 @@ def _place(place: Place, fields: Sequence[str]) -> dict[str, Any]:
         "basis": plain_lines(place.basis),
         "longest": place.longest_tokens,
         "opens": place.opens_tokens,
+        "frontier": _frontier(place.frontier),
         "answers": [_answer(answer, fields) for answer in place.answers],
     }
 
 
 def _answer(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
-    found = to_builtins(answer.found)
+    found = paths_shortened(to_builtins(answer.found))
     return {
         "length": answer.found.length_tokens,
         "fields": [_Value(_json(found[name])) for name in fields],
         "chosen": _chosen(found["chosen"]),
         "label": _text("" if answer.found.chosen is None else answer.found.chosen.label),
+        "words": _text(_words(answer.found)),
         "entries": [_text(entry) for entry in answer.entries],
         "tables": [_table(table) for table in recommendation_tables(answer.found)],
         "command": _text(answer.command),
         "configurations": [
-            [_text(name), [_Value(_json(line)) for line in text.split("\n")]]
+            [_text(name), [_Value(_json(without_folders(line))) for line in text.split("\n")]]
             for name, text in answer.configurations.items()
         ],
     }
 
 
+def _words(found: Recommendation) -> str:
+    """What is chosen, as one says it; empty where nothing is."""
+    if found.chosen is None:
+        return ""
+    return candidate_words(found.chosen, is_scaled=found.yarn is not None)
+
+
+def _frontier(frontier: Frontier) -> dict[str, Any]:
+    """The frontier, its texts among the values that stand there once."""
+    data = dict(frontier_data(frontier))
+    data["rows"] = [
+        [_Value(_json(each)) if isinstance(each, str) else each for each in row]
+        for row in data["rows"]
+    ]
+    data["ticks"], data["offered"] = list(frontier.ticks), list(frontier.offered)
+    return data
+
+
 def _chosen(candidate: dict[str, Any] | None) -> list[_Value] | None:
-    """The candidate's cell, which many have in common, and the rest of it."""
+    """Values of the candidate's fields, of which many have some in common."""
     if candidate is None:
         return None
-    rest = {name: value for name, value in candidate.items() if name != "cell"}
-    return [_Value(_json(candidate["cell"])), _Value(_json(rest))]
+    return [_Value(_json(candidate[name])) for name in Candidate.__struct_fields__]
 
 
 def _table(table: TextTable) -> list[Any]:
@@ -136,7 +162,7 @@ def _table(table: TextTable) -> list[Any]:
 
 
 def _text(text: str) -> _Value:
-    return _Value(_json(plain_lines(text)))
+    return _Value(_json(plain_lines(without_folders(text))))
 
 
 def _json(value: object) -> str:

@@ -102,27 +102,6 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
     return tuple(_table(tuple(group[gpus])) for group in groups.values() for gpus in sorted(group))
 
 
-def guide_rows(guide: Guide) -> list[dict[str, str | int]]:
-    """Rows of the guide with the columns of the published one, then what each row rests on.
-
-    There is a row for each length and model.
-    """
-    return [
-        {
-            "gpu": table.device_name,
-            "gpus": table.gpus,
-            "max_model_len": length_tokens,
-            "model": choice.model_name,
-            "settings": choice.label,
-            "source": table.source,
-            "training": table.training,
-        }
-        for table in guide.tables
-        for length_tokens, choices in table.rows
-        for choice in choices
-    ]
-
-
 def cell_label(cell: Cell) -> str:
     """The settings of a cell as a guide says them.
 

@@ -14,7 +14,7 @@ from highwater.pages.text_table import TextTable
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import GIB, counted, format_tokens
 
-MOST_PLACES = 40
+MOST_PLACES = 24
 """Places whose maps a page draws: two of some 200 figures each."""
 _NEAR = 1.05
 """How many times its length another may be whose trial colours it."""

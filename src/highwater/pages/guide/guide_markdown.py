@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from highwater.pages.guide import guide_parts, guide_rungs, guide_text
 from highwater.pages.guide.guide import Guide
 from highwater.pages.guide.guide_parts import Section
+from highwater.pages.guide.guide_speed import speed_tables
 from highwater.pages.markdown import escaped, markdown_list, markdown_table
 from highwater.pages.text import plain
 
@@ -32,6 +33,10 @@ def guide_markdown(guide: Guide) -> str:
     ]
     for section in sections:
         parts += [f"## {escaped(section.heading)}", *_choices(section)]
+    speeds = list(speed_tables(guide))
+    parts += ["## Speed, predicted", guide_text.SPEED] if speeds else []
+    for table in speeds:
+        parts += [f"**{escaped(table.title)}**", markdown_table(table)]
     parts += ["## Past the native length", guide_text.LONG_CONTEXTS]
     for configuration, factors in guide_parts.long_contexts(guide):
         parts += [f"```yaml\n{configuration}```", factors]

@@ -3,20 +3,17 @@
 It needs no network, and is readable without script, on a phone, in the dark and on paper.
 """
 
-import base64
-import hashlib
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from typing import NamedTuple
 
-from markupsafe import Markup
-
+from highwater.pages.frontier import headline
 from highwater.pages.guide import guide_parts, guide_rungs, guide_text
 from highwater.pages.guide.chooser import Place, chooser_json
 from highwater.pages.guide.guide import Guide
 from highwater.pages.guide.guide_maps import MOST_PLACES, Figure, HeatMap, headroom_map, term_map
 from highwater.pages.guide.guide_parts import Section
-from highwater.pages.page import page_template
+from highwater.pages.guide.guide_speed import speed_tables
+from highwater.pages.page import digest, page_script, page_template
 from highwater.spec.study import counted_ranks
 
 
@@ -37,10 +34,9 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
     Everything is escaped but what is marked in our own text.
     """
     sections = guide_parts.sections(guide)
-    script = (files("highwater.pages") / "templates" / "chooser.js").read_text(encoding="utf-8")
-    return page_template(
-        "guide.html.j2"
-    ).render(
+    script = page_script("frontier.js", "chooser.js")
+    first = places[0] if places else None
+    return page_template("guide.html.j2").render(
         text=guide_text,
         introduction=guide_parts.introduction(guide),
         sources=guide_parts.source_words(guide),
@@ -59,10 +55,12 @@ def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
         origins=guide_parts.origin_table(guide),
         notes=guide.notes,
         places=places,
-        # no character of it means anything in HTML
-        data=Markup(chooser_json(places)),  # noqa: S704
-        script=Markup(script),  # noqa: S704 -- a file of ours
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=chooser_json(places),
+        script=script,
+        script_digest=digest(script),
+        opening=first and f"{first.model_name} on {first.gpus} x {first.device_name}",
+        headline=first and headline(first.frontier),
+        speeds=list(speed_tables(guide)),
         maps=_maps(places[:MOST_PLACES]),
         most_places=MOST_PLACES,
     )

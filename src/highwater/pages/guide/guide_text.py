@@ -142,14 +142,28 @@ PRACTICES = (
 CHOICES = (
     ("model", "Model"),
     ("gpu", "Kind of GPU"),
-    ("gpus", "GPUs of the trainer"),
+    ("gpus", "How many GPUs"),
     ("basis", "Training and figures"),
-    ("length", "Length in tokens"),
 )
 WITHOUT_SCRIPT = (
-    "Here is a chooser of model, GPUs and length, for browsers that run scripts. Without, the "
+    "A browser that runs scripts offers a choice of model, GPUs and length here. Without, the "
     "tables below say which settings fit, "
     "and `highwater recommend MODEL --gpus 4xA100-80GB --length 64k` answers for any length."
+)
+FRONTIER = "Settings, the simplest first, and the longest length in tokens that each trains"
+HOW_TO_SEE = (
+    "Each bar is as long as the longest context that fits with those settings. Take the first "
+    "that reaches your length: those below save more memory and are slower or take more to set "
+    "up. `≥`: nobody asked about longer ones. Hatched: memory holds it, nothing was trained."
+)
+BEYOND = (
+    "This page has no answer for a length as long as that. The command has, and says what would "
+    "do where nothing fits."
+)
+SPEED = (
+    "Tokens a second over all GPUs, at the longest length that fits and with the simplest "
+    "settings that reach it; a step's time beside it. **predicted**: from what each kind of GPU "
+    "does in a second, nothing was run."
 )
 ASK_AGAIN = (
     "This command gives the same answer, from the same version; with another length it "

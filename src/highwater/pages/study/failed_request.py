@@ -13,8 +13,8 @@ from highwater.pages.text import plain
 from highwater.spec.layout import Layout
 from highwater.spec.profiling import coordinates
 from highwater.spec.settings import Settings
-from highwater.spec.trial import AliveMemory, Failure, TrialResult
-from highwater.units import format_bytes
+from highwater.spec.trial import AliveMemory, Failure, Outcome, TrialResult
+from highwater.units import format_bytes, parse_bytes
 
 _SHORT: Mapping[Category, str] = {
     **WORDS,
@@ -24,6 +24,8 @@ _SHORT: Mapping[Category, str] = {
 }
 """The categories in a line's words."""
 _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
+_TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
+"""The caching allocator's own words."""
 _LEAST_FRAGMENTED = 50
 """Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
 
@@ -48,6 +50,20 @@ def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str
         told.append(f"{format_bytes(fragmented)} fragmented")
     advice = setting_of(alive, settings, layout)
     return f"{_where(failure)}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
+
+
+def requested_bytes(result: TrialResult) -> int | None:
+    """The request that had no room, as the engine counted it; of older studies, which did not, as
+    the allocator's message has it. None where no rank ran out of a GPU's memory.
+    """
+    first = result.first_failed
+    failure = None if first is None else first.failure
+    if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
+        return None
+    if failure.alive is not None and failure.alive.requested_bytes is not None:
+        return failure.alive.requested_bytes
+    said = _TRIED.search(failure.text)
+    return None if said is None else parse_bytes(said[1])
 
 
 def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice | None:

@@ -13,19 +13,17 @@ from highwater.pages.text_table import TextTable
 def study_markdown(report: StudyReport) -> str:
     """Write the whole document."""
     parts = [f"# {escaped(study_parts.title(report))}", study_parts.state(report)]
-    parts += [
-        f"## {HEADINGS['question']}",
-        markdown_table(study_question.question_table(report)),
-        markdown_list(study_parts.WORDS),
-    ]
     parts += [f"## {HEADINGS['answers']}", *_drawn(study_parts.answers_table(report))]
-    parts += [f"## {HEADINGS['environment']}", *_environment(report)]
-    parts += [f"## {HEADINGS['trials']}", *_drawn(study_parts.trials_table(report))]
-    parts += [f"## {HEADINGS['brackets']}", *_brackets(report)]
+    parts.append(markdown_list(study_parts.WORDS))
     parts += [f"## {HEADINGS['memory']}", *_drawn(study_parts.memory_table(report))]
-    parts += [f"## {HEADINGS['predicted']}", *_predicted(report)]
     parts += [f"## {HEADINGS['failures']}", *_failures(report)]
+    parts += [f"## {HEADINGS['brackets']}", *_brackets(report)]
+    parts += [f"## {HEADINGS['trials']}", *_drawn(study_parts.trials_table(report))]
+    parts += [f"## {HEADINGS['predicted']}", *_predicted(report)]
     parts += [f"## {HEADINGS['commands']}", *_commands(report)]
+    question = markdown_table(study_question.question_table(report))
+    parts += [f"## {HEADINGS['question']}", question]
+    parts += [f"## {HEADINGS['environment']}", *_environment(report)]
     notes = study_parts.notes(report)
     parts += [f"## {HEADINGS['notes']}", markdown_list(map(escaped, notes))] if notes else []
     parts.append(study_parts.made_by(report))

@@ -27,18 +27,23 @@ OUTCOMES: dict[Outcome | None, str] = {
     None: "no end recorded",
 }
 HEADINGS = {
-    "question": "What was asked",
     "answers": "Answers",
-    "environment": "Where it ran",
-    "trials": "Trials",
-    "brackets": "How brackets closed",
     "memory": "Memory at the peak",
-    "predicted": "Predicted, and what trials showed",
     "failures": "What did not fit, or failed",
+    "brackets": "How brackets closed",
+    "trials": "Trials",
+    "predicted": "Predicted, and what trials showed",
     "commands": "Do it again",
+    "question": "What was asked",
+    "environment": "Where it ran",
     "notes": "Notes",
 }
 """The headings, in their order."""
+FRONTIER = "Settings in the order of the question, and the longest length in tokens that each fit"
+HOW_TO_SEE = (
+    "Each bar is as long as the longest context that fit; × is the shortest above it that did not. "
+    "≥: no longer one was tried. Hatched: memory holds it, nothing was trained."
+)
 NO_FAILURES = "Every trial that ended fit."
 WORDS = (
     "**fit**: every step was done, with a finite loss. **Memory-only fit**: memory holds the "

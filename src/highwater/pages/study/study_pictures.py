@@ -1,23 +1,24 @@
 """Pictures of a study's report as numbers: where marks, bars and lines stand.
 
-The template draws them, and tables beside them say all. Lengths are in the units of the picture,
-which are pixels on a screen; y grows downwards.
+The template draws them, and tables beside them say all. In the picture of a bracket lengths are
+pixels on a screen, and y grows downwards; in that of memory they are per cent of its width.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from highwater.pages.study.study_parts import outcome
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
 from highwater.spec.trial import Outcome
-from highwater.units import GIB, counted, format_tokens
+from highwater.units import GIB, counted, format_bytes, format_tokens
 
 _LEFT, _TOP, _PLOT_HEIGHT, _BOTTOM = 64, 12, 190, 40
 _WIDTH = 340
 """Width that a phone shows without scrolling."""
-_STEP = 30
-"""Space between two trials, at least, in a picture that is wider than that."""
-_ROW, _BAR_WIDTH, _MOST_ROWS, _CHARACTER = 40, 330, 24, 6.6
+_STEP, _LABEL = 15, 26
+"""Space between two trials, and between two of their numbers, at least."""
+_MOST_ROWS = 24
 SHAPES: dict[Outcome | None, str] = {
     Outcome.FIT: "fit",
     Outcome.MEMORY_ONLY_FIT: "memory-only",
@@ -72,13 +73,14 @@ class BracketPicture(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One trial in a picture of memory."""
+    """One trial in a picture of memory: ends of bars in per cent of the picture's width."""
 
-    y: float
     text: str
     allocated: float
     reserved: float
     used: float
+    asked: float | None
+    """End of the request that had no room, which begins where ``reserved`` ends; None: none had."""
     low: float | None
     high: float | None
     predicted: float | None
@@ -92,11 +94,14 @@ class MemoryPicture(NamedTuple):
     """A row for each trial."""
 
     rows: tuple[Row, ...]
-    width: float
-    height: float
     ticks: tuple[Tick, ...]
     left_out: int
     """Trials that are not drawn: only those of the edges are where there are many."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a trial was drawn that asked for more than there was."""
+        return any(row.asked is not None for row in self.rows)
 
 
 def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | None:
@@ -142,7 +147,11 @@ def bracket_picture(cell: CellReport, report: StudyReport) -> BracketPicture | N
         marks=tuple(marks),
         spans=tuple(spans),
         lengths=tuple(Tick(y(tokens), format_tokens(tokens)) for tokens in _round_lengths(top)),
-        trials=tuple(Tick(x(i), str(trial.number)) for i, trial in enumerate(trials)),
+        trials=tuple(
+            Tick(x(i), str(trial.number))
+            for i, trial in enumerate(trials)
+            if i % ceil(_LABEL / spacing) == 0
+        ),
         text=_closing(cell, len(trials)),
     )
 
@@ -187,40 +196,38 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
         shown = [trial for trial in known if trial.number in edges][:_MOST_ROWS]
     if not shown:
         return None
-    longest = (
-        max(max(_largest(trial), trial.limit_bytes or 0, _high(trial)) for trial in shown) * 1.02
+    longest = 1.02 * max(
+        max(_largest(trial), trial.limit_bytes or 0, _high(trial), _asked(trial)) for trial in shown
     )
     x = _Scale(longest)
-    rows = tuple(_row(trial, index * _ROW, x) for index, trial in enumerate(shown))
     step = max(1, round(longest / GIB / 4))
     ticks = (
         tuple(Tick(x(size * GIB), f"{size} GiB") for size in range(0, int(longest / GIB) + 1, step))
         if longest > GIB
         else ()
     )
-    width = max(_WIDTH, round(_CHARACTER * max(len(row.text) for row in rows)))
-    return MemoryPicture(rows, width, len(rows) * _ROW + 24, ticks, len(known) - len(shown))
+    return MemoryPicture(tuple(_row(trial, x) for trial in shown), ticks, len(known) - len(shown))
 
 
 class _Scale(NamedTuple):
-    """Bytes to the picture's units."""
+    """Bytes to per cent of the picture's width."""
 
     longest: float
 
     def __call__(self, count: int | None) -> float:
-        return round(_BAR_WIDTH * (count or 0) / self.longest, 1)
+        return round(100 * (count or 0) / self.longest, 2)
 
 
-def _row(trial: TrialReport, y: float, x: _Scale) -> Row:
+def _row(trial: TrialReport, x: _Scale) -> Row:
     around = None if trial.predicted is None else trial.predicted.interval
     is_fit = trial.outcome is not None and trial.outcome.is_fit
     used = trial.device_used_bytes or trial.peak_reserved_bytes
     return Row(
-        y=y,
         text=_row_text(trial),
         allocated=x(trial.peak_allocated_bytes),
         reserved=x(trial.peak_reserved_bytes),
         used=x(used),
+        asked=x(_asked(trial)) if trial.requested_bytes else None,
         low=None if around is None else x(around.low_bytes),
         high=None if around is None else x(around.high_bytes),
         predicted=None if trial.predicted is None else x(trial.predicted.device_used_bytes),
@@ -230,9 +237,19 @@ def _row(trial: TrialReport, y: float, x: _Scale) -> Row:
     )
 
 
+def _asked(trial: TrialReport) -> int:
+    """Where the request ends that had no room: beyond all that was reserved before it."""
+    if not trial.requested_bytes:
+        return 0
+    return trial.requested_bytes + max(trial.device_used_bytes or 0, trial.peak_reserved_bytes or 0)
+
+
 def _row_text(trial: TrialReport) -> str:
     name = f"{trial.number}: {trial.cell}, {format_tokens(trial.length_tokens)}"
-    return name if trial.counts_as_fit and not trial.is_memory_only else f"{name}, {outcome(trial)}"
+    if trial.counts_as_fit and not trial.is_memory_only:
+        return name
+    asked = f", no room for {format_bytes(trial.requested_bytes)}" if trial.requested_bytes else ""
+    return f"{name}, {outcome(trial)}{asked}"
 
 
 def _largest(trial: TrialReport) -> int:

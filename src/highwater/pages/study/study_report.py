@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from highwater.pages.study.failed_request import request_line
+from highwater.pages.study.failed_request import request_line, requested_bytes
 from highwater.pages.study.study_commands import Command, commands
 from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
@@ -52,6 +52,9 @@ class TrialReport(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None = None
     """Peak reserved; on the CPU the largest data segment."""
     device_used_bytes: int | None = None
+    requested_bytes: int | None = None
+    """The request that had no room, of the rank that ran out first; None: none was, or nobody
+    knows."""
     limit_bytes: int | None = None
     """Limit of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
@@ -261,6 +264,7 @@ def _ended(started: TrialReport, study: Study, result: TrialResult) -> TrialRepo
         peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in memories),
         peak_reserved_bytes=result.peak_reserved_bytes,
         device_used_bytes=_most(memory.device_used_bytes for memory in memories),
+        requested_bytes=requested_bytes(result),
         limit_bytes=min(
             (limit for limit in limits if limit is not None), default=started.limit_bytes
         ),

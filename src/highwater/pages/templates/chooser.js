@@ -1,18 +1,9 @@
-"use strict";
 /* The chooser of a guide's page: it looks answers up in the page's own JSON, computes none, and writes text only as text. */
 (() => {
-  const { fields, values, places } = JSON.parse(document.getElementById("chooser-data").textContent);
-  const at = (id) => document.getElementById(id);
-  const chosen = { model: null, gpu: null, gpus: null, basis: null, length: null };
+  const { fields, chosen: chosenFields, values, places } = JSON.parse(document.getElementById("chooser-data").textContent);
+  const { at, element, grouped } = page;
+  const chosen = { model: null, gpu: null, gpus: null, basis: null };
   const NAMES = Object.keys(chosen);
-  const grouped = new Intl.NumberFormat("en");
-
-  const element = (name, text, attributes = {}) => {
-    const made = document.createElement(name);
-    if (text !== null) made.textContent = text;
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
-  };
 
   /* `code` in our own sentences. */
   const marked = (name, text, attributes) => {
@@ -29,32 +20,49 @@
     }));
   };
 
-  /* Each choice offers what the ones before it leave, first what the tables answer. What was chosen stays where it can: a length as
-     the next longer one that the tables say fits, else as the longest of those. Until one is chosen, a page's own. */
+  const textsOf = (row) => row.map((each, index) => ([0, 1, 6, 8].includes(index) ? values[each] : each));
+
+  /* Each choice offers what the ones before it leave, first what the tables answer; what was chosen stays where it can, a length too. */
   const choose = () => {
     let left = places;
-    for (const name of NAMES.slice(0, 4)) {
+    for (const name of NAMES) {
       const offered = [...new Set(left.map((place) => place[name]))];
       if (!offered.includes(chosen[name])) chosen[name] = (left.find((place) => place.opens !== null) || left[0])[name];
       fill(at(`choose-${name}`), offered.map((value) => [value, String(value)]), chosen[name]);
       left = left.filter((place) => place[name] === chosen[name]);
     }
     at("choice-basis").hidden = new Set(places.map((place) => place.basis)).size === 1;
-    const { answers, opens, longest } = left[0];
-    const wanted = chosen.length === null ? opens : chosen.length;
-    const answer = answers.find(({ length }) => length === wanted)
-      || answers.find(({ length }) => length >= wanted && length <= longest)
-      || answers.find(({ length }) => length === longest)
-      || answers[0];
-    fill(at("choose-length"), answers.map(({ length }) => [length, grouped.format(length)]), answer.length);
-    show(answer);
+    const [place] = left;
+    at("answer-where").textContent = `${place.model} on ${place.gpus} x ${place.gpu}`;
+    page.onLength((length) => answered(place, length));
+    page.show({ ...place.frontier, rows: place.frontier.rows.map(textsOf) }, (length) => exactly(place, length));
   };
 
+  /* What is chosen for this very length: undefined where the page has no answer for it, null where nothing fits. */
+  const exactly = (place, length) => {
+    const answer = place.answers.find((each) => each.length === length);
+    if (answer === undefined) return undefined;
+    const { chosen: found } = factsOf(answer);
+    return found === null ? null : { label: values[answer.label], words: values[answer.words], source: found.source, memoryOnly: found.is_memory_only };
+  };
+
+  /* The whole answer, of this length or the next longer one that the page has. */
+  const answered = (place, length) => {
+    const answer = place.answers.find((each) => each.length >= length);
+    at("answer").hidden = answer === undefined;
+    at("answer-beyond").hidden = answer !== undefined;
+    at("beyond-command").textContent = asking(place.answers[0], length);
+    if (answer !== undefined) show(answer, length);
+  };
+
+  /* The command of an answer, with another length. */
+  const asking = (answer, length) => values[answer.command].replace(`--length ${answer.length}`, `--length ${length}`);
+
   /* As a JSON document of `recommend` has it, but for the candidates. */
-  const found = (answer) => {
+  const factsOf = (answer) => {
     const facts = Object.fromEntries(fields.map((name, index) => [name, values[answer.fields[index]]]));
-    const [cell, rest] = answer.chosen === null ? [] : answer.chosen.map((index) => values[index]);
-    return { ...facts, chosen: answer.chosen === null ? null : { cell, ...rest } };
+    const chosen = answer.chosen === null ? null : Object.fromEntries(chosenFields.map((name, index) => [name, values[answer.chosen[index]]]));
+    return { ...facts, chosen };
   };
 
   const tableOf = ([title, columns, rows, , leftColumns]) => {
@@ -83,12 +91,9 @@
 
   let configurations = new Map();
 
-  const show = (answer) => {
-    const facts = found(answer);
-    const said = facts.chosen === null
-      ? "Nothing that is known fits."
-      : `${values[answer.label]}: ${facts.chosen.source}${facts.chosen.is_memory_only ? ", memory-only" : ""}`;
-    at("answer-said").textContent = said;
+  const show = (answer, length) => {
+    const facts = factsOf(answer);
+    at("answer-for").textContent = `${facts.chosen === null ? "Nothing that is known fits" : values[answer.label]}, ${grouped.format(answer.length)} tokens${answer.length === length ? "" : `: the next length that this page answers in full. For ${grouped.format(length)} ask again`}.`;
     const entries = answer.entries.map((index) => values[index]);
     at("answer-entries").textContent = entries.length ? `In the tables of this guide: ${entries.join("; ")}.` : "";
     at("answer-tables").replaceChildren(...answer.tables.map(tableOf));
@@ -100,7 +105,7 @@
     const kept = configurations.has(select.value) ? select.value : configurations.keys().next().value;
     fill(select, [...configurations.keys()].map((name) => [name, name]), kept);
     showConfiguration();
-    at("command").textContent = values[answer.command];
+    at("command").textContent = asking(answer, length);
     at("answer-again").hidden = values[answer.command] === "";
     const shown = JSON.stringify(facts, null, 2).replace(/[^\x20-\x7e\n]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
     at("answer-json").textContent = shown;
@@ -125,15 +130,16 @@
 
   for (const name of NAMES) {
     at(`choose-${name}`).addEventListener("change", ({ target }) => {
-      chosen[name] = name === "gpus" || name === "length" ? Number(target.value) : target.value;
+      chosen[name] = name === "gpus" ? Number(target.value) : target.value;
       choose();
     });
   }
   at("choose-configuration").addEventListener("change", showConfiguration);
   at("copy-configuration").addEventListener("click", () => copy("configuration", "copied-configuration"));
   at("copy-command").addEventListener("click", () => copy("command", "copied-command"));
-  at("chooser").querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+  at("copy-beyond").addEventListener("click", () => copy("beyond-command", "copied-beyond"));
+  at("choosing").addEventListener("submit", (event) => event.preventDefault());
   choose();
   at("without-script").hidden = true;
-  at("chooser").hidden = false;
+  for (const each of document.querySelectorAll("[data-scripted]")) each.hidden = false;
 })();
