@@ -22,7 +22,12 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import memory_limit_of, predicted_question, unanswered
+from highwater.memory.question import (
+    memory_limit_of,
+    predicted_question,
+    unanswered,
+    with_usual_host,
+)
 from highwater.memory.table_accuracy import TableAccuracy, memory_limits_of, table_accuracy
 from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
@@ -30,7 +35,7 @@ from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.local import LocalRunner, LogLayout
-from highwater.run.probe import environment, gpus_meant, probe
+from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
@@ -131,8 +136,9 @@ def predict(
 
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
     meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
-    machine's, unknown unless it is said; ``reserved`` what others take of each GPU. ``settings``
-    are the fields of ``Request`` that name a trial or a grid of lengths. Nothing is trained.
+    machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
+    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths.
+    Nothing is trained.
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
     processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
@@ -151,6 +157,7 @@ def predict(
         reserved=reserved,
         constants=None if constants is None else own_constants(Path(constants), where),
     )
+    memory_limit = with_usual_host(memory_limit, where, host_meant(gpus, gpu_memory))
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
     if exact and settings.get("attention") == "block_sparse":

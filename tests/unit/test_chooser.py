@@ -223,7 +223,7 @@ def test_settings_that_a_study_had_are_asked_for() -> None:
 
 
 def test_the_configuration_is_what_emit_makes_of_the_answer() -> None:
-    page = embedded(guide(predict=["Qwen3-32B"], gpus=["2xA100-80GB"], trainer="trinity"))
+    page = embedded(guide(predict=["Qwen3-14B"], gpus=["2xA100-80GB"], trainer="trinity"))
     configured = 0
     for _, answer in page.answers():
         found = as_typed(page.values[answer["command"]])

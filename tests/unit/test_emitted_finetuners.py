@@ -159,7 +159,11 @@ def test_a_layout_that_a_trainer_does_not_have_is_refused_with_a_hint_that_works
     [
         ("axolotl", {}, "parameters in float32"),
         ("axolotl", {"degree": 2}, "2 GPUs share each sequence by context parallelism"),
-        ("axolotl", {"degree": 2}, "packed sequences, 2 in a micro-batch"),
+        (
+            "axolotl",
+            {"degree": 2, "sequences_per_micro_batch": 2},
+            "packed sequences, 2 in a micro-batch",
+        ),
         ("axolotl", {"optimizer": "adamw-8bit"}, "moments of 8 bits that are updated in pieces"),
         ("llamafactory", {"optimizer": "adamw-8bit"}, "moments of 8 bits that are updated"),
         ("llamafactory", {"recompute": "all-but-attention"}, "--recompute all-but-attention"),

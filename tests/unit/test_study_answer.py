@@ -36,7 +36,7 @@ def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_ou
     said = study_answer(answered())
     assert said == (
         "Qwen3-0.6B trains up to 65,536 tokens on 1 x simulated GPU with 80.00 GiB, measured, with "
-        "expandable segments, a loss in chunks and YaRN. 3.00 GiB of each GPU is left; "
+        "expandable segments, a chunked loss and YaRN. 3.00 GiB of each GPU is left; "
         "12,346 tokens/s; 69,632 ran out of memory."
     )
 

@@ -17,6 +17,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.pages.answer_sentence import prediction_answer
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
+from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.recommend import what_would_fit
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by
@@ -37,7 +38,10 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _against(arguments)
     prediction = _predicted(arguments)
-    console.notes(prediction.notes)
+    limit = prediction.memory_limit
+    is_bound = any(cell.binding == "host" for cell in prediction.cells)
+    host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
+    console.notes((*prediction.notes, *host))
     if arguments.json:
         console.answer_json(prediction)
     else:

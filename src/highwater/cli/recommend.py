@@ -11,6 +11,7 @@ from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
+from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import runs_trials
@@ -27,7 +28,9 @@ _OTHER_TRAININGS = {"--optimizer", "--lora"}
 def recommend(arguments: argparse.Namespace) -> int:
     """Print what to take; with ``--list`` all settings that fit."""
     found = found_for(arguments)
-    console.notes(found.notes)
+    is_bound = any(each.lacks_of == "host" for each in found.candidates)
+    host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
+    console.notes((*found.notes, *host))
     if arguments.json:
         console.answer_json(found)
     else:

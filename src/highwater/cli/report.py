@@ -9,6 +9,7 @@ from highwater.cli import console
 from highwater.cli.commands import newest_study
 from highwater.errors import EXIT_ANSWERED
 from highwater.pages.study import build as reporting
+from highwater.pages.study.study_answer import study_answer
 from highwater.pages.study.study_commands import resumed
 from highwater.pages.study.study_report import StudyReport
 from highwater.pages.study.tables import answer_table
@@ -35,6 +36,7 @@ def report(arguments: argparse.Namespace) -> int:
     if output is None:
         console.answer(reporting.report_text(made, ".md").rstrip("\n"))
     else:
+        console.answer(f"{study_answer(study)}\n")
         console.answer_table(answer_table(study))
     console.next_command(_after(made, output))
     return EXIT_ANSWERED

@@ -47,7 +47,9 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     device_bytes: int
     """Bytes of one GPU, as its driver reports it, less what is reserved for others."""
     host_bytes: int | None = None
-    """Bytes of the machine's own memory; None: nobody said."""
+    """Bytes of the machine's own memory; None: nobody knows."""
+    usual_host: str | None = None
+    """The machine that usually has such GPUs, where its memory is taken because nobody said."""
     constants: MachineConstants | None = None
     """Constants measured on the user's own GPUs; None: those that come along, which were read on
     H200s."""

@@ -24,6 +24,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import runs_trials
 from highwater.spec.headroom import default_headroom_bytes
+from highwater.spec.host_memory import default_host
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
@@ -243,6 +244,28 @@ def unanswered(
         method=method,
         accuracy=TRACED_ACCURACY if is_traced else MEMORY[trainer].accuracy_alone,
         not_modelled=NOT_TRACED if is_traced else NOT_MODELLED,
+    )
+
+
+def with_usual_host(
+    limit: MemoryLimit, where: Cluster, own_bytes: int | None = None
+) -> MemoryLimit:
+    """The limit, with the host memory of a machine that usually has such GPUs where nobody said.
+
+    Of more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's,
+    where its own GPUs are meant.
+    """
+    if limit.host_bytes is not None and limit.usual_host is None:
+        return limit
+    if own_bytes is not None:
+        return msgspec.structs.replace(limit, host_bytes=own_bytes, usual_host="this machine")
+    gpus = where.on_one_machine().gpus
+    each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
+    found = next((host for host in each if host is not None), None)
+    return msgspec.structs.replace(
+        limit,
+        host_bytes=None if found is None else found.host_bytes,
+        usual_host=None if found is None else found.machine,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
+from highwater.spec.cluster import nameless
 from highwater.spec.headroom import Risk
 from highwater.spec.recommendation import Alternative, Recommendation
 from highwater.spec.trainer import OURS
@@ -37,10 +38,10 @@ def prediction_answer(
     how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} with {how}: {_figures(answer)}. Predicted."
+        return f"{first} on {where} with {how}: {_figures(prediction, answer)}. Predicted."
     may = "trains" if answer.capacity_tokens else "may train"
     said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
-    return f"{said}{_figures(answer)}. Predicted.{_beside(prediction, answer)}"
+    return f"{said}{_figures(prediction, answer)}. Predicted.{_beside(prediction, answer)}"
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -60,7 +61,8 @@ def recommendation_answer(found: Recommendation) -> str:
     if chosen.headroom_bytes is not None:
         figures.append(f"{format_bytes(max(0, chosen.headroom_bytes))} of each GPU left")
     if chosen.host_bytes is not None:
-        figures.append(f"{format_bytes(chosen.host_bytes)} of host memory")
+        is_usual = chosen.cell.settings.offload is not False and found.usual_host
+        figures.append(_host(chosen.host_bytes, found.host_memory_bytes if is_usual else None))
     if chosen.step_time is not None:
         figures.append(_speed(chosen.step_time.tokens_per_s, chosen.step_time.time_s))
     after = f": {', '.join(figures)}" if figures else ""
@@ -72,6 +74,9 @@ def recommendation_answer(found: Recommendation) -> str:
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
     trainer = "" if found.trainer == OURS else f", trained by {found.trainer},"
+    if found.device_name == nameless(found.device_bytes):
+        gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
+        return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
     return f"{found.gpus} x {plain(found.device_name)}{trainer}"
 
 
@@ -105,7 +110,7 @@ def _nothing(
 
 def _in_words(alternative: Alternative) -> str:
     """What would fit, with the flags that do it, or for other GPUs the settings."""
-    if alternative.kind == "technique":
+    if alternative.kind in ("technique", "more host memory"):
         typed = " ".join(alternative.flags)
         return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
     assert alternative.cell is not None  # noqa: S101 (who calls has asked)
@@ -140,14 +145,23 @@ def lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes)
 
 
-def _figures(predicted: CellPrediction) -> str:
+def _figures(prediction: Prediction, predicted: CellPrediction) -> str:
     """How sure it is, what is left of a GPU, what it takes of the host, and how fast it is."""
+    limit = prediction.memory_limit
     said = [] if predicted.risk is None else [predicted.risk]
     said.append(f"{format_bytes(max(0, predicted.headroom_bytes))} of each GPU left")
-    said.append(f"{format_bytes(predicted.footprint.host_bytes)} of host memory")
+    host_bytes, offload = predicted.footprint.host_bytes, predicted.cell.settings.offload
+    usual = limit.host_bytes if offload is not False and limit.usual_host else None
+    said.append(_host(host_bytes, usual))
     if predicted.step is not None:
         said.append(_speed(predicted.step.tokens_per_s, predicted.step.time_s))
     return ", ".join(said)
+
+
+def _host(host_bytes: int, usual_bytes: int | None) -> str:
+    """Host memory that it takes, and of how much, where that was not said."""
+    said = f"{format_bytes(host_bytes)} of host memory"
+    return said if usual_bytes is None else f"{said} (of {format_bytes(usual_bytes)}, assumed)"
 
 
 def _speed(tokens_per_s: float, time_s: float) -> str:

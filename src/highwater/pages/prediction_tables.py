@@ -14,7 +14,7 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
-from highwater.pages.settings_words import short_settings, unmeasured
+from highwater.pages.settings_words import assumed_host, short_settings, unmeasured
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.headroom import RISK_IN_WORDS
@@ -283,6 +283,8 @@ def _explanations(prediction: Prediction) -> list[str]:
         "is what the prediction leaves of a GPU; GPU memory counts what the allocator only keeps, "
         "too, as far as there is room"
     )
+    limit = prediction.memory_limit
+    notes += assumed_host(limit.host_bytes, limit.usual_host)
     if prediction.calibration is not None:
         notes += learned(prediction.calibration)
     if _is_timed(prediction):

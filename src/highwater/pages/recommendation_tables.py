@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
-from highwater.pages.settings_words import short_settings, unmeasured
+from highwater.pages.settings_words import assumed_host, short_settings, unmeasured
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
@@ -370,6 +370,7 @@ def _explanations(found: Recommendation) -> Iterator[str]:
             "offload is taken to find the host memory that it needs; `--host-memory` says how "
             "much there is"
         )
+    yield from assumed_host(found.host_memory_bytes, found.usual_host)
     shown = (*([found.chosen] if found.chosen else []), *found.candidates)
     predicted = next((candidate for candidate in shown if candidate.source == "predicted"), None)
     if predicted is not None:

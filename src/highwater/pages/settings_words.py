@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from highwater.spec.declared_settings import IN_A_LABEL
+from highwater.pages.text import plain
+from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.units import counted, format_bytes
@@ -10,7 +11,7 @@ from highwater.units import counted, format_bytes
 NOTHING_SET = "nothing set"
 _IN_WORDS = {
     *("allocator", "loss", "entropy", "offload", "recompute"),
-    *("lora", "lora_base", "optimizer", "parameters"),
+    *("lora", "lora_targets", "lora_base", "optimizer", "parameters"),
 }
 _BY_LABEL = tuple(row for row in IN_A_LABEL if row.name not in _IN_WORDS)
 _CHUNKED_LOSS, _HOST_STATES, _HOST_MOMENTS = "chunked loss", "states on host", "moments on host"
@@ -41,8 +42,8 @@ def settings_in_words(
     """Settings and degrees as the end of a sentence that says "with": ``expandable segments, a
     chunked loss and each sequence shared by 2 GPUs (Ulysses)``.
 
-    ``host_bytes`` is what offload takes of the host's memory; ``is_lowered`` says that a micro-batch
-    holds fewer sequences than by default, ``is_scaled`` that YaRN scales the positions.
+    ``host_bytes`` is what offload takes of the host's memory; ``is_lowered`` says that a
+    micro-batch holds fewer sequences than by default, ``is_scaled`` that YaRN scales the positions.
     """
     said = other_training(settings)
     said += ["expandable segments"] if settings.allocator == "expandable" else []
@@ -68,12 +69,24 @@ def other_training(settings: Settings) -> list[str]:
     said: list[str] = []
     if settings.lora is not None:
         base = " beside a model in NF4" if settings.lora_base == "nf4" else ""
-        said.append(f"LoRA of rank {settings.lora}{base}")
+        targets = DECLARED["lora_targets"].label_of(settings.lora_targets)
+        on = f" on {targets.removeprefix('on-').replace(',', ', ')}" if targets else ""
+        said.append(f"LoRA of rank {settings.lora}{on}{base}")
     if not settings.optimizer_traits.is_exact:
         said.append(settings.optimizer_traits.words)
     if settings.parameters == "bf16":
         said.append("parameters in bf16")
     return said
+
+
+def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
+    """Which machine's host memory is taken because nobody said how much there is."""
+    if machine is None or host_bytes is None:
+        return ()
+    return (
+        f"host memory is taken as {format_bytes(host_bytes)} ({plain(machine)}); `--host-memory` "
+        "says what yours has",
+    )
 
 
 def unmeasured(unlike: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.memory.question import with_usual_host
 from highwater.memory.trainers import predict_by_formula
 from highwater.recommendation.candidates import Goal, first_fit
 from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
@@ -19,7 +20,7 @@ from highwater.spec.hardware import gpu_catalog, lacking, runs_trials
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, AlternativeKind, Candidate
 from highwater.spec.trainer import TRAINERS
-from highwater.units import format_bytes
+from highwater.units import GIB, format_bytes
 
 MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
@@ -42,6 +43,7 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
     found = (
         more_gpus(goal, rollout_gpus=rollout_gpus),
         larger_gpu(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus),
+        more_host_memory(goal),
         technique(goal),
     )
     return tuple(alternative for alternative in found if alternative is not None)
@@ -55,7 +57,9 @@ def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
     """
     for where in _larger_clusters(goal):
         copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
-        changed = replace(goal, where=where, settings={**goal.settings, **copies})
+        limit = with_usual_host(goal.memory_limit, where)
+        settings = {**goal.settings, **copies}
+        changed = replace(goal, where=where, memory_limit=limit, settings=settings)
         found = _first_fit_if_any_layout(changed)
         if found is not None:
             what = f"{where.gpus} x {where.device_name}"
@@ -106,15 +110,31 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
         )
-        memory_limit = msgspec.structs.replace(
+        limit = msgspec.structs.replace(
             goal.memory_limit, device_bytes=device_bytes - reserved_bytes
         )
+        memory_limit = with_usual_host(limit, where)
+        if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
+            memory_limit = limit
         found = first_fit(replace(goal, where=where, memory_limit=memory_limit))
         if found is not None:
             flags = _gpu_flags(where, rollout_gpus)
             alternative = _alternative("a larger GPU", f"{where.gpus} x {kind.name}", found, flags)
             return msgspec.structs.replace(alternative, without=("--gpu-memory",))
     return None
+
+
+def more_host_memory(goal: Goal) -> Alternative | None:
+    """The host memory with which the same GPUs train the length; None where that is not it."""
+    if goal.memory_limit.host_bytes is None:
+        return None
+    limit = msgspec.structs.replace(goal.memory_limit, host_bytes=None, usual_host=None)
+    found = first_fit(replace(goal, memory_limit=limit))
+    if found is None or found.host_bytes is None:
+        return None
+    size = f"{-(-found.host_bytes // GIB)}GiB"
+    what = f"{size.replace('GiB', ' GiB')} of host memory"
+    return _alternative("more host memory", what, found, ("--host-memory", size))
 
 
 def technique(goal: Goal) -> Alternative:

@@ -167,7 +167,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += [] if settings.rope == "auto" else ["--rope", settings.rope]
     limits = (
         ("--reserved", where.device_bytes - memory_limit.device_bytes),
-        ("--host-memory", memory_limit.host_bytes or 0),
+        ("--host-memory", 0 if memory_limit.usual_host else memory_limit.host_bytes or 0),
     )
     words += [word for flag, value in limits if value for word in (flag, str(value))]
     if "margin" in goal.settings:

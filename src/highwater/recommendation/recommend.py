@@ -20,11 +20,11 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import NOT_MODELLED, MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
-from highwater.memory.question import memory_limit_of
+from highwater.memory.question import memory_limit_of, with_usual_host
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.recommendation.alternatives import alternatives
 from highwater.recommendation.candidates import Goal, predicted_candidates
-from highwater.run.probe import gpus_meant
+from highwater.run.probe import gpus_meant, host_meant
 from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.headroom import default_headroom_bytes
@@ -64,7 +64,7 @@ def recommend(
     """
     _check(trainer, studies, settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+    limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
     goal = _goal(model, parse_tokens(str(length)), where, limit, trainer, settings)
     recorded = [read_study(Path(path)) for path in studies]
     return _recommended(
@@ -88,9 +88,21 @@ def what_would_fit(
     """
     _check(trainer, (), settings)
     where = gpus_meant(gpus, gpu_memory)
-    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+    limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
     goal = _goal(model, length_tokens, where, limit, trainer, settings)
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
+
+
+def _limit(
+    where: Cluster,
+    gpus: str | int | None,
+    gpu_memory: str | int | None,
+    host_memory: str | int | None,
+    reserved: str | int,
+) -> MemoryLimit:
+    """What each GPU and the machine have; of the machine what is usual where nobody said."""
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+    return with_usual_host(limit, where, host_meant(gpus, gpu_memory))
 
 
 def _goal(
@@ -139,6 +151,7 @@ def _recommended(
         device_bytes=goal.where.device_bytes,
         reserved_bytes=reserved_bytes,
         host_memory_bytes=goal.memory_limit.host_bytes,
+        usual_host=goal.memory_limit.usual_host,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
         chosen=chosen,

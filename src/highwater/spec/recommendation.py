@@ -14,7 +14,7 @@ from highwater.spec.study import Cell
 from highwater.spec.trainer import Trainer
 from highwater.units import counted
 
-AlternativeKind = Literal["more GPUs", "a larger GPU", "technique"]
+AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "technique"]
 
 
 class StepTime(Record, frozen=True, kw_only=True):
@@ -139,7 +139,9 @@ class Recommendation(Record, frozen=True, kw_only=True):
     reserved_bytes: int = 0
     """Bytes of it that others take."""
     host_memory_bytes: int | None = None
-    """Memory of the machine; None: nobody said, so it ends nothing."""
+    """Memory of the machine; None: nobody knows, so it ends nothing."""
+    usual_host: str | None = None
+    """The machine that usually has such GPUs, where its memory is taken because nobody said."""
     margin_bytes: int = 0
     """Headroom that was asked for."""
     default_sequences: int

@@ -250,7 +250,7 @@ def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
     """
     host = memory_limit.host_bytes
     found: dict[str, str] = {}
-    if host is not None:
+    if host is not None and memory_limit.usual_host is None:
         found["--host-memory"] = f"{format_bytes(host)} of host memory"
     if memory_limit.constants is not None:
         found["--constants"] = "constants of its own"
