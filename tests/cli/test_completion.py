@@ -22,7 +22,7 @@ WITHIN_S = 60
 CASES = {
     "": set(COMMANDS),
     "pre": {"predict"},
-    "predict qwen3-0": {"Qwen3-0.6B"},
+    "predict qwen3-0": {"Qwen3-0.6B", "Qwen3-0.6B-Base"},
     "predict meta-llama/Llama-3.1-4": {
         "meta-llama/Llama-3.1-405B",
         "meta-llama/Llama-3.1-405B-Instruct",
@@ -81,7 +81,7 @@ def test_bash_completes(bash: Path, typed: str, completions: set[str]) -> None:
 
 
 def test_bash_completes_each_value_of_a_list(bash: Path) -> None:
-    assert offered(bash, "guide --predict Qwen3-8B Qwen3-14") == {"Qwen3-14B"}
+    assert offered(bash, "guide --predict Qwen3-8B Qwen3-14") == {"Qwen3-14B", "Qwen3-14B-Base"}
 
 
 def test_bash_completes_every_flag_of_every_command(bash: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_tab_in_a_terminal_completes(bash: Path) -> None:
     with terminal_of("bash", "--norc", "--noprofile", "-i", folder=bash) as terminal:
         os.write(terminal, b"source ./script; echo re''ady\n")
         assert "ready" in _read_until(terminal, "ready")
-        os.write(terminal, b"highwater predict qwen3-0\t--gpus 4xb20\t")
-        assert "highwater predict Qwen3-0.6B --gpus 4xB200" in _typed(terminal, "B200")
+        os.write(terminal, b"highwater predict qwen3-32\t--gpus 4xb20\t")
+        assert "highwater predict Qwen3-32B --gpus 4xB200" in _typed(terminal, "B200")
 
 
 def _typed(terminal: int, awaited: str) -> str:
@@ -180,8 +180,8 @@ def test_zsh_completes(highwater: Run, tmp_path: Path) -> None:
             b"; echo re''ady\n",
         )
         assert "ready" in _read_until(terminal, "ready")
-        os.write(terminal, b"highwater predict qwen3-0\t--gpus 4xb20\t")
-        assert "highwater predict Qwen3-0.6B --gpus 4xB200" in _typed(terminal, "B200")
+        os.write(terminal, b"highwater predict qwen3-32\t--gpus 4xb20\t")
+        assert "highwater predict Qwen3-32B --gpus 4xB200" in _typed(terminal, "B200")
 
 
 def test_no_other_command_imports_shtab() -> None:

@@ -223,7 +223,7 @@ def test_a_file_that_is_there_is_not_overwritten(highwater: Run, tmp_path: Path)
     assert highwater("guide", TABLE, *offered(hint)[0]).returncode == 0
     problem, hint = refusal(highwater("guide", TABLE, "-o", "no/where.md"), 2)
     assert problem.startswith("no/where.md ")
-    assert offered(hint) == [["mkdir", "-p", "no"]]
+    assert offered(hint) == [["mkdir", "-p", "no"], ["-o", "guide-3.md"]]
 
 
 @pytest.mark.parametrize(

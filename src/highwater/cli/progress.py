@@ -138,7 +138,8 @@ class Progress:
         took_s = round(self._clock() - self._started_at)
         of = "" if self._expected_s is None else f" of about {format_seconds(self._expected_s)}"
         length = format_tokens(self._length_tokens)
-        return f"{length} tokens: {format_seconds(float(took_s))}{of}, {self._phase}"
+        took = f"{took_s} s" if took_s < 60 else format_seconds(float(took_s))
+        return f"{length} tokens: {took}{of}, {self._phase}"
 
     def sparse_line(self, event: SearchEvent) -> str:
         """A line for a log or a pipe; empty about a trial that still runs, but for once a

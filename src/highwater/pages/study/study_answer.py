@@ -88,7 +88,7 @@ def _simplest(study: Study, best: CellAnswer) -> str:
         if cell.layout == best.cell.layout and plainest is not None and plainest.reach_tokens:
             if cell == best.cell or plainest.reach_tokens >= (best.reach_tokens or 0):
                 return ""
-            how = _how(study.question, cell, plainest.reach_tokens)
+            how = settings_in_words(cell.settings, cell.layout)
             return f" With {how} {format_tokens(plainest.reach_tokens)}."
     return ""
 

@@ -208,8 +208,8 @@ def _footnotes(study: Study) -> list[str]:
     notes.extend(_mixed_versions(study))
     for answer in study.answers:
         name = answer.cell.label_on(question.device)
-        notes.append(f"{name}: {plain(answer.reason)}")
-        notes.extend(f"{name}: {line}" for line in _request_lines(answer, study))
+        lines = list(_request_lines(answer, study)) or [plain(answer.reason)]
+        notes.extend(f"{name}: {line}" for line in lines)
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     notes.extend(_memory_only_notes(study))
     notes.extend(_high_water_mark(study))
