@@ -25,6 +25,13 @@ COMMANDS = {  # by command: a document that has it
     for line in block.splitlines()
     if line.startswith("$ ")
 }
+SHOWN = {  # by command: its output as a document shows it, "..." where lines are left out
+    command.partition("  #")[0].strip(): output
+    for text in DOCUMENTS.values()
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+    if output.strip() and command.startswith("highwater ")
+}
 PROGRAMS = {
     program: document
     for document, text in DOCUMENTS.items()
@@ -102,13 +109,33 @@ def test_a_command_in_a_document_runs(command: str, document: Path, run: Run) ->
             "--print-config" if "--proof" in words else "--dry-run"
         ]  # a dry run proves nothing by memory alone
     done = run(program, *words)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == int(SHOWN.get(command, "").startswith("No: ")), done.stderr
     assert done.stdout
+    if command in SHOWN:
+        _assert_shown(SHOWN[command], done.stdout)
     grids = not {"--length", "--proof", "--print-config"} & set(words)
     if words[0] == "predict" and grids:
-        assert re.search(r" trains? up to [\d,]+ tokens on ", done.stdout.splitlines()[0])
+        first = done.stdout.splitlines()[0]
+        assert re.search(r" trains? up to [\d,]+ tokens on |^No: ", first)
     if words[0] == "find" and grids:
         assert "high-water mark" in done.stdout
+
+
+def _assert_shown(shown: str, printed: str) -> None:
+    """Each part that a document shows between ``...`` is printed, in this order; where lines are
+    broken does not matter.
+    """
+    rest = " ".join(printed.split())
+    for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE):
+        words = " ".join(part.split())
+        assert words in rest, words
+        rest = rest.partition(words)[2]
+
+
+def test_guides_and_questions_show_what_commands_print() -> None:
+    assert len(SHOWN) >= 9
+    with pytest.raises(AssertionError):
+        _assert_shown("a\n...\nb", "b\na\n")
 
 
 @pytest.mark.parametrize(("command", "document"), INLINE.items(), ids=INLINE)
