@@ -19,8 +19,9 @@ from highwater.emit.targets import (
     refuse_drafts,
     refuse_unknown_settings,
 )
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
 from highwater.pages.check_page import check_page
+from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.drafts import drafted
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import counted
@@ -37,10 +38,14 @@ def emit(arguments: argparse.Namespace) -> int:
     refuse_unknown_settings(arguments.for_, settings)
     arguments.trainer = TARGETS[arguments.for_].predicted_for
     if arguments.output is not None:
+        if not arguments.output:
+            raise UsageError("a folder without a name", hint="use `-o emitted`")
         refuse_no_folder(Path(arguments.output))
     _refuse_early(arguments, model, settings)
     found = found_for(arguments)
-    console.notes(found.notes)
+    offloads = found.chosen is not None and found.chosen.cell.settings.offload is not False
+    host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
+    console.notes((*found.notes, *host))
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
     chosen = choice(found)
     if chosen is None:

@@ -263,7 +263,10 @@ def _gpus_that_need_not_be_here(parser: Parser) -> None:
     add_json(parser)
     _kind_of_gpus(parser, "4xA100-80GB")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="a machine's memory; default: not a limit"
+        "--host-memory",
+        metavar="SIZE",
+        help="a machine's memory; default: this machine's, or what machines with such GPUs usually "
+        "have",
     )
     parser.add_argument(
         "--reserved",

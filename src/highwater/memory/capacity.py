@@ -233,6 +233,15 @@ def predict_cell(
     found = likely
     if factors is not None or question.margin_bytes:
         found = _CellByFormula(question, cell, memory_limit, formula, factors).longest()
+    if likely.capacity_tokens and not found.capacity_tokens:
+        # nothing leaves the headroom: what is told is of the longest that may fit
+        edge = predict_at(question, cell, memory_limit, formula, likely.capacity_tokens, factors)
+        found = msgspec.structs.replace(
+            edge,
+            does_not_fit_tokens=found.does_not_fit_tokens,
+            lacks_bytes=found.lacks_bytes,
+            binding=found.binding,
+        )
     return msgspec.structs.replace(found, likely_tokens=likely.capacity_tokens)
 
 
@@ -336,7 +345,10 @@ def predict_at(
     lacks_bytes = max(question.margin_bytes - headroom_bytes, high_needed - limit_bytes)
     fits = lacks_bytes <= 0 and fits_host
     risk = risk_of(
-        headroom_bytes=headroom_bytes, pessimistic_bytes=high_needed, device_bytes=limit_bytes
+        headroom_bytes=headroom_bytes,
+        pessimistic_bytes=high_needed,
+        device_bytes=limit_bytes,
+        whole_bytes=question.device_total_bytes,
     )
     return CellPrediction(
         cell=cell,

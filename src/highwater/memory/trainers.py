@@ -125,7 +125,7 @@ def _answered_tokens(predicted: CellPrediction) -> int:
     """The length that a cell's prediction is about, where it may fit; else 0."""
     if predicted.capacity_tokens or predicted.risk is None:
         return predicted.capacity_tokens
-    return predicted.does_not_fit_tokens or 0
+    return predicted.likely_edge_tokens
 
 
 def by_formula(prediction: Prediction, question: Question) -> Prediction:

@@ -49,12 +49,17 @@ def recommendation_answer(found: Recommendation) -> str:
     model = plain(found.model_name)
     where = _where(found)
     where += f", besides {found.rollout_gpus} for rollout," if found.rollout_gpus else ""
+    alone = where.removesuffix(",")
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
-        said = f"No: {model} does not train at {tokens} tokens on {where}, predicted."
-        return f"{said} {_would_fit(found.alternatives)}".rstrip()
+        said = f"No: {model} does not train at {tokens} tokens on {alone}, predicted."
+        is_scaled = found.length_tokens > found.native_length_tokens
+        return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
     how = settings_in_words(
-        chosen.cell.settings, chosen.cell.layout, is_scaled=found.yarn is not None
+        chosen.cell.settings,
+        chosen.cell.layout,
+        is_lowered=chosen.is_lowered,
+        is_scaled=found.yarn is not None,
     )
     by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
     figures = [] if chosen.risk is None else [str(chosen.risk)]
@@ -99,27 +104,37 @@ def _nothing(
     """That nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
-    where = _where(prediction)
+    where, native = _where(prediction).removesuffix(","), prediction.native_length_tokens
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
-        how = settings_in_words(shorter.cell.settings, shorter.cell.layout)
+        is_scaled = shorter.capacity_tokens > native
+        how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
-    return f"{said} {_would_fit(alternatives, fewer) or _lacking(prediction)}"
+    would = _would_fit(alternatives, fewer, is_scaled=(asked or 0) > native)
+    return f"{said} {would or _lacking(prediction)}"
 
 
-def _in_words(alternative: Alternative) -> str:
+def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
     """What would fit, with the flags that do it, or for other GPUs the settings."""
     if alternative.kind in ("technique", "more host memory"):
         typed = " ".join(alternative.flags)
         return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
     assert alternative.cell is not None  # noqa: S101 (who calls has asked)
-    how = settings_in_words(alternative.cell.settings, host_bytes=alternative.host_bytes)
+    how = settings_in_words(
+        alternative.cell.settings,
+        alternative.cell.layout,
+        host_bytes=alternative.host_bytes,
+        is_scaled=is_scaled,
+    )
     return f"{plain(alternative.what)} with {how}"
 
 
-def _would_fit(alternatives: Sequence[Alternative], shorter: Sequence[str] = ()) -> str:
-    would = [*shorter, *(_in_words(each) for each in alternatives if each.cell is not None)]
+def _would_fit(
+    alternatives: Sequence[Alternative], shorter: Sequence[str] = (), *, is_scaled: bool
+) -> str:
+    fitting = [each for each in alternatives if each.cell is not None]
+    would = [*shorter, *(_in_words(each, is_scaled=is_scaled) for each in fitting)]
     return f"What would fit: {'; or '.join(would)}." if would else ""
 
 

@@ -216,6 +216,8 @@ def _fits(predicted: CellPrediction) -> str:
     """How sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
     if predicted.risk is None:
         return "yes" if predicted.capacity_tokens else "no"
+    if not predicted.capacity_tokens and predicted.risk == "safe":
+        return "no"  # it leaves less than was asked for
     return predicted.risk
 
 

@@ -147,7 +147,7 @@ def technique(goal: Goal) -> Alternative:
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
-    if nearest.binding == "host":
+    if nearest.binding == "host" and goal.memory_limit.usual_host is None:
         least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
         needs = f"{format_bytes(least)} at least"
         return Alternative(

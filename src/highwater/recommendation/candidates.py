@@ -34,6 +34,8 @@ class Goal:
     memory_limit: MemoryLimit
     settings: Mapping[str, Any]
     """Fields of ``Request``, as for a prediction."""
+    may_lower: bool = True
+    """Whether a token budget below the default may be taken."""
 
     @property
     def sequences(self) -> int:
@@ -52,7 +54,8 @@ class Goal:
         """
         traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
         least = 1 if traits is None else traits.documents_together
-        return tuple(dict.fromkeys((self.sequences, min(self.sequences, least))))
+        lowered = min(self.sequences, least) if self.may_lower else self.sequences
+        return tuple(dict.fromkeys((self.sequences, lowered)))
 
     def question(
         self, sequences: int, *, length_tokens: int | None

@@ -11,6 +11,7 @@ print(found.chosen.label if found.chosen else "nothing fits")
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def what_would_fit(
     where = gpus_meant(gpus, gpu_memory)
     limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
     goal = _goal(model, length_tokens, where, limit, trainer, settings)
+    goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
 
 

@@ -28,12 +28,17 @@ def default_headroom_bytes(device_bytes: int) -> int:
     return min(max(_LEAST_BYTES, device_bytes * part // of), device_bytes // _MOST_SHARE)
 
 
-def risk_of(*, headroom_bytes: int, pessimistic_bytes: int, device_bytes: int) -> Risk | None:
+def risk_of(
+    *, headroom_bytes: int, pessimistic_bytes: int, device_bytes: int, whole_bytes: int | None
+) -> Risk | None:
     """The risk of a length that leaves ``headroom_bytes`` by the prediction itself, and needs
     ``pessimistic_bytes`` by its upper end; None where not even the prediction fits.
+
+    ``device_bytes`` are what training has of a GPU, ``whole_bytes`` the GPU's, where that is more.
     """
     if headroom_bytes < 0:
         return None
     if pessimistic_bytes > device_bytes:
         return "tight"
-    return "safe" if headroom_bytes >= default_headroom_bytes(device_bytes) else "likely"
+    kept_bytes = default_headroom_bytes(whole_bytes or device_bytes)
+    return "safe" if headroom_bytes >= kept_bytes else "likely"

@@ -288,6 +288,9 @@ def _at(
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, lacks_bytes) or None,
         risk=risk_of(
-            headroom_bytes=headroom_bytes, pessimistic_bytes=high_bytes, device_bytes=device_bytes
+            headroom_bytes=headroom_bytes,
+            pessimistic_bytes=high_bytes,
+            device_bytes=device_bytes,
+            whole_bytes=question.device_total_bytes,
         ),
     )

@@ -124,7 +124,10 @@ def replay_cell(
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, question.margin_bytes - headroom_bytes) or None,
         risk=risk_of(
-            headroom_bytes=headroom_bytes, pessimistic_bytes=used_bytes, device_bytes=device_bytes
+            headroom_bytes=headroom_bytes,
+            pessimistic_bytes=used_bytes,
+            device_bytes=device_bytes,
+            whole_bytes=question.device_total_bytes,
         ),
     )
 
