@@ -5,10 +5,14 @@ import json
 import pytest
 from transformers import AutoConfig
 
+from highwater.errors import UsageError
 from highwater.models.rope import scale_rope
 from highwater.spec.model import load_model
 from highwater.spec.model_catalog import catalog_names
 from highwater.spec.rope import yarn
+
+_BY_KIND_OF_LAYER = ("gemma3_text", "olmo3")
+"""Families whose kinds of layers have each their own RoPE, which YaRN does not stretch here."""
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
@@ -19,6 +23,12 @@ def test_the_block_is_the_engines(name, rope):
     for length in (native // 2, native, native + 4096, 8 * native):
         if length > native and model.own_rope_scaling and rope == "auto":
             continue  # refused
+        if length > native and model.shape.model_type in _BY_KIND_OF_LAYER:
+            with pytest.raises(UsageError, match="RoPE for each kind of layer"):
+                scale_rope(
+                    AutoConfig.from_pretrained(model.directory), length_tokens=length, rope=rope
+                )
+            continue
         config = AutoConfig.from_pretrained(model.directory)
         before = json.dumps(config.rope_parameters, default=str)
         scale_rope(config, length_tokens=length, rope=rope)
