@@ -2,10 +2,18 @@
 are those of its settings.
 """
 
+from typing import Any
+
+import msgspec
 import pytest
 
 import highwater
-from highwater.pages.answer_sentence import prediction_answer
+from highwater import recommend
+from highwater.pages.answer_sentence import prediction_answer, recommendation_answer
+from highwater.pages.caveats import assumed_host
+from highwater.pages.prediction_tables import prediction_table
+from highwater.recommendation.recommend import what_would_fit
+from highwater.spec.host_memory import THIS_MACHINE
 from highwater.units import format_bytes, format_tokens
 
 
@@ -71,3 +79,63 @@ def test_degrees_are_said_in_words() -> None:
     assert (
         "each sequence shared by 2 GPUs (Ulysses), a ring of 2 and 2 copies of the states" in said
     )
+
+
+def test_the_longest_that_may_fit_has_its_own_figures() -> None:
+    """Where no length leaves the headroom, what is told is not of the shortest."""
+    one: dict[str, Any] = {"loss": "full", "allocator": "native", "host_memory": "8GiB"}
+    gpu: dict[str, Any] = {"gpus": 1, "gpu_memory": "12964MiB"}
+    found = highwater.predict("Qwen3-0.6B", **gpu, **one, start_length=256, resolution=256)
+    answer = found.answer
+    assert answer is not None
+    assert answer.capacity_tokens == 0 < answer.likely_edge_tokens
+    (alone,) = highwater.predict("Qwen3-0.6B", **gpu, **one, length=answer.likely_edge_tokens).cells
+    assert (answer.risk, answer.headroom_bytes) == (alone.risk, alone.headroom_bytes)
+    assert answer.risk in ("likely", "tight")
+    assert " may train up to " in prediction_answer(found)
+
+
+def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for() -> None:
+    found = highwater.predict(
+        "Qwen3-8B", gpus="4xA100-80GB", length="150k", margin="30GiB", offload=False
+    )
+    fits = [row[2] for row in prediction_table(found).rows]
+    for cell, said in zip(found.cells, fits, strict=True):
+        assert (said == "safe") == bool(cell.capacity_tokens)
+    assert prediction_answer(found).startswith("No: ") == ("safe" not in fits)
+
+
+def test_what_would_fit_has_the_micro_batch_that_was_asked_for() -> None:
+    asked: dict[str, Any] = {"gpus": "1xA100-80GB", "sequences_per_micro_batch": 4}
+    would = what_would_fit("Qwen3-8B", length_tokens=102_400, **asked)
+    assert would
+    for each in would:
+        if each.cell is not None:
+            assert each.cell.settings.sequences_per_micro_batch == 4
+    lowered = recommend("Qwen3-8B", length=102_400, **asked)
+    assert lowered.chosen is not None
+    assert lowered.chosen.is_lowered
+    assert "1 sequence a micro-batch" in recommendation_answer(lowered)
+
+
+def test_host_memory_that_was_read_or_named_is_not_called_assumed() -> None:
+    usual = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True)
+    named = highwater.predict("Qwen3-8B", gpus="1xA100-80GB", offload=True, host_memory="144GiB")
+    assert usual.memory_limit.usual_host is not None
+    assert usual.memory_limit.host_bytes == named.memory_limit.host_bytes
+    assert ", assumed)" in prediction_answer(usual)
+    assert ", assumed)" not in prediction_answer(named)
+    own = msgspec.structs.replace(usual.memory_limit, usual_host=THIS_MACHINE)
+    read = msgspec.structs.replace(usual, memory_limit=own)
+    assert ", assumed)" not in prediction_answer(read)
+    (said,) = assumed_host(own.host_bytes, own.usual_host)
+    assert "this machine's" in said
+
+
+def test_gpus_for_rollout_make_no_comma_of_their_own() -> None:
+    for length in ("16k", "300k"):
+        said = recommendation_answer(
+            recommend("Qwen3-8B", gpus="4xA100-80GB", length=length, rollout_gpus=3)
+        )
+        assert " besides 3 for rollout, " in said
+        assert ",," not in said

@@ -131,9 +131,9 @@ def played_again(study: Study) -> list[tuple[Cell, int, int]]:
     ]
 
 
-def _until_edge(question: Question, trials: Sequence[object]) -> int:
+def _until_edge(question: Question, trials: Sequence[TrialFinished]) -> int:
     """Trials until both sides of the edge were seen."""
-    told = [(trial.spec.length_tokens, trial.result) for trial in trials]  # type: ignore[attr-defined]
+    told = [(trial.spec.length_tokens, trial.result) for trial in trials]
     for count in range(1, len(told) + 1):
         seen = [(length, result.outcome) for length, result in told[:count] if result is not None]
         fit = max((length for length, outcome in seen if outcome.is_fit), default=0)

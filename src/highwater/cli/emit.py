@@ -20,8 +20,8 @@ from highwater.emit.targets import (
     refuse_unknown_settings,
 )
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
+from highwater.pages.caveats import assumed_host
 from highwater.pages.check_page import check_page
-from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.drafts import drafted
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.units import counted

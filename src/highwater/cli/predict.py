@@ -16,8 +16,8 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.pages.answer_sentence import prediction_answer
+from highwater.pages.caveats import assumed_host
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
-from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.recommend import what_would_fit
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.declared_settings import taken_by

@@ -10,8 +10,8 @@ from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.pages.answer_sentence import recommendation_answer
+from highwater.pages.caveats import assumed_host
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
-from highwater.pages.settings_words import assumed_host
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import runs_trials

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
     DATASET,
+    WHOLE_SHARDS,
     Emitted,
     Value,
     emitted,
@@ -46,10 +47,6 @@ _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _NARROW = (
     "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
     "which takes less, and loses updates below 0.2 % of a number; `--strategy fsdp` keeps float32"
-)
-_WHOLE_SHARDS = (
-    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
-    "takes 8 bytes for each number of the largest"
 )
 _RING = (
     "sequences shared among GPUs need the package ring-flash-attn: pip install "
@@ -140,7 +137,7 @@ def _cannot(chosen: Candidate) -> tuple[str, ...]:
     if _is_second(chosen) and settings.lora is None:
         said.append(_NARROW)
     if settings.optimizer_traits.is_quantized:
-        said.append(_WHOLE_SHARDS)
+        said.append(WHOLE_SHARDS)
     return tuple(said)
 
 

@@ -36,6 +36,11 @@ Target = Literal[
     "ms-swift",
 ]
 Value = bool | int | float | str
+WHOLE_SHARDS = (
+    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
+    "takes 8 bytes for each number of the largest"
+)
+"""What no trainer that has its moments of 8 bits from torchao can express."""
 DATASET = "REPLACE-WITH-YOUR-DATASET"
 """What stands where a file has to name data, which are the user's."""
 
@@ -240,6 +245,7 @@ def heading(
         if chosen.headroom_bytes is None
         else f"{format_bytes(chosen.headroom_bytes)} of headroom"
     )
+    headroom += "" if chosen.risk is None else f", {chosen.risk}"
     return [
         f"{name} {version}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, "
         f"{found.gpus} x {found.device_name}"

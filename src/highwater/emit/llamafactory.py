@@ -15,6 +15,7 @@ from highwater.emit.accelerate import launched_values
 from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
     DATASET,
+    WHOLE_SHARDS,
     Emitted,
     Value,
     emitted,
@@ -44,10 +45,6 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
     "adamw-8bit": "adamw_torch_8bit",
 }
 """``optim`` by optimizer: the other is torchao's, which FSDP shards."""
-_WHOLE_SHARDS = (
-    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
-    "takes 8 bytes for each number of the largest"
-)
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
 _FUSED_LOSS = (
     "enable_liger_kernel is the chunked loss, and needs the package liger-kernel: it has one for "
@@ -66,7 +63,7 @@ def llamafactory(
     settings = chosen.cell.settings
     refuse_obstacle(chosen, _obstacle)
     refuse_optimizer(settings, OPTIMIZERS, name="LLaMA-Factory")
-    cannot = [_WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
+    cannot = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
     cannot += engine_alone(settings, name="LLaMA-Factory")
     variables = environment(chosen)
     elsewhere = "" if model_path else ' "model_name_or_path=$MODEL_PATH"'

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from highwater.emit.emitted import (
     DATASET,
+    WHOLE_SHARDS,
     Emitted,
     Value,
     emitted,
@@ -44,10 +45,6 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {
     "adamw-8bit": "adamw_torch_8bit",
 }
 """``optim`` by optimizer: the second is torchao's, which FSDP2 shards."""
-_WHOLE_SHARDS = (
-    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
-    "takes 8 bytes for each number of the largest"
-)
 _FLASH = "attn_impl: flash_attention_2 needs the package flash-attn, and packing needs it"
 _KIND = (
     "a directory that is not called as the model on the Hub wants to be told what it is: "
@@ -135,7 +132,7 @@ def _cannot(chosen: Candidate, shape: ModelShape | None) -> tuple[str, ...]:
     if settings.loss == "chunked" and not _fuses(chosen):
         said.append(_WHOLE_LOGITS)
     if settings.optimizer_traits.is_quantized:
-        said.append(_WHOLE_SHARDS)
+        said.append(WHOLE_SHARDS)
     return tuple(said)
 
 

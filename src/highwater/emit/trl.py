@@ -22,6 +22,7 @@ from highwater.emit.accelerate import (
 )
 from highwater.emit.adapter_words import whole_alpha
 from highwater.emit.emitted import (
+    WHOLE_SHARDS,
     Emitted,
     Value,
     emitted,
@@ -76,10 +77,6 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
 """``optim`` by optimizer: the other is torchao's ``AdamW8bit``, whose update
 tests/numeric/test_low_bit.py compares with ours. It has none with moments in bfloat16 beside
 parameters in float32."""
-_WHOLE_MATRICES = (
-    "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
-    "takes 8 bytes for each number of the largest"
-)
 _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
@@ -179,7 +176,7 @@ def _cannot(chosen: Candidate, sharing: SequenceSharing) -> tuple[str, ...]:
     settings, command = chosen.cell.settings, COMMANDS[chosen.cell.settings.objective]
     said: list[str] = []
     if settings.optimizer_traits.is_quantized:
-        said.append(_WHOLE_MATRICES)
+        said.append(WHOLE_SHARDS)
     if settings.holds_logits:
         said.append("whole logits: its losses are computed in tiles, which takes less")
     if sharing == "heads":

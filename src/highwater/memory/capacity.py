@@ -49,7 +49,8 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     host_bytes: int | None = None
     """Bytes of the machine's own memory; None: nobody knows."""
     usual_host: str | None = None
-    """The machine that usually has such GPUs, where its memory is taken because nobody said."""
+    """The machine that usually has such GPUs, where its memory is taken because nobody said;
+    ``this machine`` where its own was read."""
     constants: MachineConstants | None = None
     """Constants measured on the user's own GPUs; None: those that come along, which were read on
     H200s."""
@@ -144,6 +145,11 @@ class Prediction(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
+    def has_default_headroom(self) -> bool:
+        """Whether a length has to leave what it has to by default, no more and no less."""
+        return self.margin_bytes == default_headroom_bytes(self.device_bytes)
+
+    @property
     def answer(self) -> CellPrediction | None:
         """The cell that answers: the simplest that trains the length, or that of the longest
         capacity. Where none leaves the default headroom, the roomiest that may fit; None where none
@@ -172,7 +178,6 @@ def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacit
     which is named where it is not the default.
     """
     kinds = {kind.name: kind.usable_bytes for kind in gpu_catalog()}
-    is_default = prediction.margin_bytes == default_headroom_bytes(prediction.device_bytes)
     is_whole = (
         kinds.get(prediction.device_name, prediction.device_bytes)
         == prediction.memory_limit.device_bytes
@@ -188,7 +193,7 @@ def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacit
             cell=predicted.cell,
             capacity_tokens=predicted.capacity_tokens,
             does_not_fit_tokens=predicted.does_not_fit_tokens,
-            margin_bytes=0 if is_default else prediction.margin_bytes,
+            margin_bytes=0 if prediction.has_default_headroom else prediction.margin_bytes,
             source="predicted",
             trainer=prediction.trainer,
             found_in=found_in,

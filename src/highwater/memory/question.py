@@ -24,7 +24,7 @@ from highwater.spec.cluster import Cluster
 from highwater.spec.declared_settings import TOPICS
 from highwater.spec.hardware import runs_trials
 from highwater.spec.headroom import default_headroom_bytes
-from highwater.spec.host_memory import default_host
+from highwater.spec.host_memory import THIS_MACHINE, default_host
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.objective import TRAITS
@@ -258,7 +258,7 @@ def with_usual_host(
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
     if own_bytes is not None:
-        return msgspec.structs.replace(limit, host_bytes=own_bytes, usual_host="this machine")
+        return msgspec.structs.replace(limit, host_bytes=own_bytes, usual_host=THIS_MACHINE)
     gpus = where.on_one_machine().gpus
     each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
     found = next((host for host in each if host is not None), None)

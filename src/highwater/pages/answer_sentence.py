@@ -9,7 +9,9 @@ from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
 from highwater.spec.cluster import nameless
 from highwater.spec.headroom import Risk
+from highwater.spec.host_memory import THIS_MACHINE
 from highwater.spec.recommendation import Alternative, Recommendation
+from highwater.spec.settings import Settings
 from highwater.spec.trainer import OURS
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -38,10 +40,10 @@ def prediction_answer(
     how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} with {how}: {_figures(prediction, answer)}. Predicted."
+        return f"{first} on {where} with {how}: {_of_prediction(prediction, answer)}. Predicted."
     may = "trains" if answer.capacity_tokens else "may train"
     said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
-    return f"{said}{_figures(prediction, answer)}. Predicted.{_beside(prediction, answer)}"
+    return f"{said}{_of_prediction(prediction, answer)}. Predicted.{_beside(prediction, answer)}"
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -62,15 +64,16 @@ def recommendation_answer(found: Recommendation) -> str:
         is_scaled=found.yarn is not None,
     )
     by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
-    figures = [] if chosen.risk is None else [str(chosen.risk)]
-    if chosen.headroom_bytes is not None:
-        figures.append(f"{format_bytes(max(0, chosen.headroom_bytes))} of each GPU left")
-    if chosen.host_bytes is not None:
-        is_usual = chosen.cell.settings.offload is not False and found.usual_host
-        figures.append(_host(chosen.host_bytes, found.host_memory_bytes if is_usual else None))
-    if chosen.step_time is not None:
-        figures.append(_speed(chosen.step_time.tokens_per_s, chosen.step_time.time_s))
-    after = f": {', '.join(figures)}" if figures else ""
+    usual_bytes = _assumed_bytes(found.host_memory_bytes, found.usual_host, chosen.cell.settings)
+    step = chosen.step_time
+    figures = _figures(
+        chosen.risk,
+        left_bytes=chosen.headroom_bytes,
+        host_bytes=chosen.host_bytes,
+        assumed_bytes=usual_bytes,
+        speed=None if step is None else (step.tokens_per_s, step.time_s),
+    )
+    after = f": {figures}" if figures else ""
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. {by}."
     )
@@ -140,8 +143,8 @@ def _would_fit(
 
 def _lacking(prediction: Prediction) -> str:
     """What the cell that is nearest to fitting lacks."""
-    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", lacking_bytes(cell)))
-    lacks_bytes = lacking_bytes(nearest)
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
+    lacks_bytes = _lacking_bytes(nearest)
     if nearest.binding == "host":
         lacks_bytes = nearest.footprint.host_bytes - (prediction.memory_limit.host_bytes or 0)
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
@@ -151,7 +154,7 @@ def _lacking(prediction: Prediction) -> str:
     )
 
 
-def lacking_bytes(predicted: CellPrediction) -> int:
+def _lacking_bytes(predicted: CellPrediction) -> int:
     """Bytes of a GPU that a cell lacks; of files from before they were written, what its headroom
     tells.
     """
@@ -160,24 +163,40 @@ def lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes)
 
 
-def _figures(prediction: Prediction, predicted: CellPrediction) -> str:
-    """How sure it is, what is left of a GPU, what it takes of the host, and how fast it is."""
-    limit = prediction.memory_limit
-    said = [] if predicted.risk is None else [predicted.risk]
-    said.append(f"{format_bytes(max(0, predicted.headroom_bytes))} of each GPU left")
-    host_bytes, offload = predicted.footprint.host_bytes, predicted.cell.settings.offload
-    usual = limit.host_bytes if offload is not False and limit.usual_host else None
-    said.append(_host(host_bytes, usual))
-    if predicted.step is not None:
-        said.append(_speed(predicted.step.tokens_per_s, predicted.step.time_s))
+def _of_prediction(prediction: Prediction, predicted: CellPrediction) -> str:
+    limit, step = prediction.memory_limit, predicted.step
+    return _figures(
+        predicted.risk,
+        left_bytes=predicted.headroom_bytes,
+        host_bytes=predicted.footprint.host_bytes,
+        assumed_bytes=_assumed_bytes(limit.host_bytes, limit.usual_host, predicted.cell.settings),
+        speed=None if step is None else (step.tokens_per_s, step.time_s),
+    )
+
+
+def _figures(
+    risk: Risk | None,
+    *,
+    left_bytes: int | None,
+    host_bytes: int | None,
+    assumed_bytes: int | None,
+    speed: tuple[float, float] | None,
+) -> str:
+    """How sure it is, what is left of a GPU, what it takes of the host, of how much where that is
+    assumed, and how fast it is: tokens per second, and seconds a step.
+    """
+    said = [] if risk is None else [str(risk)]
+    if left_bytes is not None:
+        said.append(f"{format_bytes(max(0, left_bytes))} of each GPU left")
+    if host_bytes is not None:
+        of = "" if assumed_bytes is None else f" (of {format_bytes(assumed_bytes)}, assumed)"
+        said.append(f"{format_bytes(host_bytes)} of host memory{of}")
+    if speed is not None:
+        said.append(f"about {speed[0]:,.0f} tokens/s ({format_seconds(speed[1])} a step)")
     return ", ".join(said)
 
 
-def _host(host_bytes: int, usual_bytes: int | None) -> str:
-    """Host memory that it takes, and of how much, where that was not said."""
-    said = f"{format_bytes(host_bytes)} of host memory"
-    return said if usual_bytes is None else f"{said} (of {format_bytes(usual_bytes)}, assumed)"
-
-
-def _speed(tokens_per_s: float, time_s: float) -> str:
-    return f"about {tokens_per_s:,.0f} tokens/s ({format_seconds(time_s)} a step)"
+def _assumed_bytes(host_bytes: int | None, machine: str | None, settings: Settings) -> int | None:
+    """The host memory of a machine that usually has such GPUs, where states live there."""
+    is_assumed = machine not in (None, THIS_MACHINE) and settings.offload is not False
+    return host_bytes if is_assumed else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from highwater.emit.emitted import Emitted
 from highwater.pages.text import plain
+from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.trainer import TRAINERS
 from highwater.units import format_bytes, format_tokens
@@ -52,6 +53,8 @@ def check_page(
 def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
     """What was found of the settings, a line each."""
     lines = [f"settings: {chosen.label}"]
+    if chosen.risk is not None:
+        lines.append(f"how sure it is: {chosen.risk} ({RISK_IN_WORDS})")
     if chosen.headroom_bytes is not None:
         used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
         lines.append(

@@ -14,7 +14,8 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
-from highwater.pages.settings_words import assumed_host, short_settings, unmeasured
+from highwater.pages.caveats import assumed_host, caveat, star_of_yarn
+from highwater.pages.settings_words import short_settings
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.headroom import RISK_IN_WORDS
@@ -257,28 +258,22 @@ def _device_memory(predicted: CellPrediction) -> str:
 def _caveat(prediction: Prediction) -> str:
     """The one line that a reader needs beside the table."""
     answer, known = prediction.answer, prediction.calibration
-    says = "`--explain` says what from, and how good such predictions were"
-    if answer is not None and answer.risk == "tight":
-        says = "tight: only the prediction itself fits, its pessimistic end does not; try it first"
-    elif answer is not None and answer.risk == "likely":
-        says = "likely: even the pessimistic end fits, but little is left; try it first"
-    elif known is not None and answer is not None:
+    unlike: tuple[str, ...] = ()
+    if known is not None and answer is not None:
         cells = [each.cell for each in prediction.cells]
-        says = unmeasured(unlike_cell(known.unlike, answer.cell, cells)) or says
-    return "; ".join((*_yarn(prediction), says))
+        unlike = unlike_cell(known.unlike, answer.cell, cells)
+    return caveat(None if answer is None else answer.risk, unlike, star=_star(prediction))
 
 
-def _yarn(prediction: Prediction) -> tuple[str, ...]:
-    """What a star means, where there is one."""
-    native = prediction.native_length_tokens
-    longest = max((predicted.likely_edge_tokens for predicted in prediction.cells), default=0)
-    is_past = (prediction.length_tokens or longest) > native
-    return (f"* past the native length of {format_tokens(native)}: YaRN",) if is_past else ()
+def _star(prediction: Prediction) -> tuple[str, ...]:
+    lengths = (predicted.likely_edge_tokens for predicted in prediction.cells)
+    longest = prediction.length_tokens or max(lengths, default=0)
+    return star_of_yarn(longest, prediction.native_length_tokens)
 
 
 def _explanations(prediction: Prediction) -> list[str]:
     """All that is known of the predictions of a table."""
-    notes = [*_yarn(prediction), RISK_IN_WORDS]
+    notes = [*_star(prediction), RISK_IN_WORDS]
     notes.append(
         f"trains up to: with {format_bytes(prediction.margin_bytes)} of headroom, and at the "
         "pessimistic end of the prediction; may reach: where the prediction itself fits; headroom "

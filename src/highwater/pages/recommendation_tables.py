@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
-from highwater.pages.settings_words import assumed_host, short_settings, unmeasured
+from highwater.pages.caveats import assumed_host, caveat, star_of_yarn
+from highwater.pages.settings_words import short_settings
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator_variables import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
@@ -323,23 +324,16 @@ def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
 
 def _caveat(found: Recommendation) -> str:
     """The one line that a reader needs beside the tables."""
-    risk = None if found.chosen is None else found.chosen.risk
-    says = "`--explain` says what from, and how good such answers were"
-    if risk == "tight":
-        says = "tight: only the prediction itself fits, its pessimistic end does not; try it first"
-    elif risk == "likely":
-        says = "likely: even the pessimistic end fits, but little is left; try it first"
-    elif found.chosen is not None and found.chosen.source == "predicted":
+    chosen, unlike = found.chosen, tuple[str, ...]()
+    if chosen is not None and chosen.source == "predicted":
         cells = [each.cell for each in found.candidates]
-        says = unmeasured(unlike_cell(found.unlike, found.chosen.cell, cells)) or says
-    return "; ".join((*_star(found), says))
+        unlike = unlike_cell(found.unlike, chosen.cell, cells)
+    return caveat(None if chosen is None else chosen.risk, unlike, star=_star(found))
 
 
 def _star(found: Recommendation) -> tuple[str, ...]:
-    """What a star means, where there is one."""
-    native = found.native_length_tokens
-    is_past = any(candidate.capacity_tokens > native for candidate in found.candidates)
-    return (f"* past the native length of {format_tokens(native)}: YaRN",) if is_past else ()
+    longest = max((each.capacity_tokens for each in found.candidates), default=0)
+    return star_of_yarn(longest, found.native_length_tokens)
 
 
 def _explanations(found: Recommendation) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from highwater.pages.text import plain
 from highwater.spec.declared_settings import DECLARED, IN_A_LABEL
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -77,26 +76,6 @@ def other_training(settings: Settings) -> list[str]:
     if settings.parameters == "bf16":
         said.append("parameters in bf16")
     return said
-
-
-def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
-    """Which machine's host memory is taken because nobody said how much there is."""
-    if machine is None or host_bytes is None:
-        return ()
-    return (
-        f"host memory is taken as {format_bytes(host_bytes)} ({plain(machine)}); `--host-memory` "
-        "says what yours has",
-    )
-
-
-def unmeasured(unlike: Sequence[str]) -> str:
-    """The caveat about what no recorded trial had; empty where there is nothing."""
-    if not unlike:
-        return ""
-    return (
-        f"nobody has measured this with {listed(unlike)} yet: try it before you rely on it; "
-        "`--explain` says more"
-    )
 
 
 def listed(words: Sequence[str]) -> str:

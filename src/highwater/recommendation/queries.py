@@ -9,7 +9,6 @@ from highwater.spec.capacities import Capacity
 from highwater.spec.cluster import nameless
 from highwater.spec.declared_settings import taken_by
 from highwater.spec.hardware import kind_of
-from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.settings import Settings
@@ -67,8 +66,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     if kind is None and not is_nameless:
         return None
     is_whole = kind is not None and kind.usable_bytes == prediction.device_bytes
-    is_default = prediction.margin_bytes == default_headroom_bytes(prediction.device_bytes)
-    margin = () if is_default else (("margin", prediction.margin_bytes),)
+    margin = () if prediction.has_default_headroom else (("margin", prediction.margin_bytes),)
     return Query(
         model=words,
         kind=None if kind is None else kind.name,

@@ -12,6 +12,9 @@ from highwater.spec.codec import Record, from_builtins
 from highwater.spec.hardware import kind_of
 from highwater.units import GIB
 
+THIS_MACHINE = "this machine"
+"""The name of the machine whose memory was read, and not taken from the catalog."""
+
 
 class Host(Record, frozen=True, kw_only=True):
     """A machine as it is rented or built."""
