@@ -12,7 +12,6 @@ from steps import Split, TimedStep, steps
 from highwater.spec.model import load_model
 from highwater.speed.step_seconds import predicted_step
 
-DEVICE = "NVIDIA H200"
 SHOWN = 8
 
 
@@ -23,7 +22,7 @@ def error(step: TimedStep) -> float:
         step.settings,
         step.layout,
         length_tokens=step.length_tokens,
-        device_name=DEVICE,
+        device_name=step.device_name,
         micro_batches=step.micro_batches,
     )
     assert found is not None  # noqa: S101

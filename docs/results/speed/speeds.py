@@ -30,6 +30,7 @@ CELLS: tuple[tuple[str, int, bool, Recompute], ...] = (
         for offload, how in ((False, "layer"), (False, KEPT), (True, "layer"))
     ),
     *(("Qwen3-30B-A3B", 8, False, how) for how in ("layer", KEPT)),
+    *((model, 1, True, "layer") for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")),
 )
 """Model, GPUs, offload, what is recomputed; each sequence is shared by all GPUs of a cell."""
 HEADINGS = (
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--gpus", type=int, nargs="+", default=[1], help="numbers of GPUs whose cells are tried"
     )
+    parser.add_argument("--offload", action="store_true", help="only cells with offload")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), help="K of N: every Nth trial, from the Kth on"
     )
@@ -57,9 +59,10 @@ def main() -> None:
         json.loads(arguments.output.read_text()) if arguments.output.is_file() else []
     )
     which, of = arguments.part
-    asked = [(*cell, length) for cell in CELLS if cell[1] in arguments.gpus for length in LENGTHS][
-        which::of
-    ]
+    cells = [each for each in CELLS if each[1] in arguments.gpus]
+    if arguments.offload:
+        cells = [each for each in cells if each[2]]
+    asked = [(*cell, length) for cell in cells for length in LENGTHS][which::of]
     done = {(*cell_of(row), row["length_tokens"]) for row in rows}
     for model, gpus, offload, recompute, length in () if arguments.table else asked:
         if (model, gpus, offload, recompute, length) in done:

@@ -1,10 +1,10 @@
-"""Step times that were recorded on H200s, and which of them the model of speed was fitted to.
+"""Step times that were recorded, on H200s but where it says so, and which of them the model of speed was fitted to.
 
 ``python docs/results/speed/steps.py`` prints the trials by split. The split is by model and number
 of GPUs, and was written down before anything was fitted: Qwen3-0.6B on any number of GPUs and 4B on
-one or two are there to fit, 1.7B, 8B and what came later are held out. Apart are trials with
-offload, which ran beside others on their host, and those of an engine before norm and rotation were
-one kernel.
+one or two are there to fit, 1.7B, 8B and what came later are held out, five trials with offload, alone on an H100, among them.
+Apart are trials with offload that ran beside others on their host, and those of an engine before
+norm and rotation were one kernel.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,8 @@ from highwater.spec.trial import Outcome, TrialResult
 RESULTS = Path(__file__).parents[1]
 Split = Literal["fitted", "held out", "beside others", "older engine"]
 FITTED = (("Qwen3-0.6B", 1), ("Qwen3-0.6B", 2), ("Qwen3-0.6B", 4), ("Qwen3-4B", 1), ("Qwen3-4B", 2))
+ALONE, H100 = "offload_alone", "NVIDIA H100 80GB HBM3"
+"""Trials with offload beside which nothing else ran on their machine."""
 OLDER = "qwen3-"
 """How studies of that engine begin (docs/results/lab/searches.md, the first table)."""
 
@@ -40,10 +42,11 @@ class TimedStep(NamedTuple):
     micro_batches: int
     seconds: float
     split: Split
+    device_name: str = "NVIDIA H200"
 
 
 def steps() -> Iterator[TimedStep]:
-    """Every full trial on H200s that is on record, its last step."""
+    """Every full trial that is on record, its last step."""
     for path in sorted((RESULTS / "find").glob("*.jsonl")):
         for trial in highwater.open_study(path).trials:
             spec = trial.spec
@@ -51,7 +54,7 @@ def steps() -> Iterator[TimedStep]:
                 continue
             how = (spec.model_name, spec.settings, spec.layout, spec.length_tokens)
             yield _step(path.stem, *how, spec.micro_batches, _seconds(trial.result))
-    for row in json.loads((RESULTS / "speed" / "speeds.json").read_text()):
+    for row in (*_rows("speeds"), *_rows(ALONE)):
         if row["outcome"] == "FIT":
             settings = Settings(
                 loss="chunked",
@@ -61,7 +64,8 @@ def steps() -> Iterator[TimedStep]:
             )
             layout = Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"])
             how = (row["model"], settings, layout, row["length_tokens"])
-            yield _step("speeds", *how, 2, row["step_time_s"])
+            source = ALONE if row["device_name"] == H100 else "speeds"
+            yield _step(source, *how, 2, row["step_time_s"])
     for trial in json.loads((RESULTS / "lora" / "cells" / "trials.json").read_text()):
         result, spec = msgspec.convert(trial["result"], TrialResult), trial["spec"]
         if _is_timed(result):
@@ -90,6 +94,10 @@ def steps() -> Iterator[TimedStep]:
             yield _step("lora", *how, 1, median(row["step_times_s"][contender]))
 
 
+def _rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "speed" / f"{name}.json").read_text())
+
+
 def _is_timed(result: TrialResult) -> bool:
     return result.outcome is Outcome.FIT and bool(result.ranks[0].step_times_s)
 
@@ -110,12 +118,23 @@ def _step(
     split: Split = "held out"
     if source.startswith(OLDER):
         split = "older engine"
+    elif source == ALONE:
+        split = "held out"
     elif settings.offload:
         split = "beside others"
     elif source != "lora" and (model_name, layout.gpus) in FITTED:
         split = "fitted"
+    device_name = H100 if source == ALONE else "NVIDIA H200"
     return TimedStep(
-        source, model_name, settings, layout, length_tokens, micro_batches, seconds, split
+        source,
+        model_name,
+        settings,
+        layout,
+        length_tokens,
+        micro_batches,
+        seconds,
+        split,
+        device_name,
     )
 
 
