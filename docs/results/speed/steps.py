@@ -1,10 +1,10 @@
-"""Step times that were recorded, on H200s but where it says so, and which of them the model of speed was fitted to.
+"""Step times that were recorded, and which of them the model of speed was fitted to.
 
 ``python docs/results/speed/steps.py`` prints the trials by split. The split is by model and number
 of GPUs, and was written down before anything was fitted: Qwen3-0.6B on any number of GPUs and 4B on
-one or two are there to fit, 1.7B, 8B and what came later are held out, five trials with offload, alone on an H100, among them.
-Apart are trials with offload that ran beside others on their host, and those of an engine before
-norm and rotation were one kernel.
+one or two are there to fit, 1.7B, 8B and what came later are held out. Apart are trials with
+offload, which ran beside others on their host or alone on theirs, and those of an engine before
+norm and rotation were one kernel. All are of H200s but those alone, of an H100.
 """
 
 import json
@@ -23,7 +23,7 @@ from highwater.spec.settings import Recompute, Settings
 from highwater.spec.trial import Outcome, TrialResult
 
 RESULTS = Path(__file__).parents[1]
-Split = Literal["fitted", "held out", "beside others", "older engine"]
+Split = Literal["fitted", "held out", "offload alone", "beside others", "older engine"]
 FITTED = (("Qwen3-0.6B", 1), ("Qwen3-0.6B", 2), ("Qwen3-0.6B", 4), ("Qwen3-4B", 1), ("Qwen3-4B", 2))
 ALONE, H100 = "offload_alone", "NVIDIA H100 80GB HBM3"
 """Trials with offload beside which nothing else ran on their machine."""
@@ -119,7 +119,7 @@ def _step(
     if source.startswith(OLDER):
         split = "older engine"
     elif source == ALONE:
-        split = "held out"
+        split = "offload alone"
     elif settings.offload:
         split = "beside others"
     elif source != "lora" and (model_name, layout.gpus) in FITTED:

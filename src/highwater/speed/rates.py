@@ -21,8 +21,8 @@ _TFLOPS_OF_H200 = 989.0
 
 
 BASIS_IN_WORDS: dict[Basis, str] = {
-    "measured": "a step's time is predicted too, from what H200s do in a second: of 49 trials that "
-    "were held out half were within 4 %, 95 % within 18 %; with offload the host decides, and "
+    "measured": "a step's time is predicted too, from what H200s do in a second: of 44 trials that "
+    "were held out half were within 3 %, 95 % within 16 %; with offload the host decides, and "
     "trials beside others were up to 4 times as slow (docs/results/speed)",
     "scaled": "a step's time is predicted too, from what an H200 does in a second times what the "
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
