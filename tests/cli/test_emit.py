@@ -22,8 +22,13 @@ def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> Non
     document = yaml.safe_load(done.stdout)
     assert document["cluster"]["gpu_per_node"] == 4
     assert document["trainer"]["trainer_type"] == "verl"
-    assert done.stdout.startswith(
-        "# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout\n"
+    answer, heading = done.stdout.splitlines()[:2]
+    assert answer.startswith(
+        "# Yes: Qwen3-0.6B trains 16,384 tokens on 2 x H20-96GB, trained by Trinity-RFT, besides 2 "
+        "for rollout, with expandable segments"
+    )
+    assert heading == (
+        "# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout"
     )
     assert highwater(*following(done)).returncode == 0
 
@@ -59,7 +64,8 @@ def test_verls_script_is_what_stdout_has(highwater: Run, tiny: Path) -> None:
     done = highwater("emit", "--for", "verl", str(tiny), *ASKED[1:-4], "--length", "4k")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "#!/usr/bin/env bash"
-    assert done.stdout.splitlines()[1].startswith("# verl 0.9.1: tiny")
+    assert done.stdout.splitlines()[1].startswith("# Yes: tiny trains 4,096 tokens on ")
+    assert done.stdout.splitlines()[2].startswith("# verl 0.9.1: tiny")
     assert f'actor_rollout_ref.model.path="{tiny}"' in done.stdout
 
 
@@ -77,7 +83,9 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(
     ):
         done = highwater("emit", "--for", target, *words)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"{first}: Qwen3-8B, ")
+        answer, heading = done.stdout.splitlines()[:2]
+        assert answer.startswith("# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB with ")
+        assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert "highwater's own engine" in done.stdout
         assert "--trainer" not in following(done)
         assert highwater(*following(done)).returncode == 0

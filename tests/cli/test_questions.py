@@ -11,8 +11,6 @@ from conftest import Run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "questions"
 QUESTIONS = json.loads((FOLDER / "questions.json").read_text())
-NO_SENTENCE_YET = ("emit",)
-"""Commands whose first line is a comment of a configuration."""
 
 
 def script() -> ModuleType:
@@ -51,18 +49,7 @@ def test_one_command_answers_a_question(highwater: Run, run: Run, command: str) 
     assert line.startswith("No") == (code == 1), line
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(
-            each["command"],
-            marks=pytest.mark.xfail(strict=True, reason="its first line is a heading")
-            if shlex.split(each["command"])[1] in NO_SENTENCE_YET
-            else (),
-        )
-        for each in QUESTIONS
-    ],
-)
+@pytest.mark.parametrize("command", [each["command"] for each in QUESTIONS])
 def test_the_first_line_is_a_sentence(run: Run, command: str) -> None:
     code, line = first_line(run, command)
     assert script().is_answered({"exit_code": code, "first_line": line}), line

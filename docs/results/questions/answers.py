@@ -122,8 +122,7 @@ def put(command: str, folder: str, environment: dict[str, str]) -> Answer:
 def is_answered(answer: Answer) -> bool:
     """Whether a command has an answer, yes or no, and its first line says it in a sentence."""
     line = answer["first_line"]
-    is_sentence = line.endswith(".") and not line.startswith("#")
-    return answer["exit_code"] in (0, 1) and is_sentence and says_tokens_or_no(line)
+    return answer["exit_code"] in (0, 1) and line.endswith(".") and says_tokens_or_no(line)
 
 
 def says_tokens_or_no(line: str) -> bool:

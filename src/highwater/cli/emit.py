@@ -7,10 +7,12 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from highwater.cli import console
 from highwater.cli.flags import named_model
 from highwater.cli.recommend import EXAMPLE, found_for, words_again
-from highwater.emit.emitted import Emitted
+from highwater.emit.emitted import Emitted, answered_first
 from highwater.emit.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.emit.targets import (
     TARGETS,
@@ -20,6 +22,7 @@ from highwater.emit.targets import (
     refuse_unknown_settings,
 )
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.caveats import assumed_host
 from highwater.pages.check_page import check_page
 from highwater.recommendation.drafts import drafted
@@ -57,7 +60,9 @@ def emit(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         is_filled_in=arguments.output is not None,
     )
-    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted)
+    answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
+    emitted = answered_first(emitted, answer)
+    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
     if arguments.json:
         console.answer_json(emitted)
     elif paths:
@@ -102,7 +107,11 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
 
 
 def _written(
-    arguments: argparse.Namespace, found: Recommendation, chosen: Candidate, emitted: Emitted
+    arguments: argparse.Namespace,
+    found: Recommendation,
+    chosen: Candidate,
+    emitted: Emitted,
+    answer: str,
 ) -> tuple[Path, ...]:
     """Write every file into the folder that was named; their paths."""
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
@@ -117,6 +126,7 @@ def _written(
         found,
         chosen,
         emitted,
+        answer=answer,
         name=row.name,
         package=row.package or arguments.for_,
         yours=row.yours,

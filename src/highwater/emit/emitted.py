@@ -276,6 +276,19 @@ def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
     return [f"YaRN: {why}; in the model's config.json:", json.dumps(found.yarn.block)]
 
 
+def answered_first(found: Emitted, answer: str) -> Emitted:
+    """The configuration, whose files say the answer in their first comment; JSON has none."""
+    beside = {name: _answered_first(text, answer) for name, text in found.beside.items()}
+    return msgspec.structs.replace(found, text=_answered_first(found.text, answer), beside=beside)
+
+
+def _answered_first(text: str, answer: str) -> str:
+    first, end, rest = text.partition("\n")
+    if first.startswith("#!"):
+        return f"{first}{end}{comment([answer])}{rest}"
+    return f"{comment([answer])}{text}" if first.startswith("# ") else text
+
+
 def comment(lines: list[str]) -> str:
     """The lines as a comment of YAML and of a shell, whatever a model is called: no line ends where
     nobody ended it.

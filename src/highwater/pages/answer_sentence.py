@@ -12,7 +12,7 @@ from highwater.spec.headroom import Risk
 from highwater.spec.host_memory import THIS_MACHINE
 from highwater.spec.recommendation import Alternative, Recommendation
 from highwater.spec.settings import Settings
-from highwater.spec.trainer import OURS
+from highwater.spec.trainer import OURS, TRAINERS
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LACKS = {"device": "of each GPU", "host": "of host memory"}
@@ -50,7 +50,8 @@ def recommendation_answer(found: Recommendation) -> str:
     """The settings to take for a length, and who says that they fit; where none do, what would."""
     model = plain(found.model_name)
     where = _where(found)
-    where += f", besides {found.rollout_gpus} for rollout," if found.rollout_gpus else ""
+    if found.rollout_gpus:
+        where = f"{where.removesuffix(',')}, besides {found.rollout_gpus} for rollout,"
     alone = where.removesuffix(",")
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
@@ -81,7 +82,7 @@ def recommendation_answer(found: Recommendation) -> str:
 
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    trainer = "" if found.trainer == OURS else f", trained by {found.trainer},"
+    trainer = "" if found.trainer == OURS else f", trained by {TRAINERS[found.trainer].title},"
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
         return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"

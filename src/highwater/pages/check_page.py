@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 
 from highwater.emit.emitted import Emitted
+from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.trainer import TRAINERS
-from highwater.units import format_bytes, format_tokens
+from highwater.units import counted, format_bytes, format_tokens
 
 _STEPS = 10
 """Steps of a first run: the allocator's memory has long stopped to grow by then."""
@@ -21,19 +22,22 @@ def check_page(
     chosen: Candidate,
     emitted: Emitted,
     *,
+    answer: str,
     name: str,
     package: str,
     yours: Sequence[str],
     command: str,
     roomier: str,
 ) -> str:
-    """The page's text. ``yours``: what the files leave to the user; ``command``: what was typed,
-    but for the folder; ``roomier``: what asks for more headroom.
+    """The page's text. ``answer``: what was found, in a sentence; ``yours``: what the files leave
+    to the user; ``command``: what was typed, but for the folder; ``roomier``: what asks for more
+    headroom.
     """
     gpus = f"{found.gpus} x {found.device_name}"
     title = f"{name}: {found.model_name}, {format_tokens(found.length_tokens)} tokens, {gpus}"
     parts = [
         f"# {title}",
+        answer,
         "Start it with `./launch.sh`; what you type after it goes to the trainer. "
         f"Made by `{command}`.",
         "## What was predicted",
@@ -52,7 +56,9 @@ def check_page(
 
 def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
     """What was found of the settings, a line each."""
-    lines = [f"settings: {chosen.label}"]
+    cell = chosen.cell
+    words = settings_in_words(cell.settings, cell.layout, is_scaled=found.yarn is not None)
+    lines = [f"settings: {words}, on {counted(found.gpus, 'GPU')}"]
     if chosen.risk is not None:
         lines.append(f"how sure it is: {chosen.risk} ({RISK_IN_WORDS})")
     if chosen.headroom_bytes is not None:

@@ -20,7 +20,7 @@ from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.study import counted_ranks
-from highwater.spec.trainer import OURS
+from highwater.spec.trainer import OURS, TRAINERS
 from highwater.speed.rates import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_seconds, format_tokens
 
@@ -185,7 +185,9 @@ def _title(prediction: Prediction) -> str:
     )
     asked = prediction.length_tokens
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
-    trainer = "" if prediction.trainer == OURS else f", trained by {prediction.trainer}"
+    trainer = (
+        "" if prediction.trainer == OURS else f", trained by {TRAINERS[prediction.trainer].title}"
+    )
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
 

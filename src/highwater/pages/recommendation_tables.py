@@ -18,7 +18,7 @@ from highwater.spec.bounds import MOST_GPUS_OF_A_MACHINE
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Alternative, Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
-from highwater.spec.trainer import OURS
+from highwater.spec.trainer import OURS, TRAINERS
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
@@ -215,7 +215,7 @@ def _title(found: Recommendation) -> str:
     each = f", {format_bytes(found.device_bytes)} each" if found.device_bytes else ""
     where = f"{found.gpus} x {plain(found.device_name)}{each}"
     rollout = f", besides {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
-    trainer = "" if found.trainer == OURS else f", trained by {found.trainer}"
+    trainer = "" if found.trainer == OURS else f", trained by {TRAINERS[found.trainer].title}"
     return (
         f"{plain(found.model_name)}, {format_tokens(found.length_tokens)} tokens on "
         f"{where}{rollout}{trainer}"
