@@ -83,7 +83,7 @@ def test_the_demo_believes_no_answer_that_real_trials_do_not_prove(
         )
         assert bool(demo_doubts(fewer)) == (real[missing].spec.length_tokens in pair)
     (doubt,) = demo_doubts(msgspec.structs.replace(simulated, answers=()))
-    assert doubt.startswith("vanilla, 1 process ")
+    assert doubt.startswith("nothing set, 1 process ")
 
 
 def demo_doubts(study: Study) -> list[str]:

@@ -25,14 +25,16 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(
     answer, _, title, _, header, *rows = done.stdout.splitlines()
     assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 2 x simulated GPU with ", answer)
     assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
-    assert header.split()[:5] == ["rung", "GPUs", "SP", "capacity", "ended"]
+    assert header.split()[:5] == ["settings", "GPUs", "SP", "capacity", "ended"]
     assert [re.split(" {2,}", row)[:3] for row in rows[:6]] == [
-        [rung, gpus, "1"] for gpus in "12" for rung in ("vanilla", "Env", "Env + chunked")
+        [settings, gpus, "1"]
+        for gpus in "12"
+        for settings in ("nothing set", "expandable", "expandable, chunked loss")
     ]
     assert "out of memory" in rows[0]
     dry = [word for word in SIMULATED if word != "--dry-run"]
     assert following(done) == ["find", "Qwen3-0.6B", *dry, "--gpus", "1", "2"]
-    assert "vanilla, 1 GPU: trying " in done.stderr
+    assert "nothing set, 1 GPU: trying " in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -228,7 +230,7 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(
         for name in ("study.yaml", "printed.yaml")
     ]
     assert answers[0] == answers[1]
-    assert "vanilla, 1 GPU" in answers[0]
+    assert "nothing set, 1 GPU" in answers[0]
     assert "2 GPUs" not in answers[0]
     assert "chunked" not in answers[0]
 

@@ -41,7 +41,9 @@ def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(
     assert 10 <= time.monotonic() - began < 60
     assert "1 search, nobody knows beforehand" in done.stderr
     assert "ends after 10 s at the latest" in done.stderr
-    assert "the budget of 10 s is spent, 1 of 1 searches are not finished: vanilla" in done.stderr
+    assert (
+        "the budget of 10 s is spent, 1 of 1 searches are not finished: nothing set" in done.stderr
+    )
     assert done.stdout.startswith("Not known yet: ")
     study = read_study(tmp_path / "s.jsonl")
     assert [trial.result for trial in study.trials] == [None]

@@ -273,7 +273,7 @@ def test_every_figure_of_a_study_is_in_its_table_beside_what_tells_rows_apart(
     rows = [
         index
         for index, line in enumerate(lines)
-        if re.match(r"(vanilla|Env)( \+ chunked)?  ", line)
+        if re.match(r"(nothing set|expandable(, chunked loss)?)  ", line)
     ]
     assert len(rows) == len(document["answers"]) == 15
     for answer, start, end in zip(
@@ -295,8 +295,13 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal: Terminal, tmp_
     shown = on_a_terminal(tmp_path, *LAYOUTS, columns=60)
     live = [line for frame in REDRAWN.split(shown)[:-1] for line in lines_of(frame)]
     cells = [re.split(" {2,}", line) for line in live]
-    assert ["rung", "GPUs", "SP", "now", "that fit", "trials"] in cells
-    assert ["Env + chunked", "4", "2", "done: 1,044,480*", "1,044,480", "1"] in cells
+    assert ["settings", "GPUs", "SP", "now", "that fit", "trials"] in cells
+    assert ["expandable", "4", "2", "done: 430,080*", "430,080", "2"] in cells
+    chunked = max(n for n, row in enumerate(cells) if row[:3] == ["expandable,", "4", "2"])
+    assert cells[chunked : chunked + 2] == [
+        ["expandable,", "4", "2", "done:", "1,044,480", "1"],
+        ["", "chunked loss", "1,044,480*"],
+    ]
     assert max(map(len, live)) <= 60
 
 
@@ -398,7 +403,7 @@ def test_a_terminal_gets_a_drawn_table_and_the_next_command(
     on_a_terminal: Terminal, tmp_path: Path
 ) -> None:
     shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
-    assert "\n-------------  " in shown
+    assert "\n------------------------  " in shown
     assert "high-water mark: " in shown
     assert shown.splitlines()[-1].startswith("next: highwater find ")
     assert "trying 71,680 tokens" not in shown  # lines are for pipes

@@ -253,7 +253,7 @@ def test_published_answers_are_labelled_so(mixed: Path, opened: Opened) -> None:
     )
     assert said(page).startswith("trains, published, with expandable segments, all states in host ")
     said_in_full = page.locator("#answer-for").inner_text()
-    assert said_in_full == "Env + Offload, 4 GPUs, SP=4, 102,400 tokens."
+    assert said_in_full == "expandable, states on host, 4 GPUs, SP=4, 102,400 tokens."
     assert page.locator("#answer-figures div").count() == 0, "nobody published memory and speed"
     assert not page.locator("#answer-again").is_visible()
     assert "max_token_len_per_gpu: 51200" in page.locator("#configuration").inner_text()

@@ -382,7 +382,7 @@ def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path: Path) 
     (place,) = places(guide(path))
     assert place.basis == "highwater, sft: measured"
     assert [each.found.chosen.label if each.found.chosen else None for each in place.answers] == [
-        "vanilla, 1 GPU"
+        "nothing set, 1 GPU"
     ] * 2 + [None]
     assert {each.command for each in place.answers} == {""}
     assert place.explained == ()

@@ -292,7 +292,8 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path: Path, content: bytes
         ),
         (
             question_of(loss="full"),
-            "cells is Env + chunked, 1 GPU there and vanilla, 1 GPU; Env, 1 GPU here",
+            "cells is expandable, chunked loss, 1 GPU there and nothing set, 1 GPU; expandable, 1 "
+            "GPU here",
         ),
         (
             msgspec.structs.replace(QUESTION, simulated=False),

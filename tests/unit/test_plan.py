@@ -47,8 +47,8 @@ def test_by_default_every_power_of_two_of_gpus_is_searched(present: int, counts:
 def test_every_rung_is_searched_on_every_count_of_gpus() -> None:
     cells = planned(machine_with(2)).question.cells
     assert [cell.label for cell in cells] == [
-        *("vanilla, 1 GPU", "Env, 1 GPU", "Env + chunked, 1 GPU"),
-        *("vanilla, 2 GPUs", "Env, 2 GPUs", "Env + chunked, 2 GPUs"),
+        *("nothing set, 1 GPU", "expandable, 1 GPU", "expandable, chunked loss, 1 GPU"),
+        *("nothing set, 2 GPUs", "expandable, 2 GPUs", "expandable, chunked loss, 2 GPUs"),
     ]
 
 

@@ -143,7 +143,7 @@ def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(
 ) -> None:
     study = find(predicted(tmp_path), allocator=None)
     assert [answer.cell.settings.label for answer in study.answers] == ["vanilla", "Env"]
-    assert any(note.endswith(" vanilla, 1 GPU") for note in study.notes)
+    assert any(note.endswith(" nothing set, 1 GPU") for note in study.notes)
 
 
 def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path: Path
     assert beginning is not None
     assert (beginning.predictions, beginning.likely_tokens) == (
         (str(path),),
-        {"Env, 1 GPU": told.likely_edge_tokens},
+        {"expandable, 1 GPU": told.likely_edge_tokens},
     )
 
 
@@ -239,7 +239,7 @@ def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
     [
         ({"model": "Qwen3-1.7B"}, "speaks of Qwen3-1.7B, not of Qwen3-0.6B"),
         ({"gpu_memory": "40GiB"}, "speaks of GPUs with 40.00 GiB, these trials have 79.15 GiB"),
-        ({"loss": "chunked"}, "says nothing of Env, 1 GPU"),
+        ({"loss": "chunked"}, "says nothing of expandable, 1 GPU"),
     ],
 )
 def test_a_file_that_speaks_of_other_trials_is_refused(

@@ -119,7 +119,7 @@ def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned(
     line = progress.line(
         finished(4096, Outcome.CRASHED, wall_s=2, reason="\x1b[31mboom " + "and so on " * 100)
     )
-    assert line.startswith("vanilla, 1 GPU: 4,096 ")
+    assert line.startswith("nothing set, 1 GPU: 4,096 ")
     assert " 2.00 s: \\x1b[31mboom and so" in line
     assert len(line) < 160
 

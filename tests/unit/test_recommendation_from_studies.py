@@ -39,7 +39,7 @@ def by_label(found: Recommendation) -> dict[str, Candidate]:
 def test_what_a_study_measured_is_taken_and_the_rest_predicted():
     found = recommend(length=150_000, studies=[STUDY], **HERE)
     each = by_label(found)
-    for label in ("vanilla, 1 GPU", "Env, 1 GPU"):
+    for label in ("nothing set, 1 GPU", "expandable, 1 GPU"):
         assert (each[label].source, each[label].capacity_source, each[label].capacity_tokens) == (
             "measured",
             "measured",
@@ -47,8 +47,8 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
         )
         assert each[label].found_in == str(STUDY)
         assert each[label].fits
-    assert each["Env + chunked, 1 GPU"].source == "predicted"
-    assert found.chosen == each["vanilla, 1 GPU"]
+    assert each["expandable, chunked loss, 1 GPU"].source == "predicted"
+    assert found.chosen == each["nothing set, 1 GPU"]
     text = plain_table(rung_list(found, is_explained=True))
     assert f"measured: {STUDY}" in text
     assert {row[2] for row in rung_list(found).rows} == {"measured", "predicted"}
@@ -66,9 +66,9 @@ def test_nothing_is_subtracted_between_a_prediction_and_a_measurement():
 
 
 def test_a_measured_answer_overrules_a_prediction_both_ways():
-    predicted = by_label(recommend(length=190_000, **HERE))["vanilla, 1 GPU"]
+    predicted = by_label(recommend(length=190_000, **HERE))["nothing set, 1 GPU"]
     assert not predicted.fits, "the upper end is above what the GPU has"
-    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
+    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["nothing set, 1 GPU"]
     assert found.fits
     assert found.headroom_bytes == 1_244_371_353, (
         "what the longest trial left: less than this length leaves"
@@ -77,7 +77,7 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
         recommendation_tables(recommend(length=190_000, studies=[STUDY], **HERE))[0]
     )
     assert re.search(r"1\.16 GiB .* 196,608 tokens", shown)
-    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["vanilla, 1 GPU"]
+    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["nothing set, 1 GPU"]
     assert (beyond.fits, beyond.source, beyond.lacks_bytes, beyond.capacity_tokens) == (
         False,
         "measured",
@@ -91,7 +91,7 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
 
 
 def test_between_the_two_trials_of_an_edge_nobody_measured_so_it_is_predicted():
-    found = by_label(recommend(length=200_000, studies=[STUDY], **HERE))["Env, 1 GPU"]
+    found = by_label(recommend(length=200_000, studies=[STUDY], **HERE))["expandable, 1 GPU"]
     assert found.source == "predicted"
 
 
@@ -106,7 +106,9 @@ def changed(**fields) -> Study:
 
 
 def told(study: Study, length: int) -> Candidate | None:
-    return as_measured(by_label(recommend(length=length, **HERE))["Env, 1 GPU"], study, length)
+    return as_measured(
+        by_label(recommend(length=length, **HERE))["expandable, 1 GPU"], study, length
+    )
 
 
 @pytest.mark.parametrize("limit", ["ceiling", "time", "inconclusive"])
@@ -119,7 +121,7 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
 def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
     study = STUDY.with_name("qwen3-0.6b-79gib-chunked.jsonl")
     found = recommend(length=100_000, studies=[study], **HERE)
-    chunked = by_label(found)["Env + chunked, 1 GPU"]
+    chunked = by_label(found)["expandable, chunked loss, 1 GPU"]
     assert (chunked.source, chunked.capacity_tokens, chunked.is_at_least) == (
         "measured",
         262_144,
@@ -128,7 +130,7 @@ def test_a_capacity_that_no_memory_ended_is_shown_as_the_least():
     rows = {row[0]: row for row in rung_list(found).rows}
     assert "≥262,144*" in rows["expandable, chunked loss"]
     assert not by_label(recommend(length=100_000, studies=[STUDY], **HERE))[
-        "Env, 1 GPU"
+        "expandable, 1 GPU"
     ].is_at_least
     most = recommend("Qwen3-0.6B", gpus="8xH200-141GB", length="1m").candidates[-1]
     assert (most.capacity_tokens, most.is_at_least) == (1024**2, True)
@@ -223,7 +225,7 @@ def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
 
 def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_left():
     found = recommend(length=196_608, studies=[STUDY], margin="1200MiB", **HERE)
-    vanilla, env = (by_label(found)[label] for label in ("vanilla, 1 GPU", "Env, 1 GPU"))
+    vanilla, env = (by_label(found)[label] for label in ("nothing set, 1 GPU", "expandable, 1 GPU"))
     assert (vanilla.fits, vanilla.source, vanilla.capacity_tokens) == (False, "measured", 188_416)
     assert vanilla.lacks_bytes == 1200 * MIB - 1_244_371_353
     assert (env.fits, env.source, env.capacity_tokens, env.headroom_bytes) == (
@@ -236,13 +238,13 @@ def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_lef
     rows = [row for table in recommendation_tables(found) for row in table.rows]
     assert any(re.search(r"at least 13\.3 MiB", " ".join(row)) for row in rows)
     beyond = by_label(recommend(length=204_800, studies=[STUDY], margin="1200MiB", **HERE))[
-        "vanilla, 1 GPU"
+        "nothing set, 1 GPU"
     ]
     assert (beyond.fits, beyond.source, beyond.lacks_bytes) == (False, "measured", None), (
         "it ran out of memory"
     )
     between = by_label(recommend(length=192_512, studies=[STUDY], margin="1200MiB", **HERE))[
-        "vanilla, 1 GPU"
+        "nothing set, 1 GPU"
     ]
     assert between.source == "predicted", "nobody tried it"
     none = recommend(length=150_000, studies=[STUDY], margin="60GiB", **HERE)
@@ -323,20 +325,20 @@ def test_a_step_is_timed_by_a_trial_and_predicted_without_one():
     assert {each.step_time.source for each in alone} == {"predicted"}
     assert {each.step_time.measured_length_tokens for each in alone} == {None}
     found = by_label(recommend(length=196_608, studies=[STUDY], **HERE))
-    step = found["Env, 1 GPU"].step_time
+    step = found["expandable, 1 GPU"].step_time
     assert (step.source, step.tokens_per_s, step.step_tokens) == (
         "measured",
         pytest.approx(4901.8, abs=0.1),
         2 * 196_608,
     )
     assert step.time_s == pytest.approx(2 * 196_608 / step.tokens_per_s)
-    assert found["Env + chunked, 1 GPU"].step_time.measured_length_tokens is None
+    assert found["expandable, chunked loss, 1 GPU"].step_time.measured_length_tokens is None
 
 
 def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_says_so():
     found = recommend(length=100_000, studies=[STUDY], **HERE)
-    step = by_label(found)["Env, 1 GPU"].step_time
-    shape, cell = load_model("Qwen3-0.6B").shape, by_label(found)["Env, 1 GPU"].cell
+    step = by_label(found)["expandable, 1 GPU"].step_time
+    shape, cell = load_model("Qwen3-0.6B").shape, by_label(found)["expandable, 1 GPU"].cell
     measured = step.measured_length_tokens
     here, there = (
         step_flops(shape, length_tokens=n, sequences=2, settings=cell.settings)

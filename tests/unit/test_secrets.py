@@ -57,7 +57,7 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str) -> Non
         "65,536 tokens: memory ran out: rank 0, forward: OutOfMemoryError: CUDA out of memory",
         "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by "
         "signal 11 (SIGSEGV)",
-        "vanilla, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
+        "nothing set, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
         "logs/qwen3-0.6b-79gib-full/Qwen3-0.6B/gpu-1/sp-1/vanilla/model_len-188416.log",

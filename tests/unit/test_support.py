@@ -185,7 +185,7 @@ def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim: str, tmp_p
     assert [each.cell for each in study.answers] == [study.question.cells[1]]
     assert [each.answer.cell for each in study.unproven] == [study.question.cells[0]]
     assert not study.complete
-    assert any(note.startswith("unproven: vanilla, 1") for note in study.notes)
+    assert any(note.startswith("unproven: nothing set, 1") for note in study.notes)
     assert exit_code(study) == EXIT_INCONCLUSIVE
 
 
@@ -205,8 +205,8 @@ def claiming_a_million(tmp_path: Path) -> Path:
 def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
     study = read_study(claiming_a_million(tmp_path))
     table = plain_table(answer_table(study))
-    assert next(line for line in table.splitlines() if line.startswith("vanilla ")).split()[
-        3:5
+    assert next(line for line in table.splitlines() if line.startswith("nothing set ")).split()[
+        4:6
     ] == ["≥196,608*", "unproven"]
     assert "max_model_len = ?" in published_lines(study)
     for text in (table, published_lines(study), *map(published_text, published_tables([study]))):
@@ -227,16 +227,16 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path: Path) -> None:
 def test_no_guide_recommendation_or_configuration_takes_it(tmp_path: Path) -> None:
     path = claiming_a_million(tmp_path)
     found = {each.cell.label: each for each in study_capacities(read_study(path))}
-    assert found["vanilla, 1 GPU"].capacity_tokens == 196_608
+    assert found["nothing set, 1 GPU"].capacity_tokens == 196_608
     made = highwater.guide(path)
     assert not any(
         each.capacity_tokens >= 1_000_000 for table in made.tables for each in table.capacities
     )
-    assert any("unproven: vanilla, 1 GPU" in note for note in made.notes)
+    assert any("unproven: nothing set, 1 GPU" in note for note in made.notes)
     where = {"gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
     advice = highwater.recommend("Qwen3-0.6B", length=500_000, studies=[path], **where)
     assert not any(each.fits for each in advice.candidates if each.source == "measured")
-    assert any("unproven: vanilla, 1 GPU" in note for note in advice.notes)
+    assert any("unproven: nothing set, 1 GPU" in note for note in advice.notes)
 
 
 @pytest.mark.parametrize("kind", ["trial_started", "trial_finished"])

@@ -63,9 +63,9 @@ def test_the_final_table_has_each_figure_once_and_says_how_it_was_got() -> None:
     text = plain_table(answer_table(answered(QUESTION, 36864, 51200, 0, None)))
     assert text.splitlines()[0].startswith("Qwen3-0.6B on simulated ")
     rows = [columns(line) for line in text.splitlines()[2:9]]
-    assert " ".join(rows[0][:4]) == "rung GPUs SP capacity"
+    assert " ".join(rows[0][:4]) == "settings GPUs SP capacity"
     figures = ["36,864", "40,960: out of memory", "70.00 GiB", "1.00 GiB", "12,346", "43.2%"]
-    assert rows[1] == ["vanilla", "1", "1", *figures]
+    assert rows[1] == ["nothing set", "1", "1", *figures]
     assert [row[3] for row in rows[1:]] == ["36,864", "51,200*", "none", "?", "?", "?"]
     *notes, mark = text.splitlines()[9:]
     assert any(re.fullmatch(r"\* .* 40,960: YaRN", note) for note in notes)

@@ -43,6 +43,7 @@ from highwater.spec.plan_notes import (
     yarn_notes,
 )
 from highwater.spec.request import Request
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import TrialResult
 from highwater.store.directory import newest_studies
@@ -97,8 +98,8 @@ def try_(arguments: argparse.Namespace) -> int:
         )
     )
     console.talk(
-        f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, {spec.settings.label}, "
-        f"{spec.layout.gpus} x {spec.device}"
+        f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, "
+        f"{short_settings(spec.settings)}, {spec.layout.gpus} x {spec.device}"
     )
     try:
         result = api.answer_trial(request, spec)

@@ -24,6 +24,7 @@ from highwater.spec.declared_settings import taken_by
 from highwater.spec.hardware import runs_trials
 from highwater.spec.recommendation import Alternative
 from highwater.spec.request import request_from, trial_flags
+from highwater.spec.settings_words import short_settings
 from highwater.spec.trainer import TRAINERS
 from highwater.spec.trial import TrialSpec
 from highwater.units import format_tokens
@@ -143,8 +144,8 @@ def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
     where = f"{spec.layout.gpus} GPUs{spec.layout.suffix}, " if spec.layout.gpus > 1 else ""
     what = (
-        f"{spec.model_name}, {spec.settings.label}, {where}{format_tokens(spec.length_tokens)} "
-        f"tokens"
+        f"{spec.model_name}, {short_settings(spec.settings)}, {where}"
+        f"{format_tokens(spec.length_tokens)} tokens"
     )
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
 

@@ -20,6 +20,7 @@ from highwater.search.cell_search import (
 )
 from highwater.search.outlook import outlook
 from highwater.search.trial_seconds import trial_s
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -180,7 +181,7 @@ class Progress:
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=(
-                "rung",
+                "settings",
                 RANK_WORDS[self._question.device][1],
                 "SP",
                 "now",
@@ -189,7 +190,7 @@ class Progress:
             ),
             rows=tuple(
                 (
-                    cell.settings.label,
+                    short_settings(cell.settings),
                     str(cell.layout.gpus),
                     cell.layout.sharing,
                     self._states[cell],

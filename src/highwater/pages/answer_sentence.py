@@ -5,13 +5,13 @@ with which settings, what is left, how fast it is. It stands before the tables.
 from collections.abc import Sequence
 
 from highwater.memory.capacity import CellPrediction, Prediction
-from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
 from highwater.spec.cluster import nameless
 from highwater.spec.headroom import Risk
 from highwater.spec.host_memory import THIS_MACHINE
 from highwater.spec.recommendation import Alternative, Recommendation
 from highwater.spec.settings import Settings
+from highwater.spec.settings_words import settings_in_words
 from highwater.spec.trainer import OURS, TRAINERS
 from highwater.units import format_bytes, format_seconds, format_tokens
 

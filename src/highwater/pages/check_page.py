@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from highwater.emit.emitted import Emitted
-from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings_words import settings_in_words
 from highwater.spec.trainer import TRAINERS
 from highwater.units import counted, format_bytes, format_tokens
 

@@ -10,6 +10,7 @@ from highwater.run.local import LocalRunner, log_path_of
 from highwater.spec.codec import Record
 from highwater.spec.profiling import Profiling
 from highwater.spec.request import Request
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RecordedTrial, Study
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.store.trial_snapshots import recorded_snapshots
@@ -35,7 +36,9 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
     @property
     def note(self) -> str:
         """What there is to read, in a line."""
-        what = f"{self.spec.settings.label}, {format_tokens(self.spec.length_tokens)} tokens"
+        what = (
+            f"{short_settings(self.spec.settings)}, {format_tokens(self.spec.length_tokens)} tokens"
+        )
         if self.problem is not None:
             return f"{what} could not be repeated with its memory recorded: {self.problem}"
         again = "" if self.outcome is None else f"; this time it ended as {self.outcome}"

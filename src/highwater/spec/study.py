@@ -12,6 +12,7 @@ from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
 from highwater.spec.model import Model
 from highwater.spec.settings import Settings
+from highwater.spec.settings_words import short_settings
 from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
 
 STUDY_SCHEMA_VERSION = 3
@@ -46,15 +47,15 @@ class Cell(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The cell's label: ``Env + chunked, 4 GPUs, SP=2``; with a ring ``vanilla, 6 GPUs, SP=2,
-        ring=3``.
+        """The cell in words: ``expandable, chunked loss, 4 GPUs, SP=2``; with a ring ``nothing set,
+        6 GPUs, SP=2, ring=3``.
         """
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:
         """The label in the device's words: a rank on the CPU is a process, not a GPU."""
         ranks = counted_ranks(self.layout.gpus, device)
-        return f"{self.settings.label}, {ranks}{self.layout.suffix}"
+        return f"{short_settings(self.settings)}, {ranks}{self.layout.suffix}"
 
 
 class Question(Record, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from highwater.spec.profiling import Profiling, coordinates, snapshot_name
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Study
 from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.units import format_tokens
@@ -81,7 +82,8 @@ def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
             continue
         ended = _ended(trial.spec, result, profiling)
         if ended is not None:
-            what = f"{trial.spec.settings.label}, {format_tokens(trial.spec.length_tokens)} tokens"
+            spec = trial.spec
+            what = f"{short_settings(spec.settings)}, {format_tokens(spec.length_tokens)} tokens"
             yield f"memory snapshots, {what}: {ended}"
 
 

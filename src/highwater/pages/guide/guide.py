@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from highwater.pages.settings_words import other_training
 from highwater.spec.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.spec.published import published_grid
 from highwater.spec.query import Query
 from highwater.spec.settings import Settings
+from highwater.spec.settings_words import other_training
 from highwater.spec.study import Cell
 from highwater.spec.trainer import TRAINERS
 from highwater.units import counted, format_bytes

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from highwater.pages.frontier import Frontier, Point, Reach, first_that_reach
-from highwater.pages.settings_words import settings_in_words
 from highwater.spec.capacities import Capacity, in_order
 from highwater.spec.recommendation import Candidate, Recommendation
+from highwater.spec.settings_words import settings_in_words
 from highwater.spec.study import Cell
 
 _Key = tuple[Cell, bool]

@@ -26,6 +26,8 @@ _SHORT: Mapping[Category, str] = {
 _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
 _TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
 """The caching allocator's own words."""
+_ADVICE = re.compile(r"(Tried to allocate \d+(?:\.\d+)? [KMG]iB)\. .*", re.DOTALL)
+"""What follows them: other figures, and what to set, which the log has."""
 _LEAST_FRAGMENTED = 50
 """Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
 
@@ -50,6 +52,11 @@ def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str
         told.append(f"{format_bytes(fragmented)} fragmented")
     advice = setting_of(alive, settings, layout)
     return f"{_where(failure)}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
+
+
+def brief(reason: str) -> str:
+    """A reason without what the allocator says after what it had no room for."""
+    return _ADVICE.sub(r"\1", reason)
 
 
 def requested_bytes(result: TrialResult) -> int | None:

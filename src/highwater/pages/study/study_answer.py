@@ -2,9 +2,9 @@
 what is left, how fast. It stands before the table.
 """
 
-from highwater.pages.settings_words import settings_in_words
 from highwater.pages.text import plain
 from highwater.spec.footprint import host_state_bytes
+from highwater.spec.settings_words import settings_in_words
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question, Study
 from highwater.units import format_bytes, format_tokens
 

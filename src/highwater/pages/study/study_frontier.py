@@ -1,8 +1,8 @@
 """The frontier of a study: each cell as far as its trials went, with what they measured."""
 
 from highwater.pages.frontier import Frontier, Point, Reach
-from highwater.pages.settings_words import settings_in_words
 from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
+from highwater.spec.settings_words import settings_in_words
 from highwater.spec.study import RANK_WORDS
 from highwater.units import format_bytes
 

@@ -17,6 +17,7 @@ from highwater.search.predicted_study import PredictedCell, PredictedTrial, Pred
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.codec import Record
 from highwater.spec.secrets import study_without_secrets, without_secrets
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.spec.trial import LogEnd, Outcome, RankReport, TrialResult
 from highwater.version import __version__
@@ -226,7 +227,7 @@ def _trial(
     started = TrialReport(
         number=number,
         cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
-        rung=spec.settings.label,
+        rung=short_settings(spec.settings),
         gpus=spec.layout.gpus,
         ulysses_degree=spec.layout.ulysses_degree,
         ring_degree=spec.layout.ring_degree,

@@ -12,10 +12,11 @@ from highwater.pages.study.capacity_figures import (
     place,
     provenance,
 )
-from highwater.pages.study.failed_request import alive_rows, request_line
+from highwater.pages.study.failed_request import alive_rows, brief, request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.spec.packing import NOT_MONOTONE
+from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
 from highwater.spec.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -46,7 +47,7 @@ def answer_table(study: Study) -> TextTable:
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
         columns=(
-            *("rung", RANK_WORDS[question.device][1], "SP"),
+            *("settings", RANK_WORDS[question.device][1], "SP"),
             *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
             *("ended by", memory, "headroom", "tokens/s", "MFU"),
         ),
@@ -86,7 +87,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     )
     return TextTable(
         title=f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, "
-        f"{spec.settings.label}: {label}",
+        f"{short_settings(spec.settings)}: {label}",
         columns=(),
         rows=tuple((name, plain(text)) for name, text in rows),
         left_columns=2,
@@ -163,7 +164,7 @@ def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
 
 
 def _names(cell: Cell) -> tuple[str, str, str]:
-    return cell.settings.label, str(cell.layout.gpus), cell.layout.sharing
+    return short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing
 
 
 def _at_least(question: Question, length_tokens: int) -> str:
@@ -208,7 +209,7 @@ def _footnotes(study: Study) -> list[str]:
     notes.extend(_mixed_versions(study))
     for answer in study.answers:
         name = answer.cell.label_on(question.device)
-        lines = list(_request_lines(answer, study)) or [plain(answer.reason)]
+        lines = list(_request_lines(answer, study)) or [plain(brief(answer.reason))]
         notes.extend(f"{name}: {line}" for line in lines)
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     notes.extend(_memory_only_notes(study))

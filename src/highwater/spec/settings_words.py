@@ -12,6 +12,7 @@ _IN_WORDS = {
     *("allocator", "loss", "entropy", "offload", "recompute"),
     *("lora", "lora_targets", "lora_base", "optimizer", "parameters"),
 }
+_RECOMPUTE = {"all-but-attention": "attention's outputs kept", "none": "no recomputation"}
 _BY_LABEL = tuple(row for row in IN_A_LABEL if row.name not in _IN_WORDS)
 _CHUNKED_LOSS, _HOST_STATES, _HOST_MOMENTS = "chunked loss", "states on host", "moments on host"
 
@@ -86,11 +87,8 @@ def listed(words: Sequence[str]) -> str:
 
 def _others(settings: Settings) -> list[str]:
     """What is recomputed, where that is not all of a layer; and by its label what else is set."""
-    said: list[str] = []
-    if settings.recompute == "all-but-attention":
-        said.append("attention's outputs kept")
-    if settings.recompute == "none":
-        said.append("no recomputation")
+    label = DECLARED["recompute"].label_of(settings.recompute)
+    said = [_RECOMPUTE.get(settings.recompute, label)] if label else []
     labels = (row.label_of(getattr(settings, row.rung_field)) for row in _BY_LABEL)
     return said + [label for label in labels if label]
 
