@@ -22,7 +22,7 @@ from hypothesis import settings
 PARTS = 8
 """Days until every case of the corpus was in the sample."""
 
-settings.register_profile("highwater", deadline=None)
+settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("deep", deadline=None, max_examples=500)
 settings.load_profile("highwater")  # `--hypothesis-profile` names another
