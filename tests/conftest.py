@@ -5,8 +5,8 @@ Tests that run once for each recorded study, family, catalog entry or page, and 
 run once for each number of processes or kind of fault, are marked ``corpus``.
 ``--corpus`` says how many of their cases run: ``none``, the ``sample`` of the day, a part of
 ``PARTS`` that goes once round in as many days, or ``all``. With ``turns``, as CI has it, all run
-but those marked ``by_turns``, of which each test has one a day. ``HIGHWATER_DAY`` names another
-day.
+but those marked ``by_turns``, of which each test has one a day, or with ``by_turns(days=3)`` a
+third. ``HIGHWATER_DAY`` names another day.
 
 What a fuzzer or a sweep counted (``record_property("counted", text)``) is printed at the end,
 however many processes ran it.
@@ -22,7 +22,7 @@ from hypothesis import settings
 PARTS = 8
 """Days until every case of the corpus was in the sample."""
 
-settings.register_profile("highwater", deadline=None)
+settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("deep", deadline=None, max_examples=500)
 settings.load_profile("highwater")  # `--hypothesis-profile` names another
@@ -58,16 +58,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = config.getoption("corpus")
     if asked == "all":
         return
-    mark, parts = ("by_turns", None) if asked == "turns" else ("corpus", PARTS)
+    mark = "by_turns" if asked == "turns" else "corpus"
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker(mark) is not None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     every = [item for cases in by_test.values() for item in cases]
-    kept = [item for cases in by_test.values() for item in sample(cases, parts)]
+    kept = [item for cases in by_test.values() for item in sample(cases, days_of(cases, mark))]
     left_out = set(every) if asked == "none" else set(every) - set(kept)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def days_of(cases: list[pytest.Item], mark: str) -> int | None:
+    """Days until every case of a test has run; None: as many as it has cases."""
+    if mark == "corpus":
+        return PARTS
+    found = cases[0].get_closest_marker(mark)
+    return None if found is None else found.kwargs.get("days")
 
 
 def sample(cases: list[pytest.Item], parts: int | None) -> list[pytest.Item]:

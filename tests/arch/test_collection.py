@@ -6,6 +6,7 @@ import sys
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,14 +52,20 @@ def test_the_corpus_is_left_out_sampled_and_whole_where_it_is_said_to_be(
     assert pytestconfig.getoption("corpus") in ("sample", "turns", "all"), "by default all of it"
 
 
-def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sample(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def settings_of(pytestconfig: pytest.Config) -> Any:
+    """tests/conftest.py, as pytest has loaded it."""
     (settings,) = (
         plugin
         for plugin in pytestconfig.pluginmanager.get_plugins()
         if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
     )
+    return settings
+
+
+def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sample(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(pytestconfig)
     for count in (1, 5, settings.PARTS, 49):
         days = []
         for day in range(settings.PARTS):
@@ -73,6 +80,22 @@ def test_in_so_many_days_as_there_are_parts_every_case_of_a_test_is_in_the_sampl
             monkeypatch.setenv("HIGHWATER_DAY", str(day))
             turns += settings.sample(range(count), None)
         assert sorted(turns) == [*range(count)]
+
+
+def test_in_the_days_that_a_test_says_every_case_of_it_has_its_turn(
+    pytestconfig: pytest.Config, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(pytestconfig)
+    request.node.add_marker(pytest.mark.by_turns(days=3))
+    assert settings.days_of([request.node], "by_turns") == 3
+    assert settings.days_of([request.node], "corpus") == settings.PARTS
+    for count in (1, 2, 7):
+        turns = []
+        for day in range(3):
+            monkeypatch.setenv("HIGHWATER_DAY", str(day))
+            turns.append(settings.sample(range(count), 3))
+        assert {case for cases in turns for case in cases} == {*range(count)}
+        assert 1 <= min(map(len, turns)) <= max(map(len, turns)) <= count / 3 + 1
 
 
 def test_pages_are_never_passed_over_in_silence(tmp_path: Path) -> None:

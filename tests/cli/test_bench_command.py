@@ -104,38 +104,53 @@ def test_a_terminal_of_any_width_has_every_figure_whole(highwater: Run, tmp_path
         assert set(figure.findall(plain_table(table))) <= set(figure.findall(shown))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("--implementations", "densee"), 2, "there is no implementation 'densee'"),
-        (("--implementations", "block-sparse"), 2, "there is no implementation 'block-sparse'"),
-        (("--implementations", "ring"), 2, "ring: a sequence is shared by two GPUs or more"),
-        (("--heads", "4", "--kv-heads", "3"), 2, "3 key/value heads do not divide 4 query heads"),
-        (("--gpus", "0"), 2, "--gpus 0"),
-        (("--heads", "-2"), 2, "--heads -2"),
-        (("--memory", "8GB"), 2, "memory size '8GB' has a decimal or unclear unit"),
-        (("--memory", "999TiB"), 2, "this machine has"),
-        (
-            ("--lengths", "2k", "--max-length", "1k"),
-            2,
-            "--lengths names 2,048 tokens, and --max-length 1,024",
-        ),
-        (("--memory", "64MiB"), 3, "64.0 MiB leave nothing for tensors: PyTorch itself takes"),
-        (("--max-length", "1.5"), 2, "length '1.5' is not a whole number of tokens"),
-        (("--timeout", "soon"), 2, "'soon' is not a time"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_what_the_hint_offers_runs(
+REFUSED = [
+    (("--implementations", "densee"), 2, "there is no implementation 'densee'"),
+    (("--implementations", "block-sparse"), 2, "there is no implementation 'block-sparse'"),
+    (("--implementations", "ring"), 2, "ring: a sequence is shared by two GPUs or more"),
+    (("--heads", "4", "--kv-heads", "3"), 2, "3 key/value heads do not divide 4 query heads"),
+    (("--gpus", "0"), 2, "--gpus 0"),
+    (("--heads", "-2"), 2, "--heads -2"),
+    (("--memory", "8GB"), 2, "memory size '8GB' has a decimal or unclear unit"),
+    (("--memory", "999TiB"), 2, "this machine has"),
+    (
+        ("--lengths", "2k", "--max-length", "1k"),
+        2,
+        "--lengths names 2,048 tokens, and --max-length 1,024",
+    ),
+    (("--memory", "64MiB"), 3, "64.0 MiB leave nothing for tensors: PyTorch itself takes"),
+    (("--max-length", "1.5"), 2, "length '1.5' is not a whole number of tokens"),
+    (("--timeout", "soon"), 2, "'soon' is not a time"),
+]
+"""Flags of which one cannot be; the exit status; and how the problem begins."""
+BASE = ("bench", "attention", "--device", "cpu", "--only", "forward")
+
+
+def mended(highwater: Run, words: tuple[str, ...], code: int, said: str) -> dict[str, str]:
+    """The flags with what the refusal offers instead."""
+    problem, hint = refusal(highwater(*BASE, *words), code)
+    assert problem.startswith(said)
+    offer = offered(hint)[0]
+    changed = dict([offer]) if offer[0].startswith("--") else {words[0]: offer[0]}
+    return dict(zip(words[::2], words[1::2], strict=True)) | changed
+
+
+@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
+def test_what_cannot_be_is_refused_with_what_can(
     highwater: Run, words: tuple[str, ...], code: int, said: str
 ) -> None:
-    base = ("bench", "attention", "--device", "cpu", "--only", "forward")
-    problem, hint = refusal(highwater(*base, *words), code)
-    assert problem.startswith(said)
-    typed = dict(zip(words[::2], words[1::2], strict=True))
-    offer = offered(hint)[0]
-    mended = dict([offer]) if offer[0].startswith("--") else {words[0]: offer[0]}
-    asked = {"--lengths": "128", "--implementations": "dense"} | typed | mended
-    done = highwater(*base, *(word for pair in asked.items() for word in pair))
+    assert mended(highwater, words, code, said) != dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.corpus
+@pytest.mark.by_turns(days=4)
+@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
+def test_what_the_hint_offers_runs(
+    highwater: Run, words: tuple[str, ...], code: int, said: str
+) -> None:
+    asked = {"--lengths": "128", "--implementations": "dense"}
+    asked |= mended(highwater, words, code, said)
+    done = highwater(*BASE, *(word for pair in asked.items() for word in pair))
     assert done.returncode == 0, done.stderr
 
 

@@ -71,6 +71,7 @@ def batches(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "flags"), [("untrained", ()), ("untrained", ("--gpus", "2")), ("trained_once", ())]
@@ -196,6 +197,7 @@ def test_a_policy_begins_as_its_reference_and_learns_to_prefer(
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "said"),

@@ -54,7 +54,7 @@ LAYOUTS = {
 }
 """By processes: the degrees by which they share sequences, and the copies of the shards; of 4 with
 copies that split one sequence."""
-WITH_COPIES_ONLY = ("4 ulysses 2 ring 2", "6 ring 3")
+WITH_COPIES_ONLY = ("4 ulysses 2 ring 2",)
 """Layouts that in pairs stand there with copies alone, which change no group of a statistic."""
 OBJECTIVES = ("sft", "grpo", "ppo", "dpo", "rw")
 TRAINED = ("everywhere", "in the last micro-batch")

@@ -49,6 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_adapters_are_trained_as_peft_trains_them(
@@ -69,6 +70,7 @@ def test_adapters_are_trained_as_peft_trains_them(
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_objective_trains_what_merged_weights_would_have(

@@ -16,6 +16,8 @@ from low_bit_cases import CONFIG, LOSSY
 from rank_groups import RankGroups
 
 
+@pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(

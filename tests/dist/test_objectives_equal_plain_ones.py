@@ -30,6 +30,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_objective_equals_its_plain_implementation(
@@ -39,6 +40,7 @@ def test_every_objective_equals_its_plain_implementation(
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extent", ["rings", pytest.param("all rings", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("processes", [2, 3, 4])

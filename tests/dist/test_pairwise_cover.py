@@ -52,9 +52,8 @@ def test_cases_lie_within_the_constraints() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.corpus
-@pytest.mark.parametrize(
-    "processes", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.by_turns) for n in (3, 6, 8))]
-)
+@pytest.mark.by_turns(days=3)
+@pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
 def test_every_combination_of_two_equals_its_reference(
     processes: int, ranks: RankGroups, weights: Path, tmp_path: Path
 ) -> None:

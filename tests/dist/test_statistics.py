@@ -38,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "extent"),
     [
-        *(pytest.param(n, "pairs", marks=pytest.mark.by_turns) for n in (4, 6)),
+        *(pytest.param(n, "pairs", marks=pytest.mark.by_turns) for n in (2, 3, 4)),
         *(pytest.param(processes, "all", marks=pytest.mark.slow) for processes in LAYOUTS),
     ],
 )

@@ -92,6 +92,8 @@ def test_families_of_the_day_train_as_their_own_classes_do(
     assert wrong_ones(layout, sweep(ranks, layout, names, tmp_path)) == {}
 
 
+@pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses", "ring"])
 def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
@@ -113,6 +115,8 @@ def test_every_family_that_is_trained_equals_its_own_class_in_every_layout(
     assert found == {layout: {} for layout in LAYOUTS}
 
 
+@pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses"])
 def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(

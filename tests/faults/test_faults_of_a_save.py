@@ -69,6 +69,7 @@ def saving(mark: str, tiny: Path) -> Saving:
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "outcome", "kinds"),
     [

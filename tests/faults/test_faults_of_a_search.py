@@ -297,6 +297,7 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "signals",
     [

@@ -161,6 +161,7 @@ def test_memory_that_one_rank_alone_exhausts_is_out_of_memory_for_all(attempt: A
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -196,6 +197,7 @@ def test_nobody_beyond_this_machine_can_reach_a_process_of_a_trial(
 
 
 @pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("data", "gpus", "reason"),
     [

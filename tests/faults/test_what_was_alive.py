@@ -1,6 +1,7 @@
 """Out of memory, for real: each rank that ran out says what was alive, without any profiling."""
 
 import json
+from bisect import bisect_left
 from pathlib import Path
 
 import pytest
@@ -56,18 +57,26 @@ def ran_out(model: Path, memory: str, *, gpus: int = 1, **settings: str) -> Tria
 
 def just_ran_out(model: Path, *, from_mib: int) -> TrialResult:
     """A trial with the most memory that it runs out of: what a process has imported differs from
-    one environment to another by more than the losses' tensors are apart.
+    one environment to another by more than the losses' tensors are apart. By bisection.
     """
-    for mib in range(from_mib, 800, -20):
+    found: dict[int, TrialResult] = {}
+
+    def fits(mib: int) -> bool:
         asked = {"device": "cpu", "memory": f"{mib}MiB", "gpus": [1]}
         result = highwater.run_trial(
             str(model), TOKENS, log_dir=str(model.parent / "logs"), **asked
         )
         if result.outcome is Outcome.OUT_OF_MEMORY:
-            return result
-    raise AssertionError("it fits into everything")
+            found[mib] = result
+        return result.outcome is not Outcome.OUT_OF_MEMORY
+
+    bisect_left(range(800, from_mib + 1, 20), True, key=fits)
+    assert found, "it fits into everything"
+    return found[max(found)]
 
 
+@pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(
     wordy: Path, strategy: str

@@ -78,6 +78,10 @@ def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung: Path) -
         "1xH200-141GB",
         "--length",
         "64",
+        "--loss",
+        "full",
+        "--allocator",
+        "native",
         "--exact",
         XDG_CACHE_HOME="cache",
     )

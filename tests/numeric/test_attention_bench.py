@@ -4,8 +4,6 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 Each benchmark runs in a process of its own, as it does for a user: it forks.
 """
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,14 @@ import psutil
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forked_python import forked
 
 from highwater.attention.reference import reference_attention
 from highwater.bench.attention.contenders import CONTENDERS, Conditions, fused_kernel
 from highwater.bench.attention.correctness import OFF_AT_THE_MOST, differences, naive_attention
 from highwater.pages.attention.attention_report import CODE_PREAMBLES
-from highwater.run.local import ON_THE_CPU
 from highwater.spec.attention_bench import (
     IMPLEMENTATIONS,
     BenchLine,
@@ -77,12 +77,7 @@ def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
     path.write_text(to_json(BenchOrder(**(asked | order))), encoding="utf-8")
     wrong = WITH_A_WRONG_DENSE.format(how=how) if how else ""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.format(wrong=wrong), str(path)],
-        env=os.environ | ON_THE_CPU | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = forked(RUN.format(wrong=wrong), str(path))
     assert done.returncode == 0, done.stderr
     return [from_json(text, BenchLine) for text in done.stdout.splitlines()]
 

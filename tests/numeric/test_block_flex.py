@@ -113,6 +113,8 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type: PatternType) -
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
 
 
+@pytest.mark.corpus
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("pattern_type", "groups"),
     [

@@ -3,7 +3,6 @@ sum, on small graphs.
 """
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
 
+from forked_python import forked
 from gradient_graphs import GRAPHS, held, loss
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,9 +97,7 @@ def as_traced(change: str = "") -> dict[str, list[str]]:
 
 def trace(change: str) -> "subprocess.CompletedProcess[str]":
     """In a process of its own: what lets fake CUDA tensors work is not undone."""
-    command = [sys.executable, "-c", TRACED, HERE, change]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return forked(TRACED, HERE, change)
 
 
 def on_plain_tensors(name: str) -> list[str]:

@@ -3,12 +3,15 @@ a kept copy would break.
 """
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forked_python import forked
 
 MEASURE = (
     "import json; from highwater.bench.layer import measure; "
@@ -34,11 +37,6 @@ def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the
 
 
 def measured(model: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE.format(model=model)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked(MEASURE.format(model=model))
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

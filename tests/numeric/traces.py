@@ -36,12 +36,26 @@ def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpe
     )
 
 
-def traced(trials: Mapping[str, TrialSpec], folder: Path) -> dict[str, EventLog]:
-    """What the fullest rank of each trial allocates and frees, by the trial's name."""
-    return {
-        name: trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / str(number))
-        for number, (name, spec) in enumerate(trials.items())
-    }
+class Traces(dict[str, EventLog]):
+    """What the fullest rank of each trial allocates and frees, by the trial's name: traced when it
+    is asked for, since of cases that take turns most are not.
+    """
+
+    def __init__(self, trials: Mapping[str, TrialSpec], folder: Path) -> None:
+        super().__init__()
+        self._trials = dict(trials)
+        self._folder = folder
+
+    def __missing__(self, name: str) -> EventLog:
+        spec = self._trials[name]
+        order = TraceOrder(spec=spec, rank=fullest_rank(spec))
+        self[name] = log = trace(order, self._folder / str(len(self)))
+        return log
+
+
+def traced(trials: Mapping[str, TrialSpec], folder: Path) -> Traces:
+    """The traces of these trials, each made once."""
+    return Traces(trials, folder)
 
 
 def trace(order: TraceOrder, path: Path) -> EventLog:

@@ -22,6 +22,9 @@ from highwater.spec.study import Cell, Question
 from highwater.spec.trainer import Trainer
 from highwater.speed.step_seconds import PredictedStep
 
+Asked = Literal["everything", "longest", "fit"]
+"""What is asked of a cell: all that is known; the longest length with its headroom; or that only
+where any length fits. The rest may be left out where it takes replays."""
 Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: the GPU's memory, the host's, or the longest length asked
 about."""

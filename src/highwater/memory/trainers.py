@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction, predict_cells
+from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, Prediction, predict_cells
 from highwater.memory.formula.formula import Formula, likely_footprint
 from highwater.memory.interval.calibration import Calibration, calibrate
 from highwater.memory.interval.residuals import PredictionMethod, Residual, bundled_residuals
@@ -30,8 +30,8 @@ class BundledReplay:
 
     covers: Callable[[ModelShape, Cell], bool]
     """Whether there is a trace of a model's cell."""
-    predict: Callable[[Question, Cell, MemoryLimit, CellPrediction], CellPrediction]
-    """The cell by replay, given what the formula says of it."""
+    predict: Callable[[Question, Cell, MemoryLimit, CellPrediction, Asked], CellPrediction]
+    """The cell by replay, given what the formula says of it, and what is asked of it."""
     accuracy: str
     """What is known of its errors."""
 
@@ -84,7 +84,12 @@ MEMORY: Mapping[Trainer, TrainerMemory] = {
 
 
 def predict_by_formula(
-    question: Question, memory_limit: MemoryLimit, trainer: Trainer, known: Calibration | None
+    question: Question,
+    memory_limit: MemoryLimit,
+    trainer: Trainer,
+    known: Calibration | None,
+    *,
+    asked: Asked = "everything",
 ) -> tuple[CellPrediction, ...]:
     """Every cell of a question, in its order: in closed form, or by replay where a trace of it is
     bundled.
@@ -95,7 +100,7 @@ def predict_by_formula(
         return with_steps(question, guessed)
     shape, replay = question.model.shape, row.replay
     return tuple(
-        replay.predict(question, cell, memory_limit, by_formula)
+        replay.predict(question, cell, memory_limit, by_formula, asked)
         if replay.covers(shape, cell)
         else by_formula
         for cell, by_formula in zip(question.cells, guessed, strict=True)

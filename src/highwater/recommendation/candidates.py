@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
@@ -16,7 +18,7 @@ from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.spec.cluster import Cluster
 from highwater.spec.hardware import kind_of
 from highwater.spec.objective import TRAITS
-from highwater.spec.recommendation import Candidate, StepTime
+from highwater.spec.recommendation import Candidate, StepTime, order
 from highwater.spec.request import setting_flags
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Question
@@ -79,7 +81,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
         known = goal.known(question)
         on_a_grid, _ = goal.question(sequences, length_tokens=None)
-        here = predict_by_formula(question, goal.memory_limit, goal.trainer, known)
+        here = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="longest")
         longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
         found += (_candidate(goal, question, a, b) for a, b in zip(here, longest, strict=True))
     return tuple(sorted(found, key=lambda candidate: candidate.order))
@@ -87,13 +89,27 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 def first_fit(goal: Goal) -> Candidate | None:
     """The simplest candidate that fits; its longest length is not looked for."""
-    found: list[Candidate] = []
-    for sequences in goal.budgets:
-        question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
-        known = goal.known(question)
-        cells = predict_by_formula(question, goal.memory_limit, goal.trainer, known)
-        found += (_candidate(goal, question, cell) for cell in cells if cell.capacity_tokens)
-    return min(found, key=lambda candidate: candidate.order, default=None)
+    questions = [
+        goal.question(sequences, length_tokens=goal.length_tokens)[0] for sequences in goal.budgets
+    ]
+    known = [goal.known(question) for question in questions]
+    cells = [
+        (order(cell, is_lowered=_is_lowered(goal, cell)), budget, cell)
+        for budget, question in enumerate(questions)
+        for cell in question.cells
+    ]
+    for _, budget, cell in sorted(cells, key=lambda each: each[0]):
+        question = questions[budget]
+        (predicted,) = predict_by_formula(
+            msgspec.structs.replace(question, cells=(cell,)),
+            goal.memory_limit,
+            goal.trainer,
+            known[budget],
+            asked="fit",
+        )
+        if predicted.capacity_tokens:
+            return _candidate(goal, question, predicted)
+    return None
 
 
 def token_budget(cell: Cell, length_tokens: int) -> int:
@@ -109,7 +125,7 @@ def _longest(
 
     It is the same whatever length is asked about: who asks about many, as a guide does, waits once.
     """
-    return predict_by_formula(question, memory_limit, trainer, known)
+    return predict_by_formula(question, memory_limit, trainer, known, asked="longest")
 
 
 def _candidate(
@@ -124,7 +140,7 @@ def _candidate(
         lacks_bytes = predicted.lacks_bytes
     return Candidate(
         cell=predicted.cell,
-        is_lowered=predicted.cell.settings.sequences_per_micro_batch < goal.sequences,
+        is_lowered=_is_lowered(goal, predicted.cell),
         token_budget_tokens=token_budget(predicted.cell, goal.length_tokens),
         fits=fits,
         risk=predicted.risk,
@@ -139,6 +155,10 @@ def _candidate(
         is_at_least=longest is None or longest.binding == "ceiling",
         step_time=_step_time(predicted),
     )
+
+
+def _is_lowered(goal: Goal, cell: Cell) -> bool:
+    return cell.settings.sequences_per_micro_batch < goal.sequences
 
 
 def _step_time(predicted: CellPrediction) -> StepTime | None:

@@ -98,8 +98,13 @@ class Candidate(Record, frozen=True, kw_only=True):
 
         A lowered budget stands right before offload.
         """
-        offload, *others = simplicity(self.cell)
-        return (offload, int(self.is_lowered), *others)
+        return order(self.cell, is_lowered=self.is_lowered)
+
+
+def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
+    """Sort key of cells with one token budget or the lowered one, the simplest first."""
+    offload, *others = simplicity(cell)
+    return (offload, int(is_lowered), *others)
 
 
 class Alternative(Record, frozen=True, kw_only=True):

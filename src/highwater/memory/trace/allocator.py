@@ -12,7 +12,7 @@ tests/unit/test_allocator_histories.py. Not simulated: graph pools, ``max_split_
 garbage collector.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from highwater.units import MIB
@@ -32,6 +32,8 @@ _TOP = LARGE_SEGMENT_BYTES << 28
 read them."""
 _EXTENT_BYTES = LARGE_SEGMENT_BYTES << 22
 """Addresses that an expandable range takes: 80 TiB, more than any card has."""
+ADDRESS_BITS = 53
+"""Bits of an address: a block's size and address make one number."""
 
 
 class CapacityError(Exception):
@@ -49,61 +51,67 @@ class CapacityError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class MemoryBlock:
     """A run of bytes: allocated, free, or (expandable) not mapped. Neighbours in its segment are
     ``before`` and ``after``.
     """
 
     address: int
     size: int
-    pool: "_Pool"
-    is_expandable: bool
+    pool: "MemoryPool"
     is_mapped: bool = True
     is_allocated: bool = False
-    before: "_Block | None" = None
-    after: "_Block | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether it is of an expandable range, where pages come and go."""
+        return self.pool.is_expandable
 
 
 @dataclass(slots=True)
-class _Blocks:
-    """Blocks by size, then by address."""
+class MemoryBlocks:
+    """Blocks by size, then by address: one number each, since a replay compares millions."""
 
-    ordered: list[tuple[int, int, _Block]] = field(default_factory=list)
+    ordered: list[MemoryBlock] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    """Of each block its size and its address."""
 
-    def add(self, block: _Block) -> None:
-        insort(self.ordered, (block.size, block.address, block))
+    def add(self, block: MemoryBlock) -> None:
+        """Put a block in its place."""
+        key = (block.size << ADDRESS_BITS) + block.address
+        index = bisect_left(self.keys, key)
+        self.keys.insert(index, key)
+        self.ordered.insert(index, block)
 
-    def remove(self, block: _Block) -> None:
-        del self.ordered[bisect_left(self.ordered, (block.size, block.address))]
+    def remove(self, block: MemoryBlock) -> None:
+        """Take out a block whose size and address are still those that it came in with."""
+        index = bisect_left(self.keys, (block.size << ADDRESS_BITS) + block.address)
+        del self.keys[index]
+        del self.ordered[index]
 
-    def first_of(self, size: int) -> int:
-        """The index of the smallest block that holds ``size``; behind the last where none does."""
-        return bisect_left(self.ordered, (size,))
+    def all(self) -> list[MemoryBlock]:
+        """The blocks as they are now, the smallest first."""
+        return list(self.ordered)
 
-    def all(self) -> list[_Block]:
-        return [block for _, _, block in self.ordered]
-
-    def by_address(self) -> list[_Block]:
-        return sorted(self.all(), key=lambda block: block.address)
+    def by_address(self) -> list[MemoryBlock]:
+        """The blocks as they are now, the lowest first."""
+        return sorted(self.ordered, key=lambda block: block.address)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pool:
+class MemoryPool:
     """What one stream has free for small blocks, or for large ones, and what of its expandable
     ranges is not mapped.
     """
 
     is_small: bool
-    free: _Blocks = field(default_factory=_Blocks)
-    unmapped: _Blocks = field(default_factory=_Blocks)
-
-
-class _Pools(dict[tuple[int, bool], _Pool]):
-    """Pools by stream, and by whether they are for small blocks; a new one is empty."""
-
-    def __missing__(self, place: tuple[int, bool]) -> _Pool:
-        pool = self[place] = _Pool(is_small=place[1])
-        return pool
+    is_expandable: bool
+    least_rest_bytes: int
+    """The least that is left of a block as a block of its own (should_split)."""
+    free: MemoryBlocks = field(default_factory=MemoryBlocks)
+    unmapped: MemoryBlocks = field(default_factory=MemoryBlocks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +133,9 @@ class CachingAllocator:
     peak_reserved_bytes: int = 0
     retries: int = 0
     """Times that all cached blocks were released to serve an allocation."""
-    _pools: _Pools = field(default_factory=_Pools)
-    _live: dict[int, _Block] = field(default_factory=dict)
+    _pools: dict[tuple[int, bool], MemoryPool] = field(default_factory=dict)
+    """Pools by stream, and by whether they are for small blocks."""
+    _live: dict[int, MemoryBlock] = field(default_factory=dict)
     _awaited: dict[int, None] = field(default_factory=dict)
     """Handles that were given back and are not free yet."""
     _next_handle: int = 0
@@ -137,21 +146,27 @@ class CachingAllocator:
         CapacityError.
         """
         rounded = round_size(size)
-        pool = self._pools[stream, rounded <= SMALL_BYTES]
-        block = self._best_fit(pool, rounded) or self._new_block(pool, rounded)
-        if block is None:
-            self.retries += 1
-            self.release_cached()
-            block = self._new_block(pool, rounded)
-        if block is None:
-            raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
-        block = self._split(block, rounded)
+        pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
+        free = pool.free
+        best = bisect_left(free.keys, rounded << ADDRESS_BITS)
+        if best < len(free.keys):
+            if self.is_expandable:
+                best = least_growing(free.ordered, best)
+            del free.keys[best]
+            block = free.ordered.pop(best)
+        else:
+            block = self.new_block(pool, rounded)
+            if block is None:
+                raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
+        if block.size - rounded >= pool.least_rest_bytes:
+            block = self._split(block, rounded)
         block.is_allocated = True
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        self._next_handle += 1
-        self._live[self._next_handle] = block
-        return self._next_handle
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        self._next_handle = handle = self._next_handle + 1
+        self._live[handle] = block
+        return handle
 
     def free(self, handle: int) -> None:
         """Give an allocation back to the cache. Raises KeyError for a handle that is not alive."""
@@ -161,9 +176,42 @@ class CachingAllocator:
         else:
             self.allocated_bytes -= block.size
         block.is_allocated = False
-        self._merge(block, block.before)
-        self._merge(block, block.after)
+        before, after = block.before, block.after
+        if before is not None and not before.is_allocated:
+            self._merge(block, before)
+        if after is not None and not after.is_allocated:
+            self._merge(block, after)
         block.pool.free.add(block)
+
+    def pool(self, stream: int, *, is_small: bool) -> MemoryPool:
+        """The pool of a stream's small blocks, or of its large ones; a new one is empty."""
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            splits = is_small or self.is_expandable
+            pool = self._pools[stream, is_small] = MemoryPool(
+                is_small=is_small,
+                is_expandable=self.is_expandable,
+                least_rest_bytes=MIN_BLOCK_BYTES if splits else SMALL_BYTES + 1,
+            )
+        return pool
+
+    def new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
+        """A block from the device, if need be once all that is cached was given back; None where
+        the capacity does not hold it.
+        """
+        block = self._new_block(pool, size)
+        if block is None:
+            self.retries += 1
+            self.release_cached()
+            block = self._new_block(pool, size)
+        return block
+
+    def awaited(self, block: MemoryBlock) -> int:
+        """The handle of a block that another stream uses, and that counts as allocated no more."""
+        self._next_handle += 1
+        self._live[self._next_handle] = block
+        self._awaited[self._next_handle] = None
+        return self._next_handle
 
     def give_back(self, handle: int) -> None:
         """Count an allocation no more, but keep its block, which another stream uses: it is free
@@ -200,21 +248,7 @@ class CachingAllocator:
                         pool.free.remove(block)
                         self._reserve(-block.size)
 
-    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that holds it; among expandable ones, the one that can grow the
-        least.
-        """
-        ordered, best = pool.free.ordered, pool.free.first_of(size)
-        if best == len(ordered):
-            return None
-        if self.is_expandable:
-            while best + 1 < len(ordered) and _growable_size(ordered[best + 1][2]) < _growable_size(
-                ordered[best][2]
-            ):
-                best += 1
-        return ordered.pop(best)[2]
-
-    def _new_block(self, pool: _Pool, size: int) -> _Block | None:
+    def _new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
         """A block from the device; None where the capacity does not hold it."""
         segment_bytes = segment_size(size)
         is_checked = self.is_share or not self.is_expandable
@@ -223,9 +257,9 @@ class CachingAllocator:
         if self.is_expandable:
             return self._grown_block(pool, size)
         self._reserve(segment_bytes)
-        return _Block(self._addresses(segment_bytes), segment_bytes, pool, is_expandable=False)
+        return MemoryBlock(self._addresses(segment_bytes), segment_bytes, pool)
 
-    def _grown_block(self, pool: _Pool, size: int) -> _Block | None:
+    def _grown_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
         """Map pages until a free block is large enough (try_allocate_expandable_block)."""
         block = self._growth_start(pool, size)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
@@ -239,7 +273,7 @@ class CachingAllocator:
         block.pool.free.remove(block)
         return block
 
-    def _growth_start(self, pool: _Pool, size: int) -> _Block:
+    def _growth_start(self, pool: MemoryPool, size: int) -> MemoryBlock:
         """The block from which on free or unmapped neighbours have room for ``size``; that of a new
         address range where none has (find_expandable_block).
         """
@@ -248,13 +282,11 @@ class CachingAllocator:
             start = before if before is not None and not before.is_allocated else unmapped
             if _room_from(start, size):
                 return start
-        block = _Block(
-            self._addresses(_EXTENT_BYTES), _EXTENT_BYTES, pool, is_expandable=True, is_mapped=False
-        )
+        block = MemoryBlock(self._addresses(_EXTENT_BYTES), _EXTENT_BYTES, pool, is_mapped=False)
         pool.unmapped.add(block)
         return block
 
-    def _map(self, block: _Block, size: int) -> bool:
+    def _map(self, block: MemoryBlock, size: int) -> bool:
         """Give an unmapped block pages for ``size``, whole ones; the rest stays unmapped
         (map_block).
         """
@@ -265,12 +297,8 @@ class CachingAllocator:
         unmapped = block.pool.unmapped
         unmapped.remove(block)
         if mapped < block.size:
-            rest = _Block(
-                block.address + mapped,
-                block.size - mapped,
-                block.pool,
-                is_expandable=True,
-                is_mapped=False,
+            rest = MemoryBlock(
+                block.address + mapped, block.size - mapped, block.pool, is_mapped=False
             )
             _link(rest, block.after)
             _link(block, rest)
@@ -283,7 +311,7 @@ class CachingAllocator:
         self._reserve(mapped)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         """Take the whole pages out of a free block; what is left at its ends stays free
         (unmap_block).
         """
@@ -295,12 +323,12 @@ class CachingAllocator:
         free = block.pool.free
         free.remove(block)
         if start > block.address:
-            head = _Block(block.address, start - block.address, block.pool, is_expandable=True)
+            head = MemoryBlock(block.address, start - block.address, block.pool)
             _link(block.before, head)
             _link(head, block)
             free.add(head)
         if stop < block.address + block.size:
-            tail = _Block(stop, block.address + block.size - stop, block.pool, is_expandable=True)
+            tail = MemoryBlock(stop, block.address + block.size - stop, block.pool)
             _link(tail, block.after)
             _link(block, tail)
             free.add(tail)
@@ -310,34 +338,35 @@ class CachingAllocator:
         block.pool.unmapped.add(block)
         self._reserve(start - stop)
 
-    def _split(self, block: _Block, size: int) -> _Block:
-        """The part of a block that is asked for; the rest is free again, unless it is too little
-        (should_split).
-        """
-        rest = block.size - size
-        least = MIN_BLOCK_BYTES if block.pool.is_small or self.is_expandable else SMALL_BYTES + 1
-        if rest < least:
-            return block
-        part = _Block(block.address, size, block.pool, block.is_expandable)
-        _link(block.before, part)
-        _link(part, block)
+    def _split(self, block: MemoryBlock, size: int) -> MemoryBlock:
+        """The part of a block that is asked for; the rest is free again."""
+        before, free = block.before, block.pool.free
+        part = MemoryBlock(block.address, size, block.pool, True, False, before, block)
+        if before is not None:
+            before.after = part
+        block.before = part
         block.address += size
-        block.size = rest
-        block.pool.free.add(block)
+        block.size -= size
+        free.add(block)
         return part
 
-    def _merge(self, block: _Block, neighbour: _Block | None) -> None:
+    def _merge(self, block: MemoryBlock, neighbour: MemoryBlock | None) -> None:
         """Take a neighbour in that is free like this one, or unmapped like this one
         (try_merge_blocks).
         """
         if neighbour is None or neighbour.is_allocated or neighbour.is_mapped != block.is_mapped:
             return
-        (neighbour.pool.free if neighbour.is_mapped else neighbour.pool.unmapped).remove(neighbour)
+        pool = block.pool
+        (pool.free if neighbour.is_mapped else pool.unmapped).remove(neighbour)
         if neighbour is block.before:
             block.address = neighbour.address
-            _link(neighbour.before, block)
+            block.before = beyond = neighbour.before
+            if beyond is not None:
+                beyond.after = block
         else:
-            _link(block, neighbour.after)
+            block.after = beyond = neighbour.after
+            if beyond is not None:
+                beyond.before = block
         block.size += neighbour.size
 
     def _exceeds(self, size: int) -> bool:
@@ -370,16 +399,27 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
-def _page_bytes(pool: _Pool) -> int:
+def _page_bytes(pool: MemoryPool) -> int:
     return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
 
 
-def _growable_size(block: _Block) -> int:
+def least_growing(ordered: list[MemoryBlock], best: int) -> int:
+    """The index of the first block, from the best fit on, that can grow no more than the next."""
+    least = _growable_size(ordered[best])
+    for index in range(best + 1, len(ordered)):
+        size = _growable_size(ordered[index])
+        if size >= least:
+            return index - 1
+        least = size
+    return len(ordered) - 1
+
+
+def _growable_size(block: MemoryBlock) -> int:
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
 
-def _room_from(block: _Block | None, size: int) -> bool:
+def _room_from(block: MemoryBlock | None, size: int) -> bool:
     room = 0
     while block is not None and not block.is_allocated and room < size:
         room += block.size
@@ -387,7 +427,7 @@ def _room_from(block: _Block | None, size: int) -> bool:
     return room >= size
 
 
-def _link(one: _Block | None, other: _Block | None) -> None:
+def _link(one: MemoryBlock | None, other: MemoryBlock | None) -> None:
     """Make these neighbours, in this order."""
     if one is not None:
         one.after = other

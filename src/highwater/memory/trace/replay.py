@@ -104,7 +104,7 @@ def replay(
         peak_reserved_bytes=device.peak_reserved_bytes,
         retries=device.retries,
         allocated_by_phase=by_phase,
-        alive=_alive_at(log, peak_at),
+        alive=alive_at(log, peak_at),
     )
 
 
@@ -120,7 +120,7 @@ def needed(
     )
 
 
-def _alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
+def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
     """What the first ``number`` events have allocated and not freed."""
     phase = "setup"
     living: dict[int, tuple[Allocate, str]] = {}

@@ -7,6 +7,8 @@ Kept small: what repeats from layer to layer compresses to almost nothing.
 """
 
 from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
 
 from highwater.memory.trace.allocator import round_size
 from highwater.spec.codec import Record
@@ -52,7 +54,7 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
     def at(self, tokens: int) -> EventLog:
         """The log of a micro-batch of so many tokens on the rank."""
         first_phase, release = len(self.kinds), len(self.kinds) + len(self.phases)
-        sizes = self._sizes(tokens)
+        sizes = self.sizes(tokens)
         events: list[TraceEvent] = []
         count = 0
         for code in self.events:
@@ -79,21 +81,12 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
         """The most that is alive at once, in whole blocks, less what was given back: with less, no
         allocator has a place for it.
         """
-        blocks = [round_size(size) if size else 0 for size in self._sizes(tokens)]
-        allocated: list[int] = []
-        alive = most = 0
-        for code in self.events:
-            if code < 0:
-                ago = (1 - code) // 2
-                alive -= allocated[-ago]
-                allocated[-ago] = 0
-            elif code < len(blocks):
-                allocated.append(blocks[code])
-                alive += blocks[code]
-                most = max(most, alive)
-        return most
+        blocks = [round_size(size) if size else 0 for size in self.sizes(tokens)]
+        changes = (*blocks, *(-block for block in reversed(blocks)))
+        alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
+        return max(alive, default=0)
 
-    def _sizes(self, tokens: int) -> list[int]:
+    def sizes(self, tokens: int) -> list[int]:
         """Bytes of an allocation of each kind."""
         lines = (
             kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
@@ -103,6 +96,25 @@ class ScaledTrace(Record, frozen=True, kw_only=True):
             line if kind.most_bytes is None else min(line, kind.most_bytes)
             for line, kind in zip(lines, self.kinds, strict=True)
         ]
+
+
+@lru_cache(maxsize=64)
+def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
+    """What each event changes of the bytes that are alive, at any number of tokens: n adds an
+    allocation of kind n, -1 - n takes one away.
+    """
+    allocated: list[int | None] = []
+    found = []
+    for code in events:
+        if code < 0:
+            kind = allocated[code >> 1]
+            allocated[code >> 1] = None
+            if kind is not None:
+                found.append(-1 - kind)
+        elif code < kinds:
+            allocated.append(code)
+            found.append(code)
+    return found
 
 
 def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:

@@ -8,16 +8,18 @@ order of allocations; every other cell by the closed form.
 
 import lzma
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
 
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_at
+from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
 from highwater.memory.formula.breakdown import Term
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.trace.exact import edge, ended
-from highwater.memory.trace.replay import Replayed, needed, replay
+from highwater.memory.trace.replay import Replayed, alive_at
+from highwater.memory.trace.scaled_replay import replay_scaled
 from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.memory.trinity.closed_form import footprint, tokens_of_a_gpu
 from highwater.spec.codec import Record, from_json
@@ -51,22 +53,39 @@ class BundledTrace(Record, frozen=True, kw_only=True):
     log: ScaledTrace
 
 
+_Place = tuple[ModelShape, Layout]
+
+
+class _Undecoded(Record, frozen=True, kw_only=True):
+    """A bundled trace whose log is read once it is asked for: all 40 take a third of a second."""
+
+    shape: ModelShape
+    layout: Layout
+    log: msgspec.Raw
+
+
 def covers(shape: ModelShape, cell: Cell) -> bool:
     """Whether a bundled trace speaks of a model's cell."""
-    return bundled_trace(shape, cell) is not None
+    return _is_traced(cell) and (shape, cell.layout) in _logs()
 
 
 def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     """The trace of this cell, where there is one that speaks of it: FSDP, no offload, AdamW in
     float32, all of the model trained.
     """
-    if cell.settings.offload is not False or cell.settings.lora is not None:
-        return None
-    return _logs().get((shape, cell.layout))
+    return _log((shape, cell.layout)) if covers(shape, cell) else None
+
+
+def _is_traced(cell: Cell) -> bool:
+    return cell.settings.offload is False and cell.settings.lora is None
 
 
 def replay_cell(
-    question: Question, cell: Cell, memory_limit: MemoryLimit, guessed: CellPrediction
+    question: Question,
+    cell: Cell,
+    memory_limit: MemoryLimit,
+    guessed: CellPrediction,
+    asked: Asked,
 ) -> CellPrediction:
     """The cell's longest length by replay, from where the closed form guesses it.
 
@@ -83,16 +102,14 @@ def replay_cell(
     device_bytes = memory_limit.device_bytes
     capacity_bytes = device_bytes - outside_bytes
     place = question.model.shape, cell.layout
-    replays: dict[int, Replayed] = {}
+    allocator = cell.settings.allocator
+
+    def at_index(index: int) -> _Replay | None:
+        tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index))
+        return _replayed(place, tokens, allocator, capacity_bytes)
 
     def fits(index: int) -> bool:
-        tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(index))
-        found = _replayed(place, tokens, cell.settings.allocator, capacity_bytes)
-        if found is None and index == 1:
-            found = _needed(place, tokens, cell.settings.allocator)
-        if found is not None:
-            replays[index] = found
-        return found is not None and found.fits
+        return at_index(index) is not None
 
     shortest = least_packed(question, cell, size)
 
@@ -100,27 +117,32 @@ def replay_cell(
         start = min(size, max(shortest, grid.index_at_most(guessed_tokens)))
         return edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
 
-    likely = longest = longest_from(guessed.likely_edge_tokens)
-    if question.margin_bytes:
+    likely = None
+    if asked == "everything":
+        likely = longest_from(guessed.likely_edge_tokens)
+    if question.margin_bytes or likely is None:
         capacity_bytes -= question.margin_bytes
-        replays.clear()
         longest = longest_from(guessed.capacity_tokens)
+    else:
+        longest = likely
+    if not longest and asked == "fit":
+        return msgspec.structs.replace(guessed, capacity_tokens=0)
     at = max(1, longest)
-    if at not in replays:
-        fits(at)
+    tokens = tokens_of_a_gpu(cell.settings, cell.layout, grid.length(at))
+    replayed = at_index(at) or _needed(place, tokens, allocator)
     found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
     outside = (Term(name="context, NCCL and the rest", bytes=outside_bytes),)
     found = msgspec.structs.replace(
         found,
         footprint=msgspec.structs.replace(found.footprint, outside=outside),
-        replayed=replays[at],
+        replayed=replayed.with_alive() if asked == "everything" else replayed.found,
     )
     found = ended(question, found, longest, size, guessed)
     used_bytes = found.device_used_bytes
     headroom_bytes = device_bytes - used_bytes
     return msgspec.structs.replace(
         found,
-        likely_tokens=grid.length(likely) if likely else 0,
+        likely_tokens=likely and grid.length(likely),
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, question.margin_bytes - headroom_bytes) or None,
         risk=risk_of(
@@ -132,29 +154,74 @@ def replay_cell(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replay:
+    """One replay, a twelfth of a second."""
+
+    place: _Place
+    tokens: int
+    found: Replayed
+    """But for what is alive at the peak."""
+    peak_at: int
+    """Events before the peak."""
+
+    def with_alive(self) -> Replayed:
+        alive = alive_at(_log(self.place).at(self.tokens), self.peak_at)
+        return msgspec.structs.replace(self.found, alive=alive)
+
+
 @lru_cache(maxsize=1024)
 def _replayed(
-    place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator, capacity_bytes: int
-) -> Replayed | None:
-    """One replay, a sixth of a second, or None where it does not fit; what is alive at once may be
-    too much without one.
+    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int
+) -> _Replay | None:
+    """A replay, or None where it does not fit; what is alive at once may be too much without one,
+    and what never came to the end of a smaller GPU does in a larger one as it did there.
 
     Of two lengths that give a GPU as many tokens, the first alone takes it.
     """
-    log = _logs()[place]
-    if log.least_bytes(tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
+    if _least_bytes(place, tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
         return None
-    found = replay(log.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes)
-    return found if found.fits else None
+    roomy = _ROOMY.get((place, tokens, allocator))
+    if roomy is not None and roomy.found.peak_reserved_bytes <= capacity_bytes:
+        return roomy
+    replay = _replay(place, tokens, allocator, capacity_bytes)
+    return replay if replay.found.fits else None
 
 
 @lru_cache(maxsize=1024)
-def _needed(place: tuple[ModelShape, Layout], tokens: int, allocator: Allocator) -> Replayed:
+def _needed(place: _Place, tokens: int, allocator: Allocator) -> _Replay:
     """What the shortest would need, where not even that fits."""
-    return needed(_logs()[place].at(tokens), allocator=allocator)
+    replay = _replay(place, tokens, allocator, None)
+    return replace(replay, found=msgspec.structs.replace(replay.found, fits=False))
+
+
+_ROOMY: dict[tuple[_Place, int, Allocator], _Replay] = {}
+"""Replays that gave nothing back for want of memory."""
+
+
+def _replay(
+    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int | None
+) -> _Replay:
+    found, peak_at = replay_scaled(
+        _log(place), tokens, allocator=allocator, capacity_bytes=capacity_bytes
+    )
+    replay = _Replay(place=place, tokens=tokens, found=found, peak_at=peak_at)
+    if not found.retries:
+        _ROOMY[place, tokens, allocator] = replay
+    return replay
+
+
+@lru_cache(maxsize=1024)
+def _least_bytes(place: _Place, tokens: int) -> int:
+    return _log(place).least_bytes(tokens)
 
 
 @cache
-def _logs() -> dict[tuple[ModelShape, Layout], ScaledTrace]:
-    traces = from_json(lzma.decompress(FILE.read_bytes()), tuple[BundledTrace, ...])
+def _log(place: _Place) -> ScaledTrace:
+    return from_json(bytes(_logs()[place]), ScaledTrace)
+
+
+@cache
+def _logs() -> dict[_Place, msgspec.Raw]:
+    traces = from_json(lzma.decompress(FILE.read_bytes()), tuple[_Undecoded, ...])
     return {(trace.shape, trace.layout): trace.log for trace in traces}
