@@ -46,7 +46,7 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
         "expandable, states on host": "safe",
         "expandable, chunked loss, states on host": "safe",
     }
-    assert table.rstrip().endswith("Env + Offload-states, 1 GPU,")
+    assert table.rstrip().endswith("expandable, moments on host, 1 GPU,")
     assert "(the peak)" in explained
     settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss full"
     assert following(done) == ["try", "Qwen3-8B", *settings.split(), "--offload", "states"]
@@ -300,7 +300,7 @@ def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(
 
 @pytest.mark.parametrize(
     "flags",
-    ["--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--margin 2GiB", "--explain"],
+    ["--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--headroom 2GiB", "--explain"],
 )
 def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater: Run, flags: str) -> None:
     _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
@@ -348,7 +348,7 @@ def test_a_gpu_of_no_catalog_is_hinted_at_by_its_memory_and_no_far_name_is_offer
         ("--gpu-memory 81920", "81920MiB"),
         ("--reserved 20", "20GiB"),
         ("--host-memory 512", "512GiB"),
-        ("--margin 2", "2GiB"),
+        ("--headroom 2", "2GiB"),
     ],
 )
 def test_a_memory_without_its_unit_is_refused_and_the_hint_has_it(

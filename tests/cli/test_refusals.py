@@ -150,7 +150,7 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater: Run) -> None:
         (("--steps", "1"), "1 step of 2 micro-batches", ("--steps", "2")),
         (("--micro-batches", "0"), "2 steps of 0 micro-batches", ("--micro-batches", "1")),
         (("--data", "nothing"), "'nothing'", ("--data", "my_package.batches:packed")),
-        (("--margin", "90GiB"), "margin of 90.00 GiB", ("--margin", "1GiB")),
+        (("--headroom", "90GiB"), "headroom of 90.00 GiB", ("--headroom", "1GiB")),
         (("--gpus", "0"), "gpus is 0", ("--gpus", "1")),
         (("--ulysses", "3"), "SP=3 on 1 GPU", ("--ulysses", "1")),
         (("--confirm", "-1"), "confirm", ("--confirm", "2")),
@@ -161,7 +161,7 @@ def test_a_value_that_cannot_work_is_refused_and_the_hint_does(
 ) -> None:
     problem, hint = refusal(highwater("find", "Qwen3-0.6B", *SIMULATED, *words), 2)
     assert said in problem
-    if words[0] not in ("--margin",):  # its hint names no value
+    if words[0] not in ("--headroom",):  # its hint names no value
         assert mended[1] in hint
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, *words, *mended).returncode == 0
 

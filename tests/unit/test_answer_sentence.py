@@ -97,7 +97,7 @@ def test_the_longest_that_may_fit_has_its_own_figures() -> None:
 
 def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for() -> None:
     found = highwater.predict(
-        "Qwen3-8B", gpus="4xA100-80GB", length="150k", margin="30GiB", offload=False
+        "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
     )
     fits = [row[2] for row in prediction_table(found).rows]
     for cell, said in zip(found.cells, fits, strict=True):

@@ -53,7 +53,7 @@ TOO_MANY = (
     ("--resolution", LONG),
     ("--token-budget", LONG),
     ("--memory", f"{LONG}GiB"),
-    ("--margin", LONG),
+    ("--headroom", LONG),
     ("--timeout", LONG),
     ("--confirm", "1000000000"),
     ("--confirm", LONG),
@@ -367,7 +367,7 @@ def test_a_mutated_configuration_is_read_or_refused(
             memory="80GiB",
             token_budget="16k",
             confirm=2,
-            margin="2GiB",
+            headroom="2GiB",
         )
     )
 

@@ -150,7 +150,7 @@ def test_a_capacity_is_the_longest_length_that_fits():
 
 
 def test_a_length_fits_where_the_upper_end_of_its_interval_does():
-    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB")
+    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB", headroom="2GiB")
     memory_limit = prediction.memory_limit.device_bytes
     for cell in prediction.cells:
         assert cell.interval is not None
@@ -162,7 +162,9 @@ def test_a_length_fits_where_the_upper_end_of_its_interval_does():
         )
         assert cell.headroom_bytes == memory_limit - cell.footprint.needed_bytes >= 2 * GIB
         for length in (cell.does_not_fit_tokens, cell.likely_tokens):
-            beyond = highwater.predict("Qwen3-4B", gpus="H200-141GB", margin="2GiB", length=length)
+            beyond = highwater.predict(
+                "Qwen3-4B", gpus="H200-141GB", headroom="2GiB", length=length
+            )
             found = next(each for each in beyond.cells if each.cell == cell.cell)
             assert found.interval is not None
             assert (
@@ -253,7 +255,7 @@ def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity")
     assert prediction.calibration is None
     assert {cell.interval for cell in prediction.cells} == {None}
-    whole = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity", margin=0)
+    whole = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity", headroom=0)
     assert all(cell.likely_tokens == cell.capacity_tokens for cell in whole.cells)
     assert [cell.likely_tokens for cell in prediction.cells] == [
         cell.likely_tokens for cell in whole.cells

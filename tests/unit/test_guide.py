@@ -346,7 +346,7 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path: Path)
 
 def test_what_has_to_be_left_free_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", margin="5GiB")))
+    path.write_text(to_json(predict("Qwen3-0.6B", gpus="1xA100-80GB", headroom="5GiB")))
     made = guide(path, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
     left_free, plain = (table.training for table in made.tables)
     assert left_free == f"{plain}, 5.00 GiB left free"

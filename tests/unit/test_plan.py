@@ -165,7 +165,7 @@ def test_gpus_can_be_simulated_where_there_are_none() -> None:
     ("settings", "said"),
     [
         ({"memory": "200GiB"}, "more than the GPU has"),
-        ({"memory": "10GiB", "margin": "10GiB"}, "leaves nothing"),
+        ({"memory": "10GiB", "headroom": "10GiB"}, "leaves nothing"),
         ({"device": "cpu", "memory": "2GiB", "allocator": "expandable"}, "exclude each other"),
         ({"start_length": "32k", "max_length": "16k"}, "below the start length"),
         ({"start_length": "1"}, "start length of 1"),

@@ -157,7 +157,7 @@ def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
 
 
 def test_the_command_that_is_named_predicts_that_cell():
-    here = {"gpu_memory": "60GiB", "margin": "2GiB", "reserved": "5GiB", "host_memory": "200GiB"}
+    here = {"gpu_memory": "60GiB", "headroom": "2GiB", "reserved": "5GiB", "host_memory": "200GiB"}
     asked = [{**H20S, **here, "strategy": strategy} for strategy in ("fsdp", "fsdp2")]
     offloads = set()
     for one in [one for each in asked for one in recommend(length="32k", **each).candidates[::7]]:
@@ -174,7 +174,7 @@ def test_the_command_that_is_named_predicts_that_cell():
             loss=words.loss,
             offload=getattr(words, "offload", False),
             strategy=getattr(words, "strategy", "fsdp2"),
-            margin=words.margin,
+            headroom=words.headroom,
             ulysses=words.ulysses,
             sequences_per_micro_batch=getattr(words, "sequences_per_micro_batch", 1),
         )
@@ -216,7 +216,7 @@ def test_a_budget_of_one_sequence_and_of_one_pair_cannot_be_lowered():
 
 
 def test_each_earlier_rung_says_what_it_lacks():
-    found = recommend(length="96k", margin="3GiB", host_memory="100GiB", **H20S)
+    found = recommend(length="96k", headroom="3GiB", host_memory="100GiB", **H20S)
     assert found.earlier
     for each in found.candidates:
         if each.fits:
@@ -281,14 +281,14 @@ def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
     """At the length that nothing set only just holds, expandable segments are taken."""
     longest = {
         each.cell.settings.label: each
-        for each in highwater.predict(**H20S, ulysses=[1], margin=0).cells
+        for each in highwater.predict(**H20S, ulysses=[1], headroom=0).cells
     }
     tokens = longest["vanilla"].capacity_tokens
     found = recommend(length=tokens, **H20S, ulysses=[1])
     assert found.chosen is not None
     assert found.chosen.risk == "safe"
     assert found.chosen.headroom_bytes >= default_headroom_bytes(found.device_bytes)
-    asked = recommend(length=tokens, **H20S, ulysses=[1], margin=0).chosen
+    asked = recommend(length=tokens, **H20S, ulysses=[1], headroom=0).chosen
     assert asked is not None
     assert asked.cell.settings.label == "vanilla"
 
@@ -296,14 +296,14 @@ def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
 @pytest.mark.parametrize("risk", ["likely", "tight"])
 def test_where_nothing_is_safe_the_roomiest_that_may_fit_is_taken_and_says_so(risk):
     one = {"ulysses": [1], "allocator": "expandable", "loss": "chunked", "offload": False}
-    (cell,) = highwater.predict(**H20S, **one, margin=0, resolution="1k").cells
+    (cell,) = highwater.predict(**H20S, **one, headroom=0, resolution="1k").cells
     tokens = cell.likely_tokens if risk == "tight" else cell.capacity_tokens
     found = recommend(length=tokens, **H20S, **one)
     assert found.chosen is not None
     assert found.chosen.risk == risk
     assert found.chosen.headroom_bytes < default_headroom_bytes(found.device_bytes)
     assert any(f"{risk}: " in note for note in recommendation_tables(found)[-1].footnotes)
-    assert recommend(length=tokens, **H20S, **one, margin="4GiB").chosen is None
+    assert recommend(length=tokens, **H20S, **one, headroom="4GiB").chosen is None
 
 
 def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():

@@ -224,7 +224,7 @@ def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
 
 
 def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_left():
-    found = recommend(length=196_608, studies=[STUDY], margin="1200MiB", **HERE)
+    found = recommend(length=196_608, studies=[STUDY], headroom="1200MiB", **HERE)
     vanilla, env = (by_label(found)[label] for label in ("nothing set, 1 GPU", "expandable, 1 GPU"))
     assert (vanilla.fits, vanilla.source, vanilla.capacity_tokens) == (False, "measured", 188_416)
     assert vanilla.lacks_bytes == 1200 * MIB - 1_244_371_353
@@ -237,17 +237,17 @@ def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_lef
     assert found.chosen == env
     rows = [row for table in recommendation_tables(found) for row in table.rows]
     assert any(re.search(r"at least 13\.3 MiB", " ".join(row)) for row in rows)
-    beyond = by_label(recommend(length=204_800, studies=[STUDY], margin="1200MiB", **HERE))[
+    beyond = by_label(recommend(length=204_800, studies=[STUDY], headroom="1200MiB", **HERE))[
         "nothing set, 1 GPU"
     ]
     assert (beyond.fits, beyond.source, beyond.lacks_bytes) == (False, "measured", None), (
         "it ran out of memory"
     )
-    between = by_label(recommend(length=192_512, studies=[STUDY], margin="1200MiB", **HERE))[
+    between = by_label(recommend(length=192_512, studies=[STUDY], headroom="1200MiB", **HERE))[
         "nothing set, 1 GPU"
     ]
     assert between.source == "predicted", "nobody tried it"
-    none = recommend(length=150_000, studies=[STUDY], margin="60GiB", **HERE)
+    none = recommend(length=150_000, studies=[STUDY], headroom="60GiB", **HERE)
     assert {each.source for each in none.candidates} == {"predicted"}, (
         "no trial left so much: shorter ones were not tried"
     )

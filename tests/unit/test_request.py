@@ -53,7 +53,7 @@ def test_a_file_must_have_the_right_types() -> None:
         ({"memory": "80GB"}, "decimal"),
         ({"start_length": "short"}, "'short'"),
         ({"max_length": "0"}, "'0'"),
-        ({"margin": "-1GiB"}, "'-1GiB'"),
+        ({"headroom": "-1GiB"}, "'-1GiB'"),
     ],
 )
 def test_a_mistake_is_told_in_the_users_words(values: dict[str, object], said: str) -> None:
@@ -111,7 +111,7 @@ def test_one_number_is_a_list_of_one(value: object) -> None:
     ("name", "value", "said"),
     [
         ("memory", "80GB", "memory size '80GB' has a decimal or unclear unit"),
-        ("margin", "some", "margin: 'some' is not a memory size"),
+        ("headroom", "some", "headroom: 'some' is not a memory size"),
         ("start_length", "1", "start_length: a start length of 1 token"),
         ("timeout", "soon", "timeout: 'soon' is not a time"),
         ("gpus", 0, "gpus is 0"),

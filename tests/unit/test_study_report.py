@@ -238,7 +238,7 @@ def test_the_commands_of_a_real_study_ask_the_very_same(path: Path) -> None:
         {},
         {"gpus": [1, 2, 4], "ulysses": [1, 2], "offload": True, "strategy": "fsdp2"},
         {
-            "margin": "2GiB",
+            "headroom": "2GiB",
             "confirm": 2,
             "method": "linear",
             "resolution": 8192,

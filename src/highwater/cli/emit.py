@@ -117,7 +117,7 @@ def _written(
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
     words = ("highwater", "emit", "--for", arguments.for_, arguments.model)
     again = shlex.join((*words, *words_again(arguments, drop=("--trainer",))))
-    roomier = words_again(arguments, drop=("--trainer",), **{"--margin": _ROOMIER})
+    roomier = words_again(arguments, drop=("--trainer",), **{"--headroom": _ROOMIER})
     files = {row.file: emitted.text, **emitted.beside}
     said = [f"{row.name} {emitted.checked_with}, as `{again}` wrote it"]
     said.append("what is typed after it goes to the trainer")

@@ -44,9 +44,9 @@ def predicted_question(
 ) -> tuple[Question, tuple[str, ...]]:
     """Every rung, on a grid or at one length; and the notes of its plan.
 
-    What is asked without a ``margin`` is to leave the default headroom of a GPU.
+    What is asked without ``headroom`` is to leave the default headroom of a GPU.
     """
-    settings = {"margin": default_headroom_bytes(where.device_bytes), **settings}
+    settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}

@@ -193,7 +193,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         ("--host-memory", 0 if memory_limit.usual_host else memory_limit.host_bytes or 0),
     )
     words += [word for flag, value in limits if value for word in (flag, str(value))]
-    if "margin" in goal.settings:
-        words += ["--margin", str(question.margin_bytes)]
+    if "headroom" in goal.settings:
+        words += ["--headroom", str(question.margin_bytes)]
     words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
     return shlex.join(words)

@@ -37,7 +37,7 @@ def query_of_study(study: Study) -> Query | None:
     settings = _settings(question.cells)
     if model is None or kind is None or settings is None or question.data is not None:
         return None
-    margin = (("margin", question.margin_bytes),) if question.margin_bytes else ()
+    margin = (("headroom", question.margin_bytes),) if question.margin_bytes else ()
     return Query(
         model=model,
         kind=kind.name,
@@ -66,7 +66,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     if kind is None and not is_nameless:
         return None
     is_whole = kind is not None and kind.usable_bytes == prediction.device_bytes
-    margin = () if prediction.has_default_headroom else (("margin", prediction.margin_bytes),)
+    margin = () if prediction.has_default_headroom else (("headroom", prediction.margin_bytes),)
     return Query(
         model=words,
         kind=None if kind is None else kind.name,

@@ -237,7 +237,7 @@ def _with_trials(
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Take each candidate by the first study that tells of it; and note each study without use."""
     candidates, notes = list(predicted), list[str]()
-    limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("margin", 0)))
+    limit, asked_bytes = goal.memory_limit, parse_memory(str(goal.settings.get("headroom", 0)))
     for recorded in studies:
         notes += [f"{recorded.path}: {note}" for note in recorded.notes]
         # a trial that fit is a fact: only a headroom that was asked for speaks against it

@@ -408,7 +408,7 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             example=2,
         ),
         Setting(
-            "margin",
+            "headroom",
             SIZE,
             ("find", "predict", "recommend", "emit"),
             "headroom that a length must leave to count, for example 2GiB",

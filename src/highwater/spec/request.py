@@ -128,7 +128,7 @@ class Request(Record, frozen=True, kw_only=True):
     proof: Proof | None = None
     prediction: str = "formula"
     confirm: int = 0
-    margin: Size = 0
+    headroom: Size = 0
     timeout: Time | None = None
     budget: Time | None = None
     steps: int = 2
@@ -186,7 +186,7 @@ class Request(Record, frozen=True, kw_only=True):
     @property
     def margin_bytes(self) -> int:
         """Headroom that a length must leave."""
-        return parse_memory(str(self.margin))
+        return parse_memory(str(self.headroom))
 
     @property
     def start_tokens(self) -> int:

@@ -102,8 +102,8 @@ class Question(Record, frozen=True, kw_only=True):
             )
         if self.confirm < 0 or self.margin_bytes < 0:
             raise UsageError(
-                "confirm and margin cannot be negative",
-                hint="for example `--confirm 2 --margin 2GiB`",
+                "confirm and headroom cannot be negative",
+                hint="for example `--confirm 2 --headroom 2GiB`",
             )
         if self.confirm > MOST_REPEATS:
             raise UsageError(

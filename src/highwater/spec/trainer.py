@@ -66,7 +66,7 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
         settings=frozenset(
             (
                 *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
-                *("rope", "margin", "start_length", "resolution", "max_length"),
+                *("rope", "headroom", "start_length", "resolution", "max_length"),
                 *("lora", "lora_alpha", "lora_targets"),
             )
         ),

@@ -145,8 +145,8 @@ def _counts(request: Request, machine: Machine, device: Device, model: Model) ->
 
 
 def _check_memory(request: Request, machine: Machine, model: Model, where: TrialHardware) -> None:
-    """Raise for a memory that is needed and not named, or that is not there, and for a margin that
-    leaves nothing of it.
+    """Raise for a memory that is needed and not named, or that is not there, and for a headroom
+    that leaves nothing of it.
     """
     budget, total_bytes = request.memory_bytes, where.total_bytes
     limit = budget or total_bytes
@@ -162,9 +162,9 @@ def _check_memory(request: Request, machine: Machine, model: Model, where: Trial
         _check_budget_on_the_cpu(budget, machine, workers=max(where.counts))
     if request.margin_bytes >= limit:
         raise UsageError(
-            f"a margin of {format_bytes(request.margin_bytes)} leaves nothing of "
+            f"a headroom of {format_bytes(request.margin_bytes)} leaves nothing of "
             f"{format_bytes(limit)}",
-            hint="use a smaller `--margin`, or leave it out",
+            hint="use a smaller `--headroom`, or leave it out",
         )
 
 

@@ -179,7 +179,7 @@ def find_words(question: Question) -> tuple[str, ...]:
         *(() if is_published else ("--resolution", str(grid.step_tokens))),
         *("--method", question.method),
         *(("--confirm", str(question.confirm)) if question.confirm else ()),
-        *(("--margin", str(question.margin_bytes)) if question.margin_bytes else ()),
+        *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
         *_steps(question.steps, question.micro_batches, question.data),
         *_proof(question),
         *(("--dry-run",) if question.simulated else ()),
