@@ -16,7 +16,7 @@ from highwater.memory.formula.layers import (
 from highwater.memory.formula.moments import LayerMoments
 from highwater.spec.layer_kind import LayerKind
 
-SCALED_BRANCHES = ("granite",)
+SCALED_BRANCHES = ("granite", "granite_swa")
 """Model types whose layers multiply what attention and MLP return by a number, whatever it is:
 going backward, the gradient so multiplied is one more of T x E."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
