@@ -81,6 +81,7 @@ BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "s
 """Families whose matrices have biases, of as many numbers as a matrix has rows."""
 ONE_ATTENTION = (
     "dots1",
+    "exaone_moe",
     "granitemoe_swa",
     "kolibri1",
     "laguna",
@@ -399,7 +400,7 @@ def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
         **OWN.get(family, {}),
     }
     if family in SHARED_SIZE:
-        found["hidden_size"] = found["num_attention_heads"] * found.pop("head_dim")
+        found["hidden_size"] = found["num_attention_heads"] * found["head_dim"]
     return found
 
 

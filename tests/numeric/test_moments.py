@@ -136,7 +136,7 @@ def check(family: str, case: str, folder: Path) -> None:
     }
     config["ffn_dim"] = config["intermediate_size"]
     if family in SHARED_SIZE:
-        config["hidden_size"] = config["num_attention_heads"] * config.pop("head_dim")
+        config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
     if family in UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
     spec = trial(folder / "model", config, **asked)

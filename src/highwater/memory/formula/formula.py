@@ -189,7 +189,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     # reduced.
     *others, last = backwards(step.shape.runs)
     always = _always_terms(step)
-    root_bytes = step.element * _root_parameters(step) if step.gathers else 0
+    root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
     root = Term(name="embedding and head, gathered", bytes=root_bytes)
     beside_layers = (*always, root)
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
@@ -429,7 +429,8 @@ def _root_reduction(step: Step, states: _States) -> Term:
     if step.is_frozen:
         return _reduction(step, 0)
     parameters = _root_parameters(step)
-    is_one, share = parameters == step.table, parameters // step.layout.shard_degree
+    is_one, parameters = parameters == step.table, parameters + step.positions
+    share = parameters // step.layout.shard_degree
     before = step.element * parameters
     if is_one and not step.settings.traits.gives_scalars:
         before += _reduction(step, step.shape.runs[0].kind.parameters).bytes

@@ -23,12 +23,13 @@ from highwater.spec.layout import Layout
 from highwater.spec.lora import adapter_parameters_of_layer
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
+from highwater.spec.small_parameters import learned_positions
 from highwater.spec.trial import PROMPT_TOKENS, Device
 from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
-FUSED_HEADS = ("phi3",)
+FUSED_HEADS = ("gpt_neox", "persimmon", "phi3")
 """Model types with one product for queries, keys and values, which is kept whole beside queries and
 keys as they are rotated; what attention returns is copied for its output. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
@@ -67,6 +68,13 @@ class Step:
     def table(self) -> int:
         """Parameters of the embedding, or of the head: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def positions(self) -> int:
+        """Parameters of learned positions, which are embedded beside the tokens."""
+        shape = self.shape
+        learned = learned_positions(shape.model_type, shape.native_length_tokens)
+        return learned * shape.hidden_size
 
     @property
     def gathers(self) -> bool:

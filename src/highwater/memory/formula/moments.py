@@ -137,6 +137,7 @@ def columns(kind: LayerKind) -> Mapping[str, int]:
         "F": kind.mlp.width,
         "Q": kind.attention.query_size,
         "K": kind.attention.key_size,
+        "Q+2K": kind.attention.query_size + 2 * kind.attention.key_size,
     }
     return {f"sum({name})": size for name, size in sizes.items()}
 
