@@ -69,7 +69,7 @@ RANDOM_SHAPES = 20_000
 
 PARTS = ("one layer going backward", "kept by recompute", "activations of all layers", WORKSPACES)
 """Terms of the formula that are a layer's, or no tensor's."""
-SHARED_SIZE = ("gpt_neox", "helium", "opt", "persimmon", "phimoe")
+SHARED_SIZE = ("gpt_neox", "helium", "jais2", "opt", "persimmon", "phimoe")
 """Families whose heads share the hidden size."""
 UNGROUPED = ("gpt_neox", "opt", "persimmon")
 """Families whose every query head has keys of its own."""

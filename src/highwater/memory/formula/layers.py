@@ -29,7 +29,7 @@ from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
-FUSED_HEADS = ("gpt_neox", "persimmon", "phi3")
+FUSED_HEADS = ("gpt_neox", "phi3")
 """Model types with one product for queries, keys and values, which is kept whole beside queries and
 keys as they are rotated; what attention returns is copied for its output. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
