@@ -81,7 +81,6 @@ BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "s
 """Families whose matrices have biases, of as many numbers as a matrix has rows."""
 ONE_ATTENTION = (
     "dots1",
-    "exaone_moe",
     "granitemoe_swa",
     "kolibri1",
     "laguna",
