@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,20 +28,40 @@ from traces import trace, trial
 
 from highwater.memory.formula.breakdown import WORKSPACES
 from highwater.memory.formula.formula import footprint
-from highwater.memory.formula.moments import FILE, capped_products, kind_name, products
+from highwater.memory.formula.moments import (
+    DENSE,
+    FILE,
+    SHARED,
+    bytes_of_sums,
+    capped_products,
+    columns,
+    kind_name,
+    products,
+)
 from highwater.run.tracing import fullest_rank
+from highwater.spec.cohere_layers import COHERE_WITH_WINDOWS, cohere_slides
+from highwater.spec.column_sums import RESIDENT_THREADS, column_sums
 from highwater.spec.events import Allocate, Enter, Free, GiveBack, TraceOrder
-from highwater.spec.families import WITH_CAPS
+from highwater.spec.families import (
+    EXPERT_COUNTS,
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    NEEDED,
+    WITH_CAPS,
+)
 from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 from highwater.spec.trial import TrialSpec
 from highwater.spec.windows import slides
 
-LAYERS = 3
-SAMPLES = 40
+LAYERS = 2
+MORE = 4
+"""Traces more than there are products of sizes: as many equations are left over, and have to hold.
+"""
+MOST_SAMPLES = 80
 UNEVEN = ("inside aten.sum.dim_IntList",)
-"""Operators whose memory is no product of sizes, and small: sums over tokens by rows."""
+"""Operators whose memory is no product of sizes: sums over tokens by rows."""
 TILES = 2
 RANDOM_SHAPES = 20_000
 """Shapes among which a moment has to be the largest of one to be kept."""
@@ -48,29 +69,42 @@ RANDOM_SHAPES = 20_000
 
 PARTS = ("one layer going backward", "kept by recompute", "activations of all layers", WORKSPACES)
 """Terms of the formula that are a layer's, or no tensor's."""
-EXPERTS = ("flex_olmo", "gpt_oss", "granitemoe", "mellum", "minimax_m2", "olmoe", "phimoe")
-SHARED_SIZE = ("gpt_neox", "helium", "phimoe")
+SHARED_SIZE = ("gpt_neox", "helium", "jais2", "opt", "persimmon", "phimoe")
 """Families whose heads share the hidden size."""
+UNGROUPED = ("gpt_neox", "opt", "persimmon")
+"""Families whose every query head has keys of its own."""
 CAP = 50.0
 """Of scores, where they are capped; its value is no matter."""
-ROWS = ("one", "E", "F", "Q", "K", "X*E", "X*F")
-"""Products that a trace has and the formula leaves out: rows of weights, biases."""
+ROWS = ("one", "D", "E", "F", "Q", "K", "X", "X*E", "X*F")
+"""Products that a trace has and the formula leaves out: rows of weights, biases, partial sums."""
 BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "starcoder2")
 """Families whose matrices have biases, of as many numbers as a matrix has rows."""
+ONE_ATTENTION = (
+    "dots1",
+    "granitemoe_swa",
+    "kolibri1",
+    "laguna",
+    "mellum",
+    "olmoe",
+    "phimoe",
+    "starcoder2",
+)
+"""Families whose layers with a window count as those without: they differ in what the kernel of
+attention takes for a head."""
 OWN: Mapping[str, Mapping[str, Any]] = {"seed_oss": {"attention_dropout": 0.0}}
 """Fields of a family without which its config is refused."""
 
 
 class Kind(NamedTuple):
-    """How all layers of a model attend."""
+    """How all layers of a model attend, and what MLPs they have: ``mlp_name``."""
 
     is_windowed: bool
     is_capped: bool
+    mlp: str = ""
 
 
 SLIDING = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
 """A config of layers that slide, where their family's may."""
-FULL = Kind(is_windowed=False, is_capped=False)
 
 
 class Sample(NamedTuple):
@@ -81,7 +115,9 @@ class Sample(NamedTuple):
     """Bytes that a layer keeps until its backward pass."""
     alive: tuple[tuple[str, int], ...]
     """At each allocation of the last layer's backward pass the operator, and bytes beside what all
-    layers keep and what is no layer's."""
+    layers keep and what is no layer's; nor what an uneven one takes."""
+    sums: tuple[frozenset[str], ...]
+    """At each of them names of ``columns`` whose sum takes what an uneven one does."""
 
 
 def main() -> None:
@@ -103,9 +139,25 @@ def main() -> None:
 def kinds(family: str) -> list[Kind]:
     """Those that its layers may be of."""
     caps = (False, True) if family in WITH_CAPS else (False,)
-    may_slide = slides({**SLIDING, "model_type": family}, 0)
-    windows = (False, True) if may_slide else (False,)
-    return [Kind(is_windowed, is_capped) for is_capped in caps for is_windowed in windows]
+    sliding = {**SLIDING, "model_type": family}
+    may_slide = cohere_slides(sliding, 0) if family in COHERE_WITH_WINDOWS else slides(sliding, 0)
+    windows = (False, True) if may_slide and family not in ONE_ATTENTION else (False,)
+    return [
+        Kind(is_windowed, is_capped, mlp)
+        for mlp in mlps(family)
+        for is_capped in caps
+        for is_windowed in windows
+    ]
+
+
+def mlps(family: str) -> list[str]:
+    """Names of the MLPs that its layers may have; of experts alone where that is usual."""
+    if family not in EXPERTS:
+        return [""]
+    (shared_field, shared), dense = EXPERTS[family].shared, EXPERTS[family].dense_layers
+    alone = [] if shared or shared_field in NEEDED.get(family, ()) else [""]
+    beside = [SHARED] if shared or shared_field else []
+    return [*alone, *beside, *([DENSE] if dense != (None, 0) else [])]
 
 
 def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
@@ -118,7 +170,7 @@ def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
 def goes_in_tiles(family: str) -> bool:
     """Whether the family's MLP can."""
     try:
-        sample(family, FULL, settings(True, True), number=0)
+        sample(family, kinds(family)[0], settings(True, True), number=0)
     except AssertionError as error:  # the trace says why
         if "has no MLP of the form" not in str(error):
             raise
@@ -128,29 +180,52 @@ def goes_in_tiles(family: str) -> bool:
 
 def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
     """Moments of a layer, and what it keeps, as bytes for each product of sizes."""
-    samples = [sample(family, kind, settings, number=number) for number in range(SAMPLES)]
-    orders = Counter(tuple(name for name, _ in each.alive) for each in samples)
-    common, count = orders.most_common(1)[0]
-    alike = [each for each in samples if tuple(name for name, _ in each.alive) == common]
+    samples = list[Sample]()
+    alike, names = samples, list[str]()
+    while len(alike) < len(names) + MORE:
+        assert len(samples) < MOST_SAMPLES, f"no {len(names) + MORE} of {MOST_SAMPLES} are alike"
+        samples.append(sample(family, kind, settings, number=len(samples)))
+        alike = most_alike(samples)
+        names = names_of(alike)
     name = kind_name(**kind._asdict(), is_recomputed=settings.recompute != "none")
-    sys.stdout.write(f"{family}, {name}: {count} of {SAMPLES} alike, {len(common)} allocations\n")
+    counts = f"{len(alike)} of {len(samples)} alike, {len(alike[0].alive)} allocations"
+    sys.stdout.write(f"{family}, {name}: {counts}\n")
     sys.stdout.flush()
-    names = list(alike[0].sizes)
-    if len({each.sizes["T*G"] > 0 for each in alike}) == 1:
-        names.remove("T*G")  # all of one sort: what grouped heads add counts as theirs
-    if all(each.sizes["T*Q"] == each.sizes["T*E"] for each in alike):
-        names = [name for name in names if name not in ("T*Q", "Q")]
-    if all(each.sizes.get("l*K") == each.sizes["T*K"] for each in alike):
-        names.remove("l*K")  # without a window all keys are read
     sizes = np.array([[each.sizes[name] for name in names] for each in alike], float)
     (kept,) = solved(sizes, np.array([[each.kept_bytes] for each in alike], float))
     moments = solved(sizes, np.array([[size for _, size in each.alive] for each in alike], float))
+    sums = [
+        dict.fromkeys(sorted(frozenset.intersection(*(each.sums[number] for each in alike)))[:1], 1)
+        for number in range(len(moments))
+    ]
     return {
         "kept": whole(names, kept),
         "moments": [
-            whole(names, moments[number]) for number in largest(names, moments, family, kind)
+            whole(names, moments[number]) | sums[number]
+            for number in largest(names, moments, sums, family, kind)
         ],
     }
+
+
+def most_alike(samples: list[Sample]) -> list[Sample]:
+    """The most samples that allocate the same things in the same order."""
+    orders = Counter(tuple(name for name, _ in each.alive) for each in samples)
+    common, _ = orders.most_common(1)[0]
+    return [each for each in samples if tuple(name for name, _ in each.alive) == common]
+
+
+def names_of(alike: list[Sample]) -> list[str]:
+    """Names of the products that samples tell apart: of some that are in all of them as many times
+    another one, the first.
+    """
+    found = dict[tuple[Fraction, ...], str]()
+    for name in alike[0].sizes:
+        numbers = [each.sizes[name] for each in alike]
+        if name == "T*G" and len({number > 0 for number in numbers}) == 1:
+            continue  # all of one sort: what grouped heads add counts as theirs
+        if most := max(numbers):
+            found.setdefault(tuple(Fraction(number, most) for number in numbers), name)
+    return list(found.values())
 
 
 def solved(sizes: Any, alive: Any) -> Any:
@@ -195,31 +270,49 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
         max(n for n, (name, _, _) in enumerate(seen) if name == f"enter {phase}")
         for phase in ("forward", "backward")
     )
-    second, third = (
+    before, after = (
         next(size for _, module, size in seen[forward:] if f"layers.{index}" in module)
-        for index in (1, 2)
+        for index in (LAYERS - 2, LAYERS - 1)
     )
-    kept = third - second
+    kept = after - before
+    events = [
+        (name, size - beside - LAYERS * kept, sums_of(name, kind, spec.length_tokens))
+        for name, size in last_layer(seen[backward:])
+    ]
+    events = [each for each in events if each[2] or not each[0].startswith(UNEVEN)]
     return Sample(
         sizes=sizes_of(kind, spec, family, has_tiles=settings.mlp_tiles is not None),
         kept_bytes=kept,
-        alive=tuple(
-            (name, size - beside - LAYERS * kept) for name, size in last_layer(seen[backward:])
-        ),
+        alive=tuple((name.split(":")[0], size) for name, size, _ in events),
+        sums=tuple(sums for _, _, sums in events),
+    )
+
+
+def sums_of(name: str, kind: LayerKind, tokens: int) -> frozenset[str]:
+    """Names of the sums over tokens that take as many bytes as an uneven operator does, behind the
+    colon in its name; none of what is no sum over a layer's columns, and small.
+    """
+    operator, _, size = name.partition(":")
+    if operator not in UNEVEN:
+        return frozenset()
+    return frozenset(
+        each
+        for each, width in columns(kind).items()
+        if column_sums(tokens, width, resident_threads=RESIDENT_THREADS).partial_bytes == int(size)
     )
 
 
 def sizes_of(kind: LayerKind, spec: TrialSpec, family: str, *, has_tiles: bool) -> dict[str, int]:
     """Products of sizes, rows of weights too."""
     tokens, hidden, mlp = spec.length_tokens, kind.hidden_size, kind.mlp
-    tile = -(-tokens * mlp.width // TILES) if has_tiles else None
+    tile = -(-tokens * mlp.plain_width // TILES) if has_tiles else None
     found = products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=tile)
-    rows = {"one": 1, "E": hidden}
+    rows = {"one": 1, "D": kind.attention.head_dim, "E": hidden}
     if family in BIASED:
         attention = kind.attention
         rows |= {"F": mlp.width, "Q": attention.query_size, "K": attention.key_size}
-    if mlp.experts > 1:
-        rows |= {"X*E": mlp.experts * hidden, "X*F": mlp.experts * mlp.width}
+    if mlp.is_routed:
+        rows |= {"X": mlp.experts, "X*E": mlp.experts * hidden, "X*F": mlp.experts * mlp.width}
     return {**found, **of_scores(kind.attention, tokens), **rows}
 
 
@@ -235,7 +328,9 @@ def of_scores(attention: AttentionKind, tokens: int) -> Mapping[str, int]:
 
 
 def allocations(spec: TrialSpec, path: Path) -> Iterator[tuple[str, str, int]]:
-    """Each allocation's operator and module, and what is alive with it; each phase that begins."""
+    """Each allocation's operator and module, and what is alive with it, or beside it where it is
+    uneven: it has its bytes behind a colon then; each phase that begins.
+    """
     log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), path)
     alive = 0
     sizes: dict[int, int] = {}
@@ -243,7 +338,9 @@ def allocations(spec: TrialSpec, path: Path) -> Iterator[tuple[str, str, int]]:
         match event:
             case Allocate():
                 operator = log.operators[event.operator]
-                if operator not in UNEVEN:
+                if operator in UNEVEN:
+                    yield f"{operator}:{event.bytes}", log.modules[event.module], alive
+                else:
                     sizes[event.id] = event.bytes
                     alive += event.bytes
                     yield operator, log.modules[event.module], alive
@@ -274,37 +371,55 @@ def last_layer(seen: list[tuple[str, str, int]]) -> Iterator[tuple[str, int]]:
 
 def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
     """The config of a small model whose layers are all alike."""
-    kv_heads = drawn.choice((1, 2, 4))
+    kv_heads = drawn.choice((2, 3, 4))  # a single one needs fewer copies
+    grouped = (1,) if family in UNGROUPED else (2, 4) if family in EXPERTS else (1, 2, 4)
+    if family == "diffllama":
+        kv_heads *= 2  # values go to pairs of them
+    heads = kv_heads * drawn.choice(grouped)
+    width = 128 * drawn.choice((2, 3, 4, 6, 7, 8))
     tiny = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     tiny.pop("architectures", None)
-    experts = {
-        **dict.fromkeys(("num_local_experts", "num_experts"), drawn.choice((4, 5, 6, 8))),
-        "num_experts_per_tok": 2 if family == "phimoe" else drawn.choice((2, 3)),
-        "tie_word_embeddings": False,
-    }
     window = "sliding_attention" if attends.is_windowed else "full_attention"
-    found = {
+    found: dict[str, Any] = {
         **tiny,
         "model_type": family,
         "hidden_size": 128 * drawn.choice((1, 2, 3, 4, 5)),
-        "intermediate_size": 128 * drawn.choice((2, 3, 4, 6, 7, 8)),
+        **dict.fromkeys(("intermediate_size", "ffn_dim"), width),
         "head_dim": drawn.choice((64, 128)),
-        "num_attention_heads": kv_heads * drawn.choice((2, 4) if family in EXPERTS else (1, 2, 4)),
+        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "num_hidden_layers": LAYERS,
         "vocab_size": 1024,
         "sliding_window": 512 if attends.is_windowed or not _always_slides(family) else None,
+        "use_sliding_window": attends.is_windowed,
         "layer_types": [window] * LAYERS,
         "attn_logit_softcapping": CAP if attends.is_capped else None,
         "pad_token_id": 0,
+        **(mixture(family, drawn, attends.mlp, width) if family in EXPERTS else {}),
         **OWN.get(family, {}),
-        **(experts if family in EXPERTS else {}),
     }
-    if family in EXPERTS:
-        found["moe_intermediate_size"] = found["intermediate_size"]
     if family in SHARED_SIZE:
-        found["hidden_size"] = found["num_attention_heads"] * found.pop("head_dim")
+        found["hidden_size"] = found["num_attention_heads"] * found["head_dim"]
     return found
+
+
+def mixture(family: str, drawn: random.Random, mlp: str, width: int) -> dict[str, Any]:
+    """Fields of a config for MLPs of this name in every layer, by all names that families give
+    them; ``width``: of an expert, or of a dense layer.
+    """
+    usual = EXPERTS[family]
+    (shared_field, _), (dense_field, _) = usual.shared, usual.dense_layers
+    is_width = shared_field is not None and shared_field.endswith("intermediate_size")
+    beside = 128 * drawn.choice((2, 3, 4, 5)) if is_width else drawn.choice((1, 2, 3))
+    return {
+        **dict.fromkeys(EXPERT_COUNTS, drawn.choice((4, 5, 6, 8))),
+        **dict.fromkeys(EXPERTS_PER_TOKEN, 2 if family == "phimoe" else drawn.choice((2, 3))),
+        **({shared_field: 0 if mlp == "" else beside} if shared_field else {}),
+        **({dense_field: LAYERS if mlp == DENSE else 0} if dense_field else {}),
+        "mlp_layer_types": ["dense" if mlp == DENSE else "sparse"] * LAYERS,
+        **dict.fromkeys(("moe_intermediate_size", "prefix_dense_intermediate_size"), width),
+        "tie_word_embeddings": False,
+    }
 
 
 def _always_slides(family: str) -> bool:
@@ -312,9 +427,12 @@ def _always_slides(family: str) -> bool:
     return slides({"model_type": family, "layer_types": ["full_attention"]}, 0)
 
 
-def largest(names: list[str], moments: Any, family: str, attends: Kind) -> list[int]:
+def largest(
+    names: list[str], moments: Any, sums: list[dict[str, int]], family: str, attends: Kind
+) -> list[int]:
     """Numbers of the moments that are the largest for some shape as models have them."""
     drawn, found = random.Random(0), set[int]()
+    with_sums = [number for number, each in enumerate(sums) if each]
     for _ in range(RANDOM_SHAPES):
         hidden, head_dim = drawn.choice((1024, 2048, 4096, 8192)), drawn.choice((64, 128, 256))
         heads = max(1, hidden * drawn.choice((1, 2, 4)) // 2 // head_dim)
@@ -325,11 +443,12 @@ def largest(names: list[str], moments: Any, family: str, attends: Kind) -> list[
         )
         width = hidden * drawn.choice((2, 3, 6, 8, 12, 16)) // 2
         mlp = MlpKind(width=width)
-        if family in EXPERTS:
+        if family in EXPERTS and attends.mlp != DENSE:
             mlp = MlpKind(
                 width=width // 4,
                 experts=drawn.choice((8, 32, 128)),
                 experts_per_token=drawn.choice((1, 2, 4, 8)),
+                shared_width=width // 4 * drawn.choice((1, 2, 4)) if attends.mlp == SHARED else 0,
             )
         tokens = int(10 ** drawn.uniform(3.5, 6))
         if attends.is_capped:
@@ -341,7 +460,10 @@ def largest(names: list[str], moments: Any, family: str, attends: Kind) -> list[
             **of_scores(attention, tokens),
             **products(kind, tokens=tokens, attended_key=attention.key_size, tile=None),
         }
-        found.add(int((moments @ np.array([float(of_shape[name]) for name in names])).argmax()))
+        sizes = moments @ np.array([float(of_shape[name]) for name in names])
+        for number in with_sums:
+            sizes[number] += bytes_of_sums(sums[number], kind, tokens=tokens)
+        found.add(int(sizes.argmax()))
     return sorted(found)
 
 

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from learn_moments import SHARED_SIZE, UNGROUPED
 from traces import trace, trial
 
 from highwater.memory.formula.breakdown import WORKSPACES
@@ -21,14 +22,14 @@ from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
 from highwater.run.tracing import fullest_rank
 from highwater.spec.events import TraceOrder
-from highwater.spec.families import WITH_CAPS
+from highwater.spec.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings
 
 LENGTH = 16_384
 TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
-CONFIG = {
+CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
     "hidden_size": 384,
     "intermediate_size": 960,
@@ -41,22 +42,27 @@ CONFIG = {
     "sliding_window": 700,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-EXPERTS = {
-    **dict.fromkeys(("num_local_experts", "num_experts"), 5),
-    "num_experts_per_tok": 2,
+MIXTURE = {
+    **dict.fromkeys(EXPERT_COUNTS, 6),
+    **dict.fromkeys(EXPERTS_PER_TOKEN, 2),
+    "moe_intermediate_size": 448,
     "tie_word_embeddings": False,
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 320),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
 }
-OF_FAMILY = {
-    **dict.fromkeys(("gpt_oss", "granitemoe", "minimax_m2", "olmoe", "phimoe"), EXPERTS),
+"""A layer without experts where a family has such, then five with them, and an MLP beside."""
+OF_FAMILY: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0},
+    "qwen2_moe": {"use_sliding_window": True},
 }
-SMALL_MLP = {"head_dim": 256, "intermediate_size": 384}
+SMALL_MLP = {"head_dim": 256, "intermediate_size": 384, "moe_intermediate_size": 384}
 """Beside which the attention is the peak, of capped scores too: of 4,096 tokens some rows at a
 time, of 768 all."""
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {},
     "wide heads": {"config": {"head_dim": 128}},
-    "wide mlp": {"config": {"intermediate_size": 2560}},
+    "wide mlp": {"config": {"intermediate_size": 2560, "moe_intermediate_size": 1280}},
     "attention kept": {"settings": Settings(loss="chunked", recompute="all-but-attention")},
     "all kept": {"settings": Settings(loss="chunked", recompute="none")},
     "uncapped": {"config": {"attn_logit_softcapping": None}},
@@ -72,20 +78,23 @@ CASES: dict[str, dict[str, Any]] = {
     "short": {"config": SMALL_MLP, "length_tokens": 768},
     "several documents": {"settings": Settings(loss="chunked", sequences_per_micro_batch=3)},
     "shared": {"layout": Layout(gpus=2, ulysses_degree=2)},
-    "two shards": {"layout": Layout(gpus=2)},
+    "two shards": {"layout": Layout(gpus=2), "config": dict.fromkeys(EXPERT_COUNTS, 5)},
 }
 TOLERANCE = 0.01
 """Relative."""
-WIDER = {"shared": 0.06, "gpt_oss, two shards": 0.06, "gpt_oss, all kept": 0.02}
-"""Where ranks share a sequence the formula has a copy of what is attended throughout; where experts
-that are wide beside their tokens are reduced, it has one copy less of their gradients."""
+WIDER = {"shared": 0.06, "gpt_oss, all kept": 0.02}
+"""Where ranks share a sequence the formula has a copy of what is attended throughout."""
+
+
+BY_HAND = ("granite_swa", "ministral3")
+"""Families that have the formula's own terms, and no traces elsewhere."""
 
 
 def every() -> list[tuple[str, str]]:
     """Each family in each case; without caps where it has some."""
     return [
         (family, case)
-        for family in sorted(families())
+        for family in sorted((*families(), *BY_HAND))
         for case in CASES
         if case != "uncapped" or family in WITH_CAPS
     ]
@@ -97,7 +106,7 @@ def today() -> list[tuple[str, str]]:
     CI runs a fifth of them a day. Neither 11 nor 12 cases are a multiple of five: by and by a
     family has them all.
     """
-    cases = {family: [case for other, case in every() if other == family] for family in families()}
+    cases = {family: [case for other, case in every() if other == family] for family, _ in every()}
     return [
         (family, cases[family][(date.today().toordinal() + number) % len(cases[family])])
         for number, family in enumerate(sorted(cases))
@@ -118,18 +127,24 @@ def test_every_step_peaks_where_the_formula_says(family: str, case: str, tmp_pat
 
 
 def check(family: str, case: str, folder: Path) -> None:
-    asked = {
+    asked: dict[str, Any] = {
         "settings": Settings(loss="chunked"),
         "layout": Layout(),
         "length_tokens": LENGTH,
         **CASES[case],
     }
-    config = {
+    config: dict[str, Any] = {
         **CONFIG,
         "model_type": family,
+        **(MIXTURE if family in EXPERTS else {}),
         **OF_FAMILY.get(family, {}),
         **asked.pop("config", {}),
     }
+    config["ffn_dim"] = config["intermediate_size"]
+    if family in SHARED_SIZE:
+        config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
+    if family in UNGROUPED:
+        config["num_key_value_heads"] = config["num_attention_heads"]
     spec = trial(folder / "model", config, **asked)
     log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / "trace")
     peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes

@@ -4,6 +4,7 @@ refused by every command, as docs/results/families/front_door.py found and still
 
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_what_was_asked_about_is_every_family_and_every_catalog_model() -> None:
             assert row["outcome"] == "measured alone"
         else:
             assert row["outcome"] == "refused"
+
+
+def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measured() -> None:
+    page = (FOLDER / "README.md").read_text()
+    (paragraph,) = (line for line in page.splitlines() if line.startswith("`highwater predict` "))
+    predicted = {*FAMILIES, *families()}
+    assert f"{len(predicted)} of the {len(TRAINED)}" in paragraph
+    by_hand, learned = re.findall(r"(?:for|from traces)(?: \(|: )([a-z0-9_, ]+)", paragraph)[:2]
+    assert {*by_hand.split(", "), *learned.strip().split(", ")} == predicted
+    assert all(family in paragraph for family in TRAINED)
 
 
 @pytest.mark.corpus

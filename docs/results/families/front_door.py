@@ -48,6 +48,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "olmo3": {"max_position_embeddings": 8192},
+    "opt": {"max_position_embeddings": 8192},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "seed_oss": {"attention_dropout": 0.0},
 }

@@ -38,7 +38,21 @@ def fill_buffers(
     finally:
         for parameter in parameters:
             delattr(parameter, _MARK)
-    return [name for name in names if _version(module, name) == versions[name]]
+    unfilled = [name for name in names if _version(module, name) == versions[name]]
+    return [name for name in unfilled if not _fill_with_its_scalar(module, name)]
+
+
+def _fill_with_its_scalar(module: nn.Module, name: str) -> bool:
+    """Fill a buffer of one number that the module has as a float, too; say whether it does.
+
+    Source: ``XIELUActivation`` of transformers, the activation of Apertus.
+    """
+    value = getattr(module, f"_{name}_scalar", None)
+    buffer = cast(Tensor, getattr(module, name))
+    if buffer.ndim or not isinstance(value, float):
+        return False
+    buffer.fill_(value)
+    return True
 
 
 def _version(module: nn.Module, name: str) -> tuple[int, int]:

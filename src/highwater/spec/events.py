@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from highwater.spec.codec import Record
+from highwater.spec.column_sums import RESIDENT_THREADS
 from highwater.spec.hardware import Kernel
 from highwater.spec.trainer import OURS, Trainer
 from highwater.spec.trial import TrialSpec
@@ -61,7 +62,7 @@ class TraceOrder(Record, frozen=True, kw_only=True):
     """The attention of the GPUs that are meant."""
     trainer: Trainer = OURS
     """The trainer whose step is traced."""
-    resident_threads: int = 132 * 2048
+    resident_threads: int = RESIDENT_THREADS
     """Threads that a GPU of the kind that is meant runs at once: multiprocessors x threads of each.
     An H200's, whatever GPU our own step is traced for; an A100 has 108 x 2,048, and sums over
     tokens take so much less."""

@@ -77,8 +77,8 @@ def device_state_bytes(
     shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
 ) -> int:
     """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
-    ``shards`` devices that share them; gradients of one micro-batch come only when the layers go
-    backward.
+    ``shards`` devices that share them, as if each had as many rows as the first one; gradients of
+    one micro-batch come only when the layers go backward.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
     (parallel/fsdp1.py). Where states alone are offloaded it is all but the moments. On the CPU
@@ -94,10 +94,13 @@ def device_state_bytes(
     frozen = 0
     if settings.adapters is not None and per_parameter:
         element = ELEMENT_BYTES[device]
-        frozen = element * policy_parameters(shape, settings)
+        uneven = _beyond_even(_in_layers(shape), settings, shards)
+        frozen = element * (policy_parameters(shape, settings) + uneven)
         frozen -= saved_by_base(shape, settings.adapters, element=element)
-    trained = per_parameter * trained_parameters(shape, settings)
-    saved = _saved_by_narrow(2, shape, settings)
+    trained = per_parameter * (
+        trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+    )
+    saved = _saved_by_narrow(2, shape, settings, shards=shards)
     saved += _saved_by_moments(shape, settings, shards=shards) if per_parameter else 0
     return (frozen + trained - saved) * settings.trained_models
 
@@ -112,16 +115,40 @@ def trained_parameters(shape: ModelShape, settings: Settings) -> int:
     return adapter_parameters(shape, settings.adapters) + number
 
 
-def gradient_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes of the gradients of every trained model, over all devices that share them."""
-    whole = GRADIENT_BYTES_PER_PARAMETER * trained_parameters(shape, settings)
-    return (whole - _saved_by_narrow(1, shape, settings)) * settings.trained_models
+def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
+    """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
+    as if each had as many rows as the first one.
+    """
+    parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+    saved = _saved_by_narrow(1, shape, settings, shards=shards)
+    return (GRADIENT_BYTES_PER_PARAMETER * parameters - saved) * settings.trained_models
 
 
-def _saved_by_narrow(numbers: int, shape: ModelShape, settings: Settings) -> int:
+def _saved_by_narrow(
+    numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
+) -> int:
     """Bytes that so many numbers a parameter take less than in float32: weights, and gradients."""
-    is_narrow = settings.parameters == "bf16"
-    return 2 * numbers * policy_parameters(shape, settings) if is_narrow else 0
+    if settings.parameters != "bf16":
+        return 0
+    uneven = _beyond_even(_in_layers(shape), settings, shards)
+    return 2 * numbers * (policy_parameters(shape, settings) + uneven)
+
+
+def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
+    """Trained parameters of layers that ``shards`` devices would have more if each had as many rows
+    of them as the first one.
+    """
+    trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
+    return _beyond_even(trained, settings, shards)
+
+
+def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> int:
+    """Numbers that ``shards`` devices would have more if each had as many rows of these matrices as
+    the first one: FSDP2 cuts rows, FSDP1 what it makes one tensor of.
+    """
+    if settings.strategy != "fsdp2":
+        return 0
+    return sum(each.beyond_even(shards) for each in every)
 
 
 def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
@@ -130,7 +157,8 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
     """
     traits = settings.optimizer_traits
     if not traits.is_quantized:
-        return MOMENTS * (4 - traits.moment_bytes) * trained_parameters(shape, settings)
+        parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
+        return MOMENTS * (4 - traits.moment_bytes) * parameters
     saved = 0
     for number, rows, row_size in _trained_matrices(shape, settings):
         shard = -(-rows // shards) * row_size
@@ -277,8 +305,11 @@ def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
     """Every parameter of two dimensions or more: how many of it, its rows, which are what FSDP2
     cuts, and the size of a row.
     """
-    in_layers = (size for run in shape.runs for size in _times(run.count, run.kind.matrices))
-    return (*in_layers, _tables(shape))
+    return (*_in_layers(shape), _tables(shape))
+
+
+def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
+    return tuple(size for run in shape.runs for size in _times(run.count, run.kind.matrices))
 
 
 def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:

@@ -21,6 +21,12 @@ class Matrices(NamedTuple):
     row_size: int
     """Numbers in one row."""
 
+    def beyond_even(self, shards: int) -> int:
+        """Numbers that so many GPUs would have more if each had as many rows as the first one: it
+        has a row more where the rows are no multiple of the GPUs, and a row where they are fewer.
+        """
+        return self.number * (-self.rows % shards) * self.row_size
+
 
 class AttentionKind(Record, frozen=True, kw_only=True):
     """Attention of one layer: its heads, and how far back it reads."""
@@ -58,6 +64,16 @@ class MlpKind(Record, frozen=True, kw_only=True):
     experts_per_token: int = 1
     shared_width: int = 0
     """Width of the MLP that every token goes through beside its experts; 0 where there is none."""
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it has experts, be it one beside a shared MLP."""
+        return self.experts > 1 or self.shared_width > 0
+
+    @property
+    def plain_width(self) -> int:
+        """Width of the MLP that every token goes through; 0 where there are experts alone."""
+        return self.shared_width if self.is_routed else self.width
 
 
 class LayerKind(Record, frozen=True, kw_only=True):

@@ -242,10 +242,14 @@ def small_parameters(
     )
     parts = (*row.layer, *(part for each in on for part in each))
     in_layers = sum(run.count * sum(part(run.kind) for part in parts) for run in runs)
-    outside = row.hidden
-    if row.positions is not None:
-        outside += native_length_tokens + row.positions
+    outside = row.hidden + learned_positions(family, native_length_tokens)
     return in_layers + outside * hidden_size
+
+
+def learned_positions(family: str, native_length_tokens: int) -> int:
+    """Positions that a model of the family has an embedding of; 0 where they are not learned."""
+    more = _ROWS.get(family, _PLAIN).positions
+    return 0 if more is None else native_length_tokens + more
 
 
 def _is_on(config: Mapping[str, Any], names: tuple[str, ...], usual: bool) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from highwater.spec.column_sums import column_sums
+
 aten: Any = torch.ops.aten
 
 
@@ -51,45 +53,16 @@ def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
 
 
 def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
-    """Bytes that sums over all dimensions but the last take, where several blocks of threads share
-    a column: for every column and every block that shares it as many float32 numbers as a block has
-    columns, and a semaphore for each group of blocks with the same columns.
-
-    ``resident_threads``: how many the GPU runs at once. Source: ``setReduceConfig`` in
-    ATen/native/cuda/Reduce.cuh; equal to what H200s recorded of 128 to 5,120 columns and 16,384 to
-    655,360 rows (docs/results/lab/trinity_trials.json).
-    """
+    """Bytes that sums over all dimensions but the last take: spec/column_sums.py."""
     inputs = args[0]
     if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
         return []
     if {dim % inputs.ndim for dim in args[1] or range(inputs.ndim)} != set(range(inputs.ndim - 1)):
         return []
     rows, columns = prod(inputs.shape[:-1]), inputs.shape[-1]
-    vector = next(size for size in (4, 2, 1) if columns % size == 0)
-    most = _THREADS_OF_A_SUM // vector
-    width = min(_power_of_two(columns // vector), _WARP)
-    height = min(_power_of_two(rows), most // width)
-    width = min(_power_of_two(columns // vector), most // height)
-    values, blocks = -(-rows // height), -(-columns // (vector * width))
-    if values < _MOST_VALUES:
-        return []
-    at_once = resident_threads // (width * height)
-    if blocks > at_once:
-        return []
-    wanted = -(-at_once // blocks)
-    sharing = max(min(wanted, -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
-    return [4 * columns * sharing * width * vector, 4 * blocks] if sharing > 1 else []
+    taken = column_sums(rows, columns, resident_threads=resident_threads)
+    return list(taken) if taken.partial_bytes else []
 
-
-def _power_of_two(number: int) -> int:
-    """The largest power of two that is no more than a number."""
-    return 1 << (number.bit_length() - 1)
-
-
-_THREADS_OF_A_SUM, _WARP = 512, 32
-_LEAST_VALUES, _MOST_VALUES = 16, 256
-"""Values that a thread of a sum adds up: the fewest where several blocks share a column, and the
-fewest that make several share one."""
 
 WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.embedding_dense_backward.default: _in_embedding_backward,

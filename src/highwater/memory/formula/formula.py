@@ -46,8 +46,10 @@ from highwater.spec.working_sizes import CHUNK_BYTES
 
 FAMILIES = (
     "granite",
+    "granite_swa",
     "llama",
     "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
     "olmo2",
@@ -79,10 +81,19 @@ and the objective's own."""
 
 def refuse_unknown_family(model: Model) -> None:
     """Raise ModelError for a model whose layers the formula does not know."""
-    known = sorted({*FAMILIES, *families()})
-    if model.shape.model_type not in known:
+    family, learned = model.shape.model_type, families()
+    known = sorted({*FAMILIES, *learned})
+    if family in learned:
+        kinds = [run.kind for run in model.shape.runs]
+        if any(learned[family].layer(family, kind, True) is None for kind in kinds):
+            raise ModelError(
+                f"{model.name} has layers without experts, which train, and whose memory no "
+                f"prediction knows in the family {family}",
+                hint="measure it on a GPU: highwater find needs no prediction",
+            )
+    if family not in known:
         raise ModelError(
-            f"{model.name} is of the family {model.shape.model_type}, which trains, and whose "
+            f"{model.name} is of the family {family}, which trains, and whose "
             f"memory no prediction knows; predictions know {', '.join(known)}",
             hint="measure it on a GPU: highwater find needs no prediction; a model of the others "
             "can be predicted, for example `highwater predict Llama-3.1-8B --gpus 4xH100-80GB`",
@@ -163,7 +174,8 @@ def _states(step: Step) -> _States:
     if is_offloaded and settings.strategy == "fsdp":
         all_bytes = whole_bytes
     elif not settings.keeps_gradients:
-        all_bytes = gradient_bytes(step.shape, settings) // step.layout.shard_degree
+        shards = step.layout.shard_degree
+        all_bytes = gradient_bytes(step.shape, settings, shards=shards) // shards
     return _States(
         lasting_bytes=whole_bytes - all_bytes,
         coming_bytes=all_bytes // settings.trained_models,
@@ -177,7 +189,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     # reduced.
     *others, last = backwards(step.shape.runs)
     always = _always_terms(step)
-    root_bytes = step.element * _root_parameters(step) if step.gathers else 0
+    root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
     root = Term(name="embedding and head, gathered", bytes=root_bytes)
     beside_layers = (*always, root)
     kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
@@ -380,7 +392,9 @@ def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
     it; with copies of the shards, over which they are summed too, of one more.
     """
     layers = 2 if step.layout.replicate_degree > 1 else 1
-    return 0 if reduced is None else layers * step.trained_of(reduced)
+    if reduced is None:
+        return 0
+    return layers * (step.trained_of(reduced) + (0 if step.is_frozen else step.uneven(reduced)))
 
 
 def _reduction(step: Step, parameters: int) -> Term:
@@ -415,7 +429,8 @@ def _root_reduction(step: Step, states: _States) -> Term:
     if step.is_frozen:
         return _reduction(step, 0)
     parameters = _root_parameters(step)
-    is_one, share = parameters == step.table, parameters // step.layout.shard_degree
+    is_one, parameters = parameters == step.table, parameters + step.positions
+    share = parameters // step.layout.shard_degree
     before = step.element * parameters
     if is_one and not step.settings.traits.gives_scalars:
         before += _reduction(step, step.shape.runs[0].kind.parameters).bytes

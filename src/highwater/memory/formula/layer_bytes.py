@@ -16,7 +16,7 @@ from highwater.memory.formula.layers import (
 from highwater.memory.formula.moments import LayerMoments
 from highwater.spec.layer_kind import LayerKind
 
-SCALED_BRANCHES = ("granite",)
+SCALED_BRANCHES = ("granite", "granite_swa")
 """Model types whose layers multiply what attention and MLP return by a number, whatever it is:
 going backward, the gradient so multiplied is one more of T x E."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
@@ -84,13 +84,14 @@ def working_set_bytes(layer: Layer) -> int:
 
 def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     """Bytes of a layer of a family that was learned, at the moment that takes the most, with what
-    sharing a sequence adds: a copy of what is attended, and what a ring passes on.
+    sharing a sequence adds: a copy of what is attended, which those with fused heads have anyway,
+    and what a ring passes on.
     """
     step = layer.step
     # learned beside what such a layer keeps, but for the output of its attention
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = max(layer.learned_bytes(moment) for moment in learned.moments) - there
-    if step.layout.ulysses_degree > 1:
+    if step.layout.ulysses_degree > 1 and step.shape.model_type not in FUSED_HEADS:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)

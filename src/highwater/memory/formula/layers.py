@@ -13,9 +13,9 @@ from highwater.memory.formula.moments import (
     LayerMoments,
     MomentBytes,
     bytes_of,
+    bytes_of_sums,
     capped_products,
     families,
-    kind_name,
     products,
 )
 from highwater.spec.layer_kind import LayerKind, LayerRun
@@ -23,12 +23,13 @@ from highwater.spec.layout import Layout
 from highwater.spec.lora import adapter_parameters_of_layer
 from highwater.spec.model import ModelShape
 from highwater.spec.settings import Settings
+from highwater.spec.small_parameters import learned_positions
 from highwater.spec.trial import PROMPT_TOKENS, Device
 from highwater.spec.working_sizes import ELEMENT_BYTES, TILE_BYTES
 
 HEAD_NORMS = ("olmo2", "olmo3", "qwen3", "qwen3_moe")
 """Model types whose layers norm queries and keys, and keep them as they were before."""
-FUSED_HEADS = ("phi3",)
+FUSED_HEADS = ("gpt_neox", "phi3")
 """Model types with one product for queries, keys and values, which is kept whole beside queries and
 keys as they are rotated; what attention returns is copied for its output. Source: traces."""
 OUTPUT_NORMS = ("olmo2", "olmo3")
@@ -69,6 +70,13 @@ class Step:
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
+    def positions(self) -> int:
+        """Parameters of learned positions, which are embedded beside the tokens."""
+        shape = self.shape
+        learned = learned_positions(shape.model_type, shape.native_length_tokens)
+        return learned * shape.hidden_size
+
+    @property
     def gathers(self) -> bool:
         """Whether frozen parameters are gathered: not where each GPU has all of them."""
         return (
@@ -83,8 +91,17 @@ class Step:
         return self.settings.lora is not None
 
     def gathered(self, kind: LayerKind) -> int:
-        """Parameters of a layer that are gathered for it."""
-        return (kind.parameters if self.gathers else 0) + self.adapter_parameters(kind)
+        """Parameters of a layer that are gathered for it, as many from each GPU."""
+        own = kind.parameters + self.uneven(kind) if self.gathers else 0
+        return own + self.adapter_parameters(kind)
+
+    def uneven(self, kind: LayerKind) -> int:
+        """Numbers beside a layer's parameters that are gathered and reduced with them, where not
+        all GPUs have as many rows as the first one, experts above all: FSDP2 fills up.
+        """
+        if self.settings.strategy != "fsdp2":
+            return 0
+        return sum(each.beyond_even(self.layout.shard_degree) for each in kind.matrices)
 
     def trained_of(self, kind: LayerKind) -> int:
         """Parameters of a layer that have a gradient."""
@@ -145,7 +162,7 @@ class Layer:
         """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
         settings, learned = self.step.settings, self._learned
         return (
-            self.kind.mlp.experts == 1
+            self.kind.mlp.plain_width > 0
             and (settings.recompute != "none" or settings.mlp_tiles is not None)
             and (learned is None or learned.has_tiles)
         )
@@ -154,7 +171,7 @@ class Layer:
     def tile(self) -> int:
         """Numbers of one product of a tile."""
         step = self.step
-        whole, tiles = step.tokens * self.kind.mlp.width, step.settings.mlp_tiles
+        whole, tiles = step.tokens * self.kind.mlp.plain_width, step.settings.mlp_tiles
         if tiles is not None:
             return -(-whole // tiles)
         return min(whole, TILE_BYTES[step.device] // step.element)
@@ -164,12 +181,10 @@ class Layer:
         """What was learned of such a layer; None of a family whose layers are as they are here."""
         if self._learned is None:
             return None
-        name = kind_name(
-            is_windowed=self.kind.attention.window_tokens is not None,
-            is_capped=self.kind.attention.soft_cap is not None,
-            is_recomputed=self.step.settings.recompute != "none",
-        )
-        return self._learned.layers[name]
+        is_recomputed = self.step.settings.recompute != "none"
+        found = self._learned.layer(self.step.shape.model_type, self.kind, is_recomputed)
+        assert found is not None  # noqa: S101 - refuse_unknown_family
+        return found
 
     @property
     def _learned(self) -> FamilyMoments | None:
@@ -189,7 +204,8 @@ class Layer:
             degree=step.layout.ulysses_degree,
         )
         numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
-        return numbers + bytes_of(moment, of_scores)
+        of_sums = bytes_of_sums(moment, self.kind, tokens=step.tokens)
+        return numbers + bytes_of(moment, of_scores) + (of_sums if step.device == "cuda" else 0)
 
     @property
     def mlp_parameters(self) -> int:

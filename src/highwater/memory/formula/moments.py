@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 from highwater.spec.codec import Record, from_json
-from highwater.spec.layer_kind import AttentionKind, LayerKind
+from highwater.spec.column_sums import RESIDENT_THREADS, column_sums
+from highwater.spec.families import EXPERTS
+from highwater.spec.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.spec.working_sizes import stretch
 
 FILE = Path(__file__).with_name("moments.json")
@@ -32,9 +34,27 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
     """What the layers of a family take."""
 
     has_tiles: bool
-    """Its MLP goes in tiles where layers are recomputed."""
+    """MLPs that every token goes through go in tiles where layers are recomputed."""
     layers: Mapping[str, LayerMoments]
     """By ``kind_name``."""
+
+    def layer(self, family: str, kind: LayerKind, is_recomputed: bool) -> LayerMoments | None:
+        """What layers of a kind take. Where those were not learned, what others take that are the
+        same but for their attention, which has a window or none, or but for an MLP beside their
+        experts; None where there are no such either.
+        """
+        is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
+        names = (
+            kind_name(
+                is_windowed=windowed,
+                is_capped=kind.attention.soft_cap is not None,
+                is_recomputed=is_recomputed,
+                mlp=each,
+            )
+            for each in (mlp, mlp or SHARED)
+            for windowed in (is_windowed, False)
+        )
+        return next((self.layers[name] for name in names if name in self.layers), None)
 
 
 @cache
@@ -43,10 +63,25 @@ def families() -> Mapping[str, FamilyMoments]:
     return from_json(FILE.read_bytes(), dict[str, FamilyMoments])
 
 
-def kind_name(*, is_windowed: bool, is_capped: bool, is_recomputed: bool) -> str:
-    """The name of layers of a kind that keep their input alone, or all that they need."""
+DENSE, SHARED = "dense", "shared"
+
+
+def mlp_name(family: str, mlp: MlpKind) -> str:
+    """What the MLPs of a layer are called among others of its family: ``dense`` in the place of
+    experts, ``shared`` beside them; nothing of experts alone, and where a family has none.
+    """
+    if family in EXPERTS and not mlp.is_routed:
+        return DENSE
+    return SHARED if mlp.shared_width else ""
+
+
+def kind_name(*, is_windowed: bool, is_capped: bool, is_recomputed: bool, mlp: str = "") -> str:
+    """The name of layers of a kind that keep their input alone, or all that they need; ``mlp``
+    is their ``mlp_name``.
+    """
     attention = f"{'capped ' if is_capped else ''}{'window' if is_windowed else 'full'}"
-    return f"{attention}, {'recomputed' if is_recomputed else 'kept'}"
+    layer = f"{attention} {mlp}".rstrip()
+    return f"{layer}, {'recomputed' if is_recomputed else 'kept'}"
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
@@ -59,10 +94,10 @@ def products(
 ) -> Mapping[str, int]:
     """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
     query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
-    width; k experts of a token, X experts.
+    width; k experts of a token, X experts, S width of the MLP beside them.
 
-    ``attended_key``: K as the attention takes them. ``tile``: numbers of one product of the MLP,
-    where it goes in tiles.
+    ``attended_key``: K as the attention takes them. ``tile``: numbers of one product of the MLP
+    that every token goes through, where it goes in tiles.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -77,7 +112,8 @@ def products(
         "T*h": attention.kv_heads,
     }
     of_weights = {"E*Q": hidden * query, "E*K": hidden * attention.key_size}
-    if mlp.experts > 1:
+    plain = tokens * mlp.plain_width if tile is None else tile
+    if mlp.is_routed:
         per_token |= {
             "T*k": mlp.experts_per_token,
             "T*X": mlp.experts,
@@ -85,12 +121,34 @@ def products(
             "T*k*F": mlp.experts_per_token * mlp.width,
         }
         of_weights |= {"X*E*F": mlp.experts * hidden * mlp.width}
+        if mlp.shared_width:
+            of_weights |= {"E*S": hidden * mlp.shared_width, "T*S": plain}
     else:
-        of_weights |= {
-            "E*F": hidden * mlp.width,
-            "T*F": tokens * mlp.width if tile is None else tile,
-        }
+        of_weights |= {"E*F": hidden * mlp.width, "T*F": plain}
     return {name: tokens * count for name, count in per_token.items()} | of_weights
+
+
+def columns(kind: LayerKind) -> Mapping[str, int]:
+    """Columns of what a layer sums over its tokens, biases' gradients above all, by the name of
+    what such a sum takes for itself (spec/column_sums.py); it comes and goes by itself.
+    """
+    sizes = {
+        "E": kind.hidden_size,
+        "F": kind.mlp.width,
+        "Q": kind.attention.query_size,
+        "K": kind.attention.key_size,
+        "Q+2K": kind.attention.query_size + 2 * kind.attention.key_size,
+    }
+    return {f"sum({name})": size for name, size in sizes.items()}
+
+
+def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
+    """Bytes that the sums of a moment take for themselves."""
+    return sum(
+        column_sums(tokens, size, resident_threads=RESIDENT_THREADS).partial_bytes
+        for name, size in columns(kind).items()
+        if name in moment
+    )
 
 
 def capped_products(
