@@ -12,6 +12,7 @@ from pathlib import Path
 
 from charts import pictures
 from picture import picture
+from session import session
 from statistics_page import statistics_page
 
 from highwater import guide, study_report, write_guide, write_report
@@ -47,6 +48,7 @@ def documents() -> dict[str, str]:
     return {
         "guide-h200.md": f"{title}: H200\n\n{OF_THE_H200}\n\n{rest}",
         "capacities.svg": picture(),
+        "session.svg": session(),
         "reference/cli.md": "\n".join(_command_line()),
         "reference/statistics.md": statistics_page(),
         "decisions/README.md": "\n".join(_decisions()),

@@ -12,8 +12,8 @@ Every trial writes a line of JSON for each optimizer step beside its log, in \
 whole step, over all its micro-batches and GPUs, and read the same on 1 GPU and on 64. What one \
 GPU had is a list by rank, and says so: `n_tokens_by_rank`.
 
-```console
-$ highwater try tiny --device cpu --memory 2GiB --gpus 2 --ulysses 2 --length 301 --log-dir ./logs
+```sh
+highwater try tiny --device cpu --memory 2GiB --gpus 2 --ulysses 2 --length 301 --log-dir ./logs
 ```
 
 `--tensorboard` writes the same numbers for TensorBoard, in `model_len-4096.tensorboard` beside \

@@ -18,6 +18,7 @@ DOCS = ROOT / "docs"
 GENERATED = (
     "guide-h200.md",
     "capacities.svg",
+    "session.svg",
     "reference/cli.md",
     "reference/statistics.md",
     "decisions/README.md",

@@ -21,9 +21,9 @@ DOCUMENTS = {
 COMMANDS = {  # by command: a document that has it
     line.removeprefix("$ ").partition("  #")[0].strip(): document
     for document, text in DOCUMENTS.items()
-    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    for kind, block in re.findall(r"```(sh|console)\n(.*?)```", text, re.DOTALL)
     for line in block.splitlines()
-    if line.startswith("$ ")
+    if kind == "sh" or line.startswith("$ ")
 }
 SHOWN = {  # by command: its output as a document shows it, "..." where lines are left out
     command.partition("  #")[0].strip(): output
@@ -67,7 +67,7 @@ def test_the_first_screen_is_a_sentence_a_picture_and_two_commands() -> None:
     assert len(alternative) > 60
     assert (ROOT / path).is_file()
     assert (
-        len(re.findall(r"^\$ highwater ", commands, re.MULTILINE))
+        len(re.findall(r"^highwater ", commands, re.MULTILINE))
         == len(commands.splitlines()) - 2
         == 2
     )
