@@ -24,8 +24,8 @@ def test_trinitys_file_is_what_stdout_has(highwater: Run, tmp_path: Path) -> Non
     assert document["trainer"]["trainer_type"] == "verl"
     answer, heading = done.stdout.splitlines()[:2]
     assert answer.startswith(
-        "# Yes: Qwen3-0.6B trains 16,384 tokens on 2 x H20-96GB, trained by Trinity-RFT, besides 2 "
-        "for rollout, with expandable segments"
+        "# Yes: Qwen3-0.6B trains 16,384 tokens on 2 x H20-96GB for Trinity-RFT's trainer and 2 "
+        "for rollout with expandable segments"
     )
     assert heading == (
         "# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout"
@@ -241,7 +241,7 @@ def test_a_folder_has_every_file_with_the_models_id_filled_in(
     assert done.stdout.splitlines() == [f"taken away/{name}" for name in FILES[target]]
     first, *_ = done.stderr.splitlines()
     assert first.startswith(f"{len(FILES[target])} files for ")
-    assert done.stderr.splitlines()[-1] == "next: bash 'taken away/launch.sh'"
+    assert done.stderr.splitlines()[-1] == "next: cat 'taken away/CHECK.md'"
     folder = tmp_path / "taken away"
     assert "Qwen/Qwen3-8B" in (folder / FILES[target][0]).read_text()
     assert os.access(folder / "launch.sh", os.X_OK)
@@ -269,7 +269,7 @@ def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(
     assert all(f"- {each}\n" in page for each in document["cannot"])
     found = json.loads(highwater("recommend", *words, "--json").stdout)
     used = found["device_bytes"] - found["chosen"]["headroom_bytes"]
-    assert f"`nvidia-smi` while they run: {used / 2**30:.2f} GiB or less" in page
+    assert f"`nvidia-smi` while they run: {used / 2**30:.2f} GiB of each GPU" in page
     command = page.partition("Made by `")[2].partition("`")[0]
     assert highwater(*command.split()[1:]).returncode == 0
     roomier = page.partition("more headroom: `")[2].partition("`")[0]

@@ -155,7 +155,7 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater: Run
 
 def test_another_trainers_prediction_has_no_interval_and_says_so(highwater: Run) -> None:
     done = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity")
-    assert "trained by Trinity-RFT" in done.stdout.splitlines()[0]
+    assert "for Trinity-RFT's trainer" in done.stdout.splitlines()[0]
     explained = highwater("predict", "Qwen3-8B", *A100S, "--trainer", "trinity", "--explain")
     assert "without an interval" in explained.stdout
     assert not re.search(r"GiB to|learned", explained.stdout)

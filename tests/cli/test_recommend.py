@@ -177,7 +177,7 @@ def test_another_trainer_is_recommended_for_without_a_trial_of_ours(highwater: R
         "trinity",
     )
     assert done.returncode == 0, done.stderr
-    assert "trained by Trinity-RFT" in done.stdout.splitlines()[0]
+    assert "for Trinity-RFT's trainer" in done.stdout.splitlines()[0]
     assert "highwater try" not in done.stderr
 
 

@@ -17,8 +17,10 @@ from places import question_of, write_model
 from highwater import guide, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
+from highwater.emit.emitted import answered_first
 from highwater.emit.trinity import trinity
 from highwater.emit.verl import verl
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.guide.answers import places
 from highwater.pages.guide.chooser import Place, chooser_json
 from highwater.pages.guide.guide import Guide, cell_label, guide_tables
@@ -229,8 +231,9 @@ def test_the_configuration_is_what_emit_makes_of_the_answer() -> None:
         found = as_typed(page.values[answer["command"]])
         assert found.trainer == "trinity"
         if found.chosen is not None:
+            said = recommendation_answer(found)
             expected = {
-                each.target: each.text
+                each.target: answered_first(each, said).text
                 for each in (emit(found, found.chosen) for emit in (trinity, verl))
             }
             assert page.configurations(answer) == expected
@@ -364,7 +367,10 @@ def test_a_length_that_recommend_refuses_is_not_offered() -> None:
     assert max(rows) > 131072 == max(offered), "the model scales its positions itself, up to there"
 
 
-def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path: Path) -> None:
+def test_a_model_that_no_formula_knows_is_answered_by_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("highwater.memory.formula.formula.families", dict)
     model = load_model(
         str(write_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384))
     )

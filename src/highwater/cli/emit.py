@@ -16,8 +16,7 @@ from highwater.emit.emitted import Emitted, answered_first
 from highwater.emit.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.emit.targets import (
     TARGETS,
-    choice,
-    configured,
+    configured_choice,
     refuse_drafts,
     refuse_unknown_settings,
 )
@@ -50,16 +49,15 @@ def emit(arguments: argparse.Namespace) -> int:
     host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
     console.notes((*found.notes, *host))
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
-    chosen = choice(found)
-    if chosen is None:
-        return _nothing(arguments, found, shlex.join(again))
-    emitted = configured(
+    made = configured_choice(
         arguments.for_,
         found,
-        chosen,
         model=arguments.model,
         is_filled_in=arguments.output is not None,
     )
+    if made is None:
+        return _nothing(arguments, found, shlex.join(again))
+    chosen, emitted = made
     answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
     emitted = answered_first(emitted, answer)
     paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
@@ -67,8 +65,8 @@ def emit(arguments: argparse.Namespace) -> int:
         console.answer_json(emitted)
     elif paths:
         console.answer_exactly("\n".join(map(str, paths)))
-        (launch,) = (path for path in paths if path.name == LAUNCH)
-        console.next_command(shlex.join(("bash", str(launch))))
+        (check,) = (path for path in paths if path.name == CHECK)
+        console.next_command(shlex.join(("cat", str(check))))
     else:
         console.answer_exactly(emitted.text.rstrip("\n"))
         console.next_command(shlex.join((*again, "--list")))

@@ -58,6 +58,8 @@ class Emitted(Record, frozen=True, kw_only=True):
     """Variables to set before any process starts, Ray's included."""
     cannot: tuple[str, ...] = ()
     """What the recommendation has and this trainer has no words for; the text says it too."""
+    takes_more: bool = False
+    """Whether that takes more memory than was predicted: a trial has to tell whether it fits."""
     beside: dict[str, str] = msgspec.field(default_factory=dict)
     """Other files that the text names, by their names."""
     command: str
@@ -75,6 +77,7 @@ def emitted(
     command: str,
     environment: Mapping[str, str] | None = None,
     cannot: Collection[str] = (),
+    takes_more: bool = False,
     beside: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> Emitted:
@@ -87,6 +90,7 @@ def emitted(
         values=values,
         environment=dict(environment or {}),
         cannot=tuple(cannot),
+        takes_more=takes_more,
         beside=dict(beside or {}),
         command=command,
         text=text,

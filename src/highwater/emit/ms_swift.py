@@ -94,6 +94,7 @@ def ms_swift(found: Recommendation, chosen: Candidate, *, model_path: str | None
         command=command,
         environment=environment(chosen),
         cannot=cannot,
+        takes_more=_WHOLE_LOGITS in cannot,
         beside={SHARDING: json.dumps(_sharding(settings), indent=2) + "\n"},
     )
 

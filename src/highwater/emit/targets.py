@@ -3,7 +3,9 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from highwater.emit.accelerate import accelerate
 from highwater.emit.areal import areal
@@ -210,9 +212,41 @@ def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
         raise refused
 
 
-def choice(found: Recommendation) -> Candidate | None:
-    """The simplest candidate that fits and that other trainers have words for; None without one."""
-    return next((each for each in found.candidates if each.fits and _has_words(each.cell)), None)
+class Configured(NamedTuple):
+    """A candidate, and its configuration."""
+
+    candidate: Candidate
+    """Tight, where the trainer takes more than was predicted."""
+    emitted: Emitted
+
+
+def configured_choice(
+    target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
+) -> Configured | None:
+    """The configuration of the simplest candidate that fits and that the trainer has words for, if
+    there is one that takes no more there; None where no candidate fits.
+
+    Raises UsageError, for the simplest, where the trainer has words for none.
+    """
+    refused: UsageError | None = None
+    taking_more: Configured | None = None
+    for each in found.candidates:
+        if not each.fits or not _has_words(each.cell):
+            continue
+        try:
+            made = configured(target, found, each, model=model, is_filled_in=is_filled_in)
+        except UsageError as error:
+            refused = refused or error
+            continue
+        if not made.takes_more:
+            return Configured(each, made)
+        if taking_more is None:
+            tight = msgspec.structs.replace(each, risk="tight")
+            made = configured(target, found, tight, model=model, is_filled_in=is_filled_in)
+            taking_more = Configured(tight, made)
+    if taking_more is None and refused is not None:
+        raise refused
+    return taking_more
 
 
 def _has_words(cell: Cell) -> bool:

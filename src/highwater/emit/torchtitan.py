@@ -148,8 +148,12 @@ def torchtitan(
         command=command,
         environment=variables,
         cannot=cannot,
+        takes_more=_WHOLE_LOGITS in cannot,
         text=text,
     )
+
+
+_WHOLE_LOGITS = "--loss chunked for transformers' models: their logits are whole, which takes more"
 
 
 def _obstacle(objective: Objective, layout: Layout) -> str | None:
@@ -170,9 +174,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
     if settings.strategy == "fsdp":
         said.append("FSDP1: it shards with FSDP2")
     if settings.loss == "chunked" and not is_own:
-        said.append(
-            "--loss chunked for transformers' models: their logits are whole, which takes more"
-        )
+        said.append(_WHOLE_LOGITS)
     if found.yarn is not None and is_own:
         said.append("YaRN's attention factor: its own models scale the frequencies alone")
     if settings.adapters is not None:

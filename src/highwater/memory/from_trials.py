@@ -70,6 +70,7 @@ def as_measured(candidate: Candidate, study: Study, length_tokens: int) -> Candi
     return msgspec.structs.replace(
         candidate,
         fits=fits,
+        risk=None,
         source="measured",
         found_in=study.path or "a study",
         is_memory_only=fits and not _is_trained(study, capacities, length_tokens),

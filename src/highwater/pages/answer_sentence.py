@@ -50,12 +50,10 @@ def recommendation_answer(found: Recommendation) -> str:
     """The settings to take for a length, and who says that they fit; where none do, what would."""
     model = plain(found.model_name)
     where = _where(found)
-    if found.rollout_gpus:
-        where = f"{where.removesuffix(',')}, besides {found.rollout_gpus} for rollout,"
-    alone = where.removesuffix(",")
+    where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
-        said = f"No: {model} does not train at {tokens} tokens on {alone}, predicted."
+        said = f"No: {model} does not train at {tokens} tokens on {where}, predicted."
         is_scaled = found.length_tokens > found.native_length_tokens
         return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
     how = settings_in_words(
@@ -65,13 +63,13 @@ def recommendation_answer(found: Recommendation) -> str:
         is_scaled=found.yarn is not None,
     )
     by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
-    usual_bytes = _assumed_bytes(found.host_memory_bytes, found.usual_host, chosen.cell.settings)
+    of_host = _of_host(found.host_memory_bytes, found.usual_host, chosen.cell.settings)
     step = chosen.step_time
     figures = _figures(
         chosen.risk,
         left_bytes=chosen.headroom_bytes,
         host_bytes=chosen.host_bytes,
-        assumed_bytes=usual_bytes,
+        of_host=of_host,
         speed=None if step is None else (step.tokens_per_s, step.time_s),
     )
     after = f": {figures}" if figures else ""
@@ -82,7 +80,7 @@ def recommendation_answer(found: Recommendation) -> str:
 
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    trainer = "" if found.trainer == OURS else f", trained by {TRAINERS[found.trainer].title},"
+    trainer = "" if found.trainer == OURS else f" for {TRAINERS[found.trainer].title}'s trainer"
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
         return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
@@ -108,7 +106,7 @@ def _nothing(
     """That nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
-    where, native = _where(prediction).removesuffix(","), prediction.native_length_tokens
+    where, native = _where(prediction), prediction.native_length_tokens
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
@@ -170,7 +168,7 @@ def _of_prediction(prediction: Prediction, predicted: CellPrediction) -> str:
         predicted.risk,
         left_bytes=predicted.headroom_bytes,
         host_bytes=predicted.footprint.host_bytes,
-        assumed_bytes=_assumed_bytes(limit.host_bytes, limit.usual_host, predicted.cell.settings),
+        of_host=_of_host(limit.host_bytes, limit.usual_host, predicted.cell.settings),
         speed=None if step is None else (step.tokens_per_s, step.time_s),
     )
 
@@ -180,24 +178,28 @@ def _figures(
     *,
     left_bytes: int | None,
     host_bytes: int | None,
-    assumed_bytes: int | None,
+    of_host: str,
     speed: tuple[float, float] | None,
 ) -> str:
-    """How sure it is, what is left of a GPU, what it takes of the host, of how much where that is
-    assumed, and how fast it is: tokens per second, and seconds a step.
+    """How sure it is, what is left of a GPU, what it takes of the host (``of_host``: of how much),
+    and how fast it is: tokens per second, and seconds a step.
     """
     said = [] if risk is None else [str(risk)]
     if left_bytes is not None:
         said.append(f"{format_bytes(max(0, left_bytes))} of each GPU left")
     if host_bytes is not None:
-        of = "" if assumed_bytes is None else f" (of {format_bytes(assumed_bytes)}, assumed)"
-        said.append(f"{format_bytes(host_bytes)} of host memory{of}")
+        said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
     if speed is not None:
         said.append(f"about {speed[0]:,.0f} tokens/s ({format_seconds(speed[1])} a step)")
     return ", ".join(said)
 
 
-def _assumed_bytes(host_bytes: int | None, machine: str | None, settings: Settings) -> int | None:
-    """The host memory of a machine that usually has such GPUs, where states live there."""
-    is_assumed = machine not in (None, THIS_MACHINE) and settings.offload is not False
-    return host_bytes if is_assumed else None
+def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
+    """Where states live in host memory: how much machines with such GPUs usually have, or that
+    nobody said.
+    """
+    if settings.offload is False or machine == THIS_MACHINE:
+        return ""
+    if host_bytes is None:
+        return " (how much there is nobody said: `--host-memory`)"
+    return "" if machine is None else f" (of {format_bytes(host_bytes)}, assumed)"

@@ -65,7 +65,7 @@ def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
         used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
         lines.append(
             f"headroom: {format_bytes(chosen.headroom_bytes)} of each GPU's "
-            f"{format_bytes(found.device_bytes)}; up to {format_bytes(used)} in use at the peak"
+            f"{format_bytes(found.device_bytes)}; {format_bytes(used)} needed at the peak"
         )
     if found.reserved_bytes:
         lines.append(f"left to others on each GPU: {format_bytes(found.reserved_bytes)}")
@@ -132,8 +132,9 @@ def _first_run(
     if chosen.headroom_bytes is not None:
         used = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
         steps.append(
-            f"`nvidia-smi` while they run: {format_bytes(used)} or less on each GPU is what was "
-            "predicted"
+            f"`nvidia-smi` while they run: {format_bytes(used)} of each GPU is what a step was "
+            "predicted to need; the allocator keeps what was freed, so that more may show, as long "
+            "as nothing runs out"
         )
     return steps
 

@@ -158,10 +158,11 @@ def headline(frontier: Frontier) -> Headline:
     if at_least:
         what = "the longest that was asked about"
     left = None if point is None else point.left_bytes
+    is_scaled = tokens > frontier.native_length_tokens
     return Headline(
         number=f"{'≥ ' if at_least else ''}{format_tokens(tokens)}",
         what=f"{what}, {row.source}",
-        words=row.words,
+        words=f"{row.words}; YaRN scales positions" if is_scaled else row.words,
         figures=tuple(_figures(point, size, frontier.rank_word)),
         used_percent=None if left is None or not size else round(100 * (1 - left / size), 1),
         risk=None if point is None else point.risk,

@@ -116,6 +116,9 @@ def reason(candidate: Candidate) -> str:
     """Why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
+    left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"
+    if is_predicted and candidate.lacks_of == "device" and (left_bytes or -1) >= 0:
+        return f"{candidate.risk}: leaves {format_bytes(left_bytes)} of a GPU"
     if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
         least = "at least " if candidate.source == "measured" else ""
         return f"lacks {least}{format_bytes(candidate.lacks_bytes)} {_LACKING[candidate.lacks_of]}"

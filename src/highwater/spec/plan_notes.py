@@ -118,6 +118,8 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
 
 
 def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
+    if simulated:
+        return ()
     random = f"random weights: {model.name} has none here"
     if model.shape.experts > 1:
         return (
@@ -126,6 +128,4 @@ def _of_random_weights(model: Model, *, simulated: bool) -> tuple[str, ...]:
             "with trained ones, memory does not (every token goes to as many experts, "
             "whichever they are)",
         )
-    if simulated:
-        return ()
     return (f"{random}; memory and time are those of trained ones, the loss is not",)

@@ -9,12 +9,14 @@ from contextlib import suppress
 
 import msgspec
 
-from highwater.emit.targets import TARGETS, choice, configured
+from highwater.emit.emitted import answered_first
+from highwater.emit.targets import TARGETS, configured_choice
 from highwater.errors import HighwaterError
 from highwater.memory.capacity import CellPrediction, predict_cells
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import MEMORY
+from highwater.pages.answer_sentence import recommendation_answer
 from highwater.pages.frontier import Frontier
 from highwater.pages.guide.chooser import Answer, Place
 from highwater.pages.guide.guide import (
@@ -298,13 +300,16 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     if TRAINERS[found.trainer].is_run:
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
         texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
-    told = choice(found)
     for target, row in TARGETS.items():
-        if row.is_in_guides and row.predicted_for == found.trainer and told is not None:
+        if row.is_in_guides and row.predicted_for == found.trainer:
             with suppress(HighwaterError):  # a trainer that has no words for it
-                texts[target] = (
-                    configured(target, found, told, model=model).text.rstrip("\n") + "\n"
-                )
+                made = configured_choice(target, found, model=model)
+                if made is not None:
+                    said = recommendation_answer(
+                        msgspec.structs.replace(found, chosen=made.candidate)
+                    )
+                    text = answered_first(made.emitted, said).text
+                    texts[target] = text.rstrip("\n") + "\n"
     return texts
 
 

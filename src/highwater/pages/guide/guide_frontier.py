@@ -76,7 +76,7 @@ def _reach(
     own: Sequence[tuple[int, Candidate]], trained_in_full: Mapping[Cell, int], most: int | None
 ) -> Reach:
     """How far one cell reaches: by what is known of its end, and by every length that was asked."""
-    fitting = [(tokens, each) for tokens, each in own if each.fits]
+    fitting = [(tokens, each) for tokens, each in own if each.fits and each.risk != "tight"]
     known = [each for _, each in own]
     farthest = max(known, key=lambda each: each.capacity_tokens)
     reach, source = farthest.capacity_tokens, farthest.capacity_source

@@ -87,8 +87,8 @@ ONLY_TRIED = (
 )
 ONE_SEQUENCE = (
     "These tables hold for one sequence a micro-batch, a token budget of `ceil(max_model_len / "
-    "SP)` per GPU. The default budget, "
-    "`ceil(2 * max_model_len / SP)`, takes more memory: `highwater recommend` answers for it."
+    "SP)` per GPU, as `highwater recommend` answers for this engine. Two sequences, the default of "
+    "other trainers, take more memory: `--sequences-per-micro-batch 2`."
 )
 MEMORY_ONLY = (
     "`(memory-only)`: memory holds it; the whole step takes too long to be tried, and "
