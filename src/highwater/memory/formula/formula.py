@@ -67,10 +67,12 @@ _NORM_BYTES = {
     **dict.fromkeys(("cohere", "cohere2"), 10),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
 }
-_NORM_BACKWARD_BYTES = 14
+_NORM_BACKWARD_BYTES, _WEIGHTLESS_BACKWARD_BYTES = 14, 4
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
 kernel of its own: a copy in float32, and what it is multiplied by; and besides while it goes
-backward, which is where a step peaks if no layer is recomputed. Source: traces."""
+backward, which is where a step peaks if no layer is recomputed: a copy of the gradient alone where
+it has no weight. Source: traces."""
+_WEIGHTLESS = ("olmo",)
 _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
@@ -357,7 +359,8 @@ def _last_norm_bytes(step: Step) -> int:
     """Bytes that the norm behind the layers takes in the loss, beside the hidden states."""
     kept = _NORM_BYTES.get(step.shape.model_type, 0)
     if kept and step.settings.recompute == "none":
-        kept += _NORM_BACKWARD_BYTES
+        is_weightless = step.shape.model_type in _WEIGHTLESS
+        kept += _WEIGHTLESS_BACKWARD_BYTES if is_weightless else _NORM_BACKWARD_BYTES
     return kept * step.tokens * step.shape.hidden_size
 
 
