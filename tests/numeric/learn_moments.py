@@ -69,7 +69,7 @@ RANDOM_SHAPES = 20_000
 
 PARTS = ("one layer going backward", "kept by recompute", "activations of all layers", WORKSPACES)
 """Terms of the formula that are a layer's, or no tensor's."""
-SHARED_SIZE = ("gpt_neox", "helium", "jais2", "opt", "persimmon", "phimoe")
+SHARED_SIZE = ("aria_text", "gpt_neox", "helium", "jais2", "opt", "persimmon", "phimoe")
 """Families whose heads share the hidden size."""
 UNGROUPED = ("gpt_neox", "opt", "persimmon")
 """Families whose every query head has keys of its own."""
@@ -82,7 +82,6 @@ BIASED = ("glm", "glm4", "gpt_neox", "jais2", "opt", "persimmon", "seed_oss", "s
 ONE_ATTENTION = (
     "dots1",
     "granitemoe_swa",
-    "kolibri1",
     "laguna",
     "mellum",
     "olmoe",

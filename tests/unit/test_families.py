@@ -64,7 +64,7 @@ SWITCHES = (
     *("attention_bias", "attention_out_bias", "bias", "enable_bias", "mlp_bias", "qkv_bias"),
     *("use_bias", "use_post_norm", "use_qk_norm", "qk_layernorm"),
     *("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine"),
-    "word_embed_proj_dim",
+    *("word_embed_proj_dim", "gating", "num_attention_heads_per_layer"),
 )
 """Fields of small parameters, which tests/unit/test_small_parameters.py has either way."""
 
@@ -544,6 +544,23 @@ def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_
     with pytest.raises(ModelError, match=next(iter(changes))) as refusal:
         load_model(str(write_model(tmp_path, **moe, **changes)))
     assert load_model("Qwen3-30B-A3B").name in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("field", "usual", "other"),
+    [
+        ("gating", True, "per-element"),
+        ("num_attention_heads_per_layer", [4, 4], [4, 8]),
+    ],
+)
+def test_other_gates_or_heads_of_laguna_are_refused_by_the_fields_name(
+    tmp_path: Path, field: str, usual: object, other: object
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    laguna = {"model_type": "laguna", **SMALL_COUNTS, **sizes}
+    load_model(str(write_model(tmp_path, **laguna, **{field: usual})))
+    with pytest.raises(ModelError, match=f"has {field} = .* not supported"):
+        load_model(str(write_model(tmp_path, **laguna, **{field: other})))
 
 
 def test_more_experts_a_token_than_there_are_is_refused(tmp_path: Path) -> None:

@@ -352,14 +352,15 @@ whose weights would be empty."""
 """Fields that change logits or attention, and the values, beside null, that change nothing."""
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ernie4_5_moe": {"use_bias": (False,)},
+    "laguna": {"gating": (True, "per-head")},
     "opt": {
         "do_layer_norm_before": (True,),
         "_remove_final_layer_norm": (False,),
         "layer_norm_elementwise_affine": (True,),
     },
 }
-"""Fields by which a family has another head, or other norms, than its class was compared with, and
-the values, beside null, that change nothing."""
+"""Fields by which a family has another head, other norms or other gates than its class was compared
+with, and the values, beside null, that change nothing."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
 
@@ -408,12 +409,28 @@ def _refuse_projections(config: Mapping[str, Any], source: str) -> None:
             )
 
 
+def _refuse_heads_by_layer(config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError where a Laguna's layers have other numbers of query heads than its
+    ``num_attention_heads``: nobody has compared how such a model trains with its own class.
+    """
+    field, heads = "num_attention_heads_per_layer", config.get("num_attention_heads")
+    by_layer = config.get(field) if config["model_type"] == "laguna" else None
+    if isinstance(by_layer, list) and any(each != heads for each in by_layer):
+        raise ModelError(
+            f"{source} has {field} = {by_layer!r} beside num_attention_heads = {heads!r}: layers "
+            f"that have other numbers of heads are not supported",
+            hint="use a model whose layers all have as many heads, for example `highwater find "
+            "Qwen3-0.6B`",
+        )
+
+
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
     """Raise ModelError for values of a config by which logits or attention are not the plain
     ones.
     """
     family = config["model_type"]
     _refuse_projections(config, source)
+    _refuse_heads_by_layer(config, source)
     for field, neutral in {**_NEUTRAL, **_ONLY.get(family, {})}.items():
         value = config.get(field)
         if value is not None and value not in neutral and not _reads(family, field):

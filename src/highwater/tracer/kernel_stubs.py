@@ -36,7 +36,7 @@ def put(kernel: Kernel) -> None:
     norm = F.rms_norm
 
     def rms_norm(
-        x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None
+        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         return (
             _RmsNormStub.apply(x, weight)
@@ -143,7 +143,7 @@ class _RmsNormStub(torch.autograd.Function):
     """The allocations of PyTorch's fused RMS norm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(
             x, weight, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
         )
@@ -151,9 +151,10 @@ class _RmsNormStub(torch.autograd.Function):
 
     @staticmethod
     # nothing is computed
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:  # noqa: ARG004
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return of_x, None if weight is None else torch.empty_like(weight)
 
 
 class _Strided(torch.autograd.Function):

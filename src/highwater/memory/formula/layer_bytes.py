@@ -57,12 +57,9 @@ def kept_bytes(layer: Layer) -> int:
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
-        attention = (
-            0
-            if settings.recompute == "layer"
-            else element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
-        )
-        return element * hidden + attention
+        returned = element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
+        attentions = 0 if settings.recompute == "layer" else layer.attentions
+        return element * hidden + attentions * returned
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width

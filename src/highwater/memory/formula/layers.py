@@ -35,6 +35,9 @@ keys as they are rotated; what attention returns is copied for its output. Sourc
 OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
+TWO_ATTENTIONS = ("diffllama",)
+"""Model types whose layers attend twice, with one half of the values each time, and keep what both
+return where recomputation leaves attention out."""
 NUMBER_BYTES = 4
 """A number of statistics: of rows and heads that are normed, of attention, of routers."""
 
@@ -151,6 +154,11 @@ class Layer:
         """
         is_kept = self.step.shape.model_type in (*HEAD_NORMS, *FUSED_HEADS)
         return self.query + self.key if is_kept else 0
+
+    @property
+    def attentions(self) -> int:
+        """Calls of attention in one layer; each returns as many numbers as the queries have."""
+        return 2 if self.step.shape.model_type in TWO_ATTENTIONS else 1
 
     @property
     def has_output_norms(self) -> bool:
