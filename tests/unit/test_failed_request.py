@@ -73,7 +73,7 @@ def test_the_line_of_the_guide_is_what_a_recorded_trial_has() -> None:
     line = request_line(recorded, VANILLA, Layout())
     guide = (docs / "guides/out-of-memory.md").read_text()
     shown = " ".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL)[0].split())
-    assert shown == f"{VANILLA.label}, 1 GPU: 65,536 tokens, {line}"
+    assert shown == f"nothing set, 1 GPU: 65,536 tokens, {line}"
 
 
 def changed(**sizes: int) -> AliveMemory:

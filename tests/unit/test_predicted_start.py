@@ -218,7 +218,7 @@ def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded() -> None:
     cell = Cell(layout=Layout(), settings=Settings())
     request, question = Request(model="Qwen3-0.6B"), ask(cell)
     assert predicted_start.expectation(request, question, cell, None) is not None
-    shape = msgspec.structs.replace(question.model.shape, model_type="opt")
+    shape = msgspec.structs.replace(question.model.shape, model_type="of no kind")
     obstacles: tuple[dict[str, Any], ...] = (
         {"device_total_bytes": None},
         {"device": "cpu"},
