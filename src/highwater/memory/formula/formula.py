@@ -64,15 +64,15 @@ FAMILIES = (
 experts that are one. Layers of others are learned (memory/formula/moments)."""
 _NORM_BYTES = {
     "olmo": 4,
-    **dict.fromkeys(("cohere", "cohere2"), 10),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), 10),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
 }
-_NORM_BACKWARD_BYTES, _WEIGHTLESS_BACKWARD_BYTES = 14, 4
+_NORM_BACKWARD_BYTES, _LESS_BACKWARD_BYTES = 14, 4
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
 kernel of its own: a copy in float32, and what it is multiplied by; and besides while it goes
-backward, which is where a step peaks if no layer is recomputed: a copy of the gradient alone where
-it has no weight. Source: traces."""
-_WEIGHTLESS = ("olmo",)
+backward, which is where a step peaks if no layer is recomputed: of some families a copy of the
+gradient alone. Source: traces."""
+_LESS_BACKWARD = ("cohere2_moe", "olmo")
 _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
@@ -359,8 +359,8 @@ def _last_norm_bytes(step: Step) -> int:
     """Bytes that the norm behind the layers takes in the loss, beside the hidden states."""
     kept = _NORM_BYTES.get(step.shape.model_type, 0)
     if kept and step.settings.recompute == "none":
-        is_weightless = step.shape.model_type in _WEIGHTLESS
-        kept += _WEIGHTLESS_BACKWARD_BYTES if is_weightless else _NORM_BACKWARD_BYTES
+        takes_less = step.shape.model_type in _LESS_BACKWARD
+        kept += _LESS_BACKWARD_BYTES if takes_less else _NORM_BACKWARD_BYTES
     return kept * step.tokens * step.shape.hidden_size
 
 
