@@ -64,8 +64,8 @@ def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_wha
     words = ("guide", "--predict", "Qwen3-8B", *H200S)
     one, two = highwater(*words), highwater(*words, "--sequences-per-micro-batch", "2")
     said = (
-        "The default budget, `ceil(2 * max_model_len / SP)`, takes more memory: `highwater "
-        "recommend` answers for it."
+        "Two sequences, the default of other trainers, take more memory: "
+        "`--sequences-per-micro-batch 2`."
     )
     assert (said in one.stdout, said in two.stdout) == (True, False)
     (heading,) = re.findall(r"^## H200-141GB: predicted .*", two.stdout, re.MULTILINE)

@@ -7,6 +7,7 @@ import re
 import shlex
 from functools import cache
 
+import msgspec
 import pytest
 import yaml
 from test_emitted_others import goal, is_a, rung
@@ -16,8 +17,9 @@ from highwater.emit import axolotl as axolotl_file
 from highwater.emit import llamafactory as llamafactory_file
 from highwater.emit import ms_swift as ms_swift_file
 from highwater.emit.emitted import DATASET, Emitted, nested
-from highwater.emit.targets import TARGETS, configured, hub_id_of
+from highwater.emit.targets import TARGETS, configured, configured_choice, hub_id_of
 from highwater.errors import UsageError
+from highwater.recommendation.recommend import recommend
 
 FILES = {
     "axolotl": axolotl_file,
@@ -261,3 +263,22 @@ def test_a_name_of_the_catalog_has_the_id_of_the_very_model_that_was_named() -> 
     assert hub_id_of("qwen2.5-7b-instruct") == "Qwen/Qwen2.5-7B-Instruct"
     assert hub_id_of("Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
     assert hub_id_of("no-such-model") is None
+
+
+def test_settings_that_a_trainer_has_words_for_come_before_those_where_it_takes_more() -> None:
+    found = recommend("Qwen3-8B", length="256k", gpus="8xH100-80GB")
+    chosen = found.chosen
+    assert chosen is not None
+    assert (chosen.cell.settings.loss, chosen.cell.layout.ulysses_degree) == ("chunked", 2)
+    assert configured("ms-swift", found, chosen, model="Qwen3-8B").takes_more
+    made = configured_choice("ms-swift", found, model="Qwen3-8B")
+    assert made is not None
+    assert made.candidate.fits
+    assert made.candidate.cell.settings.loss == "full"
+    assert not made.emitted.takes_more
+    alone = msgspec.structs.replace(found, candidates=(chosen,))
+    least = configured_choice("ms-swift", alone, model="Qwen3-8B")
+    assert least is not None
+    assert least.emitted.takes_more
+    assert least.candidate.risk == "tight"
+    assert ", tight, " in least.emitted.text

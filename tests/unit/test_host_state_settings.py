@@ -12,7 +12,7 @@ from places import machine_with
 from highwater.api import predict
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
-from highwater.emit.targets import TARGETS, choice, configured, refuse_unknown_settings
+from highwater.emit.targets import TARGETS, configured, configured_choice, refuse_unknown_settings
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.snapshot.attribution import category_of
@@ -267,10 +267,10 @@ def test_no_configuration_of_another_trainer_says_it(target: Any) -> None:
     assert found.chosen is not None
     with pytest.raises(UsageError, match="no words for --offload states"):
         configured(target, found, found.chosen, model="Qwen3-8B")
-    chosen = choice(found)
-    assert chosen is not None
-    assert chosen.cell.settings.offloads_model
-    assert configured(target, found, chosen, model="Qwen3-8B").text
+    made = configured_choice(target, found, model="Qwen3-8B")
+    assert made is not None
+    assert made.candidate.cell.settings.offloads_model
+    assert made.emitted.text
 
 
 def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them() -> None:

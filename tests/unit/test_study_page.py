@@ -167,7 +167,7 @@ def test_a_page_opens_with_the_longest_length_that_was_trained() -> None:
     answers = [cell.answer for cell in report.cells if cell.answer is not None]
     best = max(answers, key=lambda answer: answer.capacity_tokens or 0)
     assert said.number == f"{best.capacity_tokens:,}"
-    assert said.words == "expandable segments and a chunked loss"
+    assert said.words == "expandable segments and a chunked loss; YaRN scales positions"
     assert said.what == "the longest that trains, measured"
     assert best.headroom_bytes is not None
     assert format_bytes(best.headroom_bytes) in dict(said.figures).values()
