@@ -155,4 +155,4 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A guide for Trinity-RFT's trainer, which has configurations to copy."""
     path = tmp_path_factory.mktemp("pages") / "configured.html"
-    return write_guide(path, guide(predict=["Qwen3-32B"], gpus=["2xA100-80GB"], trainer="trinity"))
+    return write_guide(path, guide(predict=["Qwen3-14B"], gpus=["2xA100-80GB"], trainer="trinity"))

@@ -271,7 +271,7 @@ def test_the_button_copies_what_emit_prints(configured: Path, opened: Opened, ke
             page.locator("#copy-configuration").focus()
             page.keyboard.press(key)
             page.get_by_text("Copied.").wait_for()
-            words = ("--for", target, "Qwen3-32B", "--gpus", "2xA100-80GB", "--length", length)
+            words = ("--for", target, "Qwen3-14B", "--gpus", "2xA100-80GB", "--length", length)
             assert page.evaluate("navigator.clipboard.readText()") == printed("emit", *words)
             copied += 1
     assert copied == 4

@@ -50,8 +50,16 @@ class Reach(NamedTuple):
     """Who says so: ``measured``, ``predicted``, ``published``, ``simulated``."""
     points: tuple[Point, ...]
     """Points of lengths that fit, the shortest first."""
+    sure_tokens: int | None = None
+    """The longest length that is not tight; None: none is known to be."""
     asked: str | None = None
     """For ``fails_tokens``: the request that had no room, in words."""
+
+    @property
+    def opening_tokens(self) -> int:
+        """The longest length that trains, or that memory holds, and that is not tight; 0: none."""
+        most = self.trained_tokens or self.reach_tokens
+        return most if self.sure_tokens is None else min(most, self.sure_tokens)
 
     def at(self, length_tokens: int) -> Point | None:
         """The first point that is no shorter: what it leaves is the least that a shorter one
@@ -93,14 +101,14 @@ class Frontier(NamedTuple):
         reaching = [row for row in self.rows if row.reach_tokens]
         trained = [row for row in reaching if row.trained_tokens]
         if trained:
-            return max(trained, key=lambda row: row.trained_tokens)
+            return max(trained, key=lambda row: row.opening_tokens)
         return max(reaching, key=lambda row: row.reach_tokens, default=None)
 
     @property
     def longest_tokens(self) -> int:
         """The length that the page opens with; 0: none fits."""
         row = self.longest
-        return 0 if row is None else row.trained_tokens or row.reach_tokens
+        return 0 if row is None else row.opening_tokens or row.trained_tokens or row.reach_tokens
 
     @property
     def top_tokens(self) -> int:

@@ -76,8 +76,9 @@ def _reach(
     own: Sequence[tuple[int, Candidate]], trained_in_full: Mapping[Cell, int], most: int | None
 ) -> Reach:
     """How far one cell reaches: by what is known of its end, and by every length that was asked."""
-    fitting = [(tokens, each) for tokens, each in own if each.fits and each.risk != "tight"]
+    fitting = [(tokens, each) for tokens, each in own if each.fits]
     known = [each for _, each in own]
+    sure = [each.capacity_tokens for each in known if each.risk != "tight"]
     farthest = max(known, key=lambda each: each.capacity_tokens)
     reach, source = farthest.capacity_tokens, farthest.capacity_source
     if fitting and fitting[-1][0] > reach:
@@ -98,6 +99,7 @@ def _reach(
         trained_tokens=trained,
         reach_tokens=reach,
         fails_tokens=None,
+        sure_tokens=max(sure, default=0),
         is_at_least=farthest.is_at_least or most == reach,
         source=source,
         points=tuple(_point(tokens, each) for tokens, each in fitting),
