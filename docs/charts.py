@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from templates import environment
 
 from highwater.spec.published import published_grid
 
@@ -265,18 +265,12 @@ def drawn(chart: Chart) -> str:
         y += 22 if group.heading else 0
         groups.append((group, y))
         y += len(group.rows) * ROW_HEIGHT + 18
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
+    templates = environment()
+    templates.filters |= {
         "placed": placed,
         "total": lambda parts: round(_total(parts) * scale, 1),
     }
-    return environment.get_template("bars.svg.j2").render(
+    return templates.get_template("bars.svg.j2").render(
         chart=chart,
         groups=groups,
         legend=[(*each, 20 + LEGEND_WIDTH * at) for at, each in enumerate(chart.legend)],

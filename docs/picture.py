@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from templates import environment
 
 from highwater import open_study
 from highwater.memory.capacity import Prediction
@@ -60,16 +60,10 @@ def picture() -> str:
     """The whole SVG. Everything drawn is read from the recorded trials, their predictions and the
     benchmark's files.
     """
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"width": _width, "tokens": format_tokens}
+    templates = environment()
+    templates.filters |= {"width": _width, "tokens": format_tokens}
     panels = tuple(_panels())
-    return environment.get_template("capacities.svg.j2").render(
+    return templates.get_template("capacities.svg.j2").render(
         panels=panels,
         label_width=LABEL_WIDTH,
         row_height=ROW_HEIGHT,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from templates import environment
 
 HERE = Path(__file__).parent
 COLUMNS, ROWS = 80, 50
@@ -38,19 +38,13 @@ class Row(NamedTuple):
 
 def session() -> str:
     """The whole SVG."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    templates = environment()
     lines = list(_lines())
     rows = [
         Row(text, TOP + LINE * number, round(CHARACTER * len(text), 1), text.startswith("$ "))
         for number, text in enumerate(lines)
     ]
-    return environment.get_template("session.svg.j2").render(
+    return templates.get_template("session.svg.j2").render(
         rows=[row for row in rows if row.text],
         left=LEFT,
         width=round(2 * LEFT + CHARACTER * COLUMNS),

@@ -2,6 +2,7 @@
 are those of its settings.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -138,3 +139,21 @@ def test_gpus_for_rollout_stand_beside_those_that_train() -> None:
             recommend("Qwen3-8B", gpus="4xA100-80GB", length=length, rollout_gpus=3)
         )
         assert " on 1 x A100-80GB and 3 for rollout" in said
+
+
+def test_host_memory_that_nobody_said_is_named_as_such_where_states_live_there() -> None:
+    said = prediction_answer(highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB"))
+    assert "of host memory (how much there is nobody said: `--host-memory`)" in said
+    named = highwater.predict("Qwen3-235B-A22B", gpus="8xH20-96GB", host_memory="4TiB")
+    assert "nobody said" not in prediction_answer(named)
+
+
+def test_what_trials_measured_is_neither_safe_nor_tight() -> None:
+    study = Path(__file__).parents[2] / "docs/results/find/qwen3-4b-card-full.jsonl"
+    found = recommend("Qwen3-4B", gpus="1xH200-141GB", length="128k", studies=[study])
+    assert found.chosen is not None
+    assert (found.chosen.source, found.chosen.risk) == ("measured", None)
+    said = recommendation_answer(found)
+    assert said.startswith("Yes: ")
+    assert "YaRN: 309.1 MiB of each GPU left" in said
+    assert said.endswith(" Measured.")

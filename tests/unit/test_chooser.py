@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from places import question_of, write_model
 
-from highwater import guide, recommend
+from highwater import guide, predict, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
 from highwater.emit.emitted import answered_first
@@ -487,3 +487,13 @@ def test_maps_say_what_is_left_and_what_takes_it(
         assert sum(column) == pytest.approx(total, abs=0.006 * len(column)), "what is shown adds up"
         assert total == pytest.approx(predicted.footprint.device_used_bytes / GIB, abs=0.006)
     assert to_builtins(predicted.cell)["settings"]["sequences_per_micro_batch"] == place.sequences
+
+
+def test_a_page_opens_with_what_predict_says_trains_and_not_with_a_tight_length() -> None:
+    (place,) = places(guide(predict=["Qwen3-8B"], gpus=["2xA100-80GB"]))
+    found = predict("Qwen3-8B", gpus="2xA100-80GB")
+    assert found.answer is not None
+    assert place.frontier.longest_tokens == found.answer.capacity_tokens
+    beyond = found.answer.likely_edge_tokens
+    assert beyond > found.answer.capacity_tokens
+    assert any(row.reach_tokens >= beyond for row in place.frontier.rows), "it can be asked about"

@@ -162,7 +162,7 @@ def headline(frontier: Frontier) -> Headline:
     what = "the longest that trains"
     if not row.trained_tokens:
         what = "the longest that memory alone holds"
-    at_least = row.is_at_least and row.trained_tokens in (0, row.reach_tokens)
+    at_least = row.is_at_least and tokens == row.reach_tokens
     if at_least:
         what = "the longest that was asked about"
     left = None if point is None else point.left_bytes
