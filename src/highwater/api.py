@@ -12,6 +12,7 @@ for answer in study.answers:
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,20 @@ from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
 from highwater.run.diagnosis import diagnose, undiagnosed
-from highwater.run.local import LocalRunner, LogLayout
+from highwater.run.engine_trial import EngineLauncher
+from highwater.run.local import LocalRunner
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
+from highwater.run.trial_log import LogLayout
 from highwater.search.budget import Budget
-from highwater.search.cell_search import (
-    BudgetSpentError,
-    CellAnswered,
-    NextTrial,
-    SearchEvent,
-    TrialRuns,
-    TrialStarted,
-    search_cells,
-)
 from highwater.search.compare import MethodCount, compare
 from highwater.search.completed import completed_study
 from highwater.search.predicted_start import check_prediction, expectation, predicted_start
+from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import BudgetSpentError
+from highwater.search.search_events import SearchEvent
 from highwater.spec.hardware import Kernel, kernels
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
@@ -66,8 +63,7 @@ from highwater.store.directory import (
     study_path,
     write_new_file,
 )
-from highwater.store.journal import Journal, open_journal, read_study
-from highwater.store.recording import RecordingRunner
+from highwater.store.journal import open_journal, read_study
 from highwater.units import format_seconds, parse_memory, parse_tokens
 
 Listener = Callable[[SearchEvent], None]
@@ -321,9 +317,7 @@ def answer(
     the study is not complete, and a note says so.
     """
     path = study_file(request, planned.question)
-    told = _Told(on_event)
-    runner = _runner(request, log_layout, planned.question.device_total_bytes, told.runs)
-    on_event = told.hear
+    runner = _runner(request, log_layout, planned.question.device_total_bytes)
     if path is not None:
         return _search(request, planned, runner, path, on_event, command)
     with tempfile.TemporaryDirectory(
@@ -354,7 +348,7 @@ def _search(
     planned: Plan,
     runner: LocalRunner | SimulatedRunner,
     path: Path,
-    on_event: Listener,
+    on_event: Listener | None,
     command: Sequence[str],
 ) -> Study:
     question = planned.question
@@ -363,47 +357,28 @@ def _search(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
     )
     budget, spent = _budget(request, planned, runner), ()
-    with predicted_start(request, question) as expected, opened(path, question) as journal:
-        events = search_cells(
+    with (
+        predicted_start(request, question) as expected,
+        opened(path, question) as journal,
+        closing(runner),
+    ):
+        events = recorded_search(
             question,
-            RecordingRunner(budget or runner, journal),
+            budget or runner,
+            journal,
+            expectation=lambda cell: expectation(request, question, cell, expected(cell)),
             expected=expected,
-            past=journal.past,
-            may_start=partial(_may_start, journal, budget),
+            may_start=(lambda _: True) if budget is None else budget.allows,
             order=None if budget is None else budget.order,
         )
         for event in _until_spent(events):
             if event is None:
                 spent = (_spent_note(planned, journal.snapshot()),)
                 break
-            if isinstance(event, TrialStarted) and journal.takes_expectation(event.cell):
-                found = expectation(request, question, event.cell, expected(event.cell))
-                if found is not None:
-                    journal.cell_expected(found)
-            if isinstance(event, CellAnswered):
-                journal.cell_answered(event.answer)
-            if not _is_recorded_start(event, journal):
+            if on_event is not None:
                 on_event(event)
         study = journal.snapshot()
     return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes, *spent))
-
-
-class _Told:
-    """Tells a listener of events, and of the trial that runs what its processes do."""
-
-    def __init__(self, on_event: Listener | None) -> None:
-        self._on_event = on_event
-        self._started: TrialStarted | None = None
-
-    def hear(self, event: SearchEvent) -> None:
-        self._started = event if isinstance(event, TrialStarted) else None
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def runs(self, phase: str) -> None:
-        if self._on_event is not None and self._started is not None:
-            cell, spec = self._started.cell, self._started.spec
-            self._on_event(TrialRuns(cell=cell, spec=spec, phase=phase))
 
 
 def _budget(
@@ -412,16 +387,13 @@ def _budget(
     """The budget that trials on this machine have; none of a dry run, which takes no time."""
     if planned.budget_s is None or isinstance(runner, SimulatedRunner):
         return None
-    runner.timeout_s = planned.timeout_s
-    named = request.timeout is not None
-    return Budget(planned.question, runner, planned.budget_s, same_timeout=named)
-
-
-def _may_start(journal: Journal, budget: Budget | None, trial: NextTrial) -> bool:
-    if budget is None or budget.allows(trial):
-        return True
-    recorded = journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat)
-    return recorded is not None
+    return Budget(
+        planned.question,
+        runner,
+        planned.budget_s,
+        timeout_s=planned.timeout_s,
+        same_timeout=request.timeout is not None,
+    )
 
 
 def _until_spent(events: Iterator[SearchEvent]) -> Iterator[SearchEvent | None]:
@@ -445,27 +417,16 @@ def _spent_note(planned: Plan, study: Study) -> str:
     )
 
 
-def _is_recorded_start(event: SearchEvent, journal: Journal) -> bool:
-    """The start of a trial that will not start, because its result is in the journal: nobody needs
-    to hear of it.
-    """
-    return (
-        isinstance(event, TrialStarted)
-        and journal.recorded(event.spec, attempt=event.attempt, repeat=event.repeat) is not None
-    )
-
-
 def _runner(
     request: Request,
     log_layout: LogLayout,
     device_total_bytes: int | None = None,
-    on_phase: Callable[[str], None] | None = None,
 ) -> LocalRunner | SimulatedRunner:
     if request.dry_run:
         return SimulatedRunner(
             FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes
         )
-    return LocalRunner(
+    launcher = EngineLauncher(
         log_directory=Path(request.log_dir),
         timeout_s=request.timeout_s,
         log_layout=log_layout,
@@ -476,5 +437,5 @@ def _runner(
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),
         profiling=request.memory_profiler,
-        on_phase=on_phase,
     )
+    return LocalRunner(launcher, most_trials=request.max_concurrent_trials)

@@ -10,6 +10,7 @@ import pytest
 
 from highwater.memory.formula.formula import footprint
 from highwater.memory.trace.replay import replay
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.tracing import CachedTracer
 from highwater.spec.layout import Layout
@@ -52,7 +53,7 @@ def test_a_trial_takes_what_formula_and_trace_say(name: str, tmp_path: Path) -> 
         length_tokens=32_768,
         memory_budget_bytes=70 * GIB,
     )
-    result = LocalRunner(log_directory=tmp_path, timeout_s=280).run(spec)
+    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     peak = result.ranks[0].memory.peak_allocated_bytes
     found = footprint(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens)

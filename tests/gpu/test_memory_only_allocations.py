@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
 from highwater.attention.dense import Kernel, attend
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -128,7 +129,7 @@ def trial(
         length_tokens=length,
         attention_depth=depth,
     )
-    return LocalRunner(log_directory=tmp_path, timeout_s=240).run(spec)
+    return LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=240)).run(spec)
 
 
 @pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])

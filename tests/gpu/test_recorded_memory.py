@@ -10,6 +10,7 @@ import pytest
 from highwater import find
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.pages.study.failed_request import request_line, sizes_of
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -39,7 +40,7 @@ def recorded(
         memory_budget_bytes=parse_bytes("20GiB"),
         data=data,
     )
-    runner = LocalRunner(log_directory=tmp_path, timeout_s=400, profiling=PROFILING)
+    runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=400, profiling=PROFILING))
     return spec, runner.run(spec)
 
 
@@ -101,7 +102,7 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(
         length_tokens=256 * 1024,
         memory_budget_bytes=parse_bytes("20GiB"),
     )
-    result = LocalRunner(log_directory=tmp_path, timeout_s=400).run(spec)
+    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=400)).run(spec)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     failure = result.ranks[0].failure
     assert failure is not None

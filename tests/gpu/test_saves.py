@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -32,7 +33,7 @@ def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_pat
     saving = msgspec.structs.replace(
         plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always")
     )
-    runner = LocalRunner(log_directory=tmp_path, timeout_s=280)
+    runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280))
     without, result = runner.run(plain), runner.run(saving)
     assert (without.outcome, result.outcome) == (Outcome.FIT, Outcome.FIT), (
         without.reason,

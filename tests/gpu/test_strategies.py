@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.probe import probe
 from highwater.spec.layout import Layout
@@ -104,6 +105,6 @@ def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankR
         steps=3,
         micro_batches=4,
     )
-    result = LocalRunner(log_directory=logs, timeout_s=240).run(spec)
+    result = LocalRunner(EngineLauncher(log_directory=logs, timeout_s=240)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     return result.ranks[0]

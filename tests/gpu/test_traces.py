@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from highwater.memory.trace.replay import replay
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.tracing import CachedTracer
 from highwater.spec.layout import Layout
@@ -44,7 +45,7 @@ def test_a_trial_takes_what_its_trace_says(settings: Settings, tmp_path: Path) -
         length_tokens=16_384,
         memory_budget_bytes=60 * GIB,
     )
-    result = LocalRunner(log_directory=tmp_path, timeout_s=280).run(spec)
+    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
     assert result.outcome is Outcome.FIT, result.reason
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:
         log = tracer(spec)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from highwater.errors import MachineError
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -33,7 +34,7 @@ def trial(
         length_tokens=length,
         memory_budget_bytes=parse_bytes(BUDGET),
     )
-    return LocalRunner(log_directory=tmp_path, timeout_s=240).run(spec)
+    return LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=240)).run(spec)
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])

@@ -17,7 +17,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from highwater.run.local import ON_THE_CPU
+from highwater.run.trial_environment import ON_THE_CPU
 
 
 def forked(code: str, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import highwater
-from highwater.search.cell_search import CellAnswered, SearchEvent, TrialFinished
+from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished
 from highwater.spec.trial import Outcome
 
 

@@ -10,16 +10,12 @@ from places import examples
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
+from highwater.run.one_by_one import OneByOne
 from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
 from highwater.search.bracket import HINT_COST
-from highwater.search.cell_search import (
-    CellAnswered,
-    SearchEvent,
-    TrialFinished,
-    TrialStarted,
-    search_cells,
-)
 from highwater.search.memory_line import MemoryLine
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -86,7 +82,7 @@ def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
     return law
 
 
-class Repeats:
+class Repeats(OneByOne):
     """A runner whose repeats follow another law than its first trials."""
 
     def __init__(self, first: Law, repeats: Law) -> None:

@@ -29,14 +29,13 @@ from highwater.pages.guide.guide_page import guide_page
 from highwater.pages.guide.guide_rows import guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.run.simulated import SimulatedRunner
-from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.recorded_search import recorded_search
 from highwater.spec.capacities import study_capacities
 from highwater.spec.codec import to_builtins
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.study import Study
 from highwater.store.journal import open_journal
-from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -379,12 +378,8 @@ def test_a_model_that_no_formula_knows_is_answered_by_its_table(
     )
     path = tmp_path / "s.jsonl"
     with open_journal(path, question, command=()) as journal:
-        runner = RecordingRunner(
-            SimulatedRunner(lambda spec: spec.length_tokens * GIB // 128), journal
-        )
-        for event in search_cells(question, runner):
-            if isinstance(event, CellAnswered):
-                journal.cell_answered(event.answer)
+        runner = SimulatedRunner(lambda spec: spec.length_tokens * GIB // 128)
+        list(recorded_search(question, runner, journal))
     (place,) = places(guide(path))
     assert place.basis == "highwater, sft: measured"
     assert [each.found.chosen.label if each.found.chosen else None for each in place.answers] == [

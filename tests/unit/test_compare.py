@@ -5,9 +5,10 @@ import pytest
 
 from highwater.errors import UsageError
 from highwater.run.simulated import SimulatedRunner, TableLaw
-from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.search.compare import compare
 from highwater.search.memory_line import unknown_trainer_line
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered
 from highwater.spec.published import CapacityTable, read_capacity_table
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"

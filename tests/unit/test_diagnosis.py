@@ -9,7 +9,7 @@ import pytest
 from studies import CELL, study_of, trial
 
 from highwater.run.diagnosis import MemoryDiagnosis, undiagnosed
-from highwater.run.local import log_path_of
+from highwater.run.trial_log import log_path_of
 from highwater.spec.request import request_from
 from highwater.spec.trial import Failure, Outcome, RankReport
 from highwater.store.trial_snapshots import recorded_snapshots, snapshot_folder

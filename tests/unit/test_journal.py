@@ -19,13 +19,13 @@ from highwater.cli.app import main
 from highwater.errors import EXIT_MACHINE, StudyError
 from highwater.run.probe import environment
 from highwater.run.simulated import FormulaLaw, SimulatedRunner
-from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.recorded_search import recorded_search
+from highwater.search.search_events import TrialFinished
 from highwater.spec.environment import RECORDED_VARIABLES
 from highwater.spec.protocols import Runner
 from highwater.spec.study import Question, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import Journal, open_journal, read_study
-from highwater.store.recording import RecordingRunner
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
 QUESTION = question_of(loss="chunked", allocator="expandable")
@@ -43,15 +43,11 @@ def record(journal: Journal, length_tokens: int) -> None:
     journal.trial_finished(spec_of(length_tokens), attempt=1, repeat=0, result=FIT)
 
 
-def search(question: Question, journal: Journal, runner: Runner | None = None) -> RecordingRunner:
-    """A whole search on the simulated runner, recorded."""
-    recording = RecordingRunner(
-        runner or SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal
-    )
-    for event in search_cells(question, recording):
-        if isinstance(event, CellAnswered):
-            journal.cell_answered(event.answer)
-    return recording
+def search(question: Question, journal: Journal, runner: Runner | None = None) -> int:
+    """A whole search on the simulated runner, recorded; the trials that were recorded before."""
+    runner = runner or SimulatedRunner(FormulaLaw(shape=question.model.shape))
+    events = list(recorded_search(question, runner, journal))
+    return sum(event.is_recorded for event in events if isinstance(event, TrialFinished))
 
 
 def lengths(study: Study) -> list[int]:
@@ -137,10 +133,10 @@ def test_a_journal_from_before_environments_were_recorded_is_read(tmp_path: Path
 def test_a_resumed_search_runs_nothing_twice_and_answers_the_same(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
-        assert search(QUESTION, journal).reused == 0
+        assert search(QUESTION, journal) == 0
         first = journal.snapshot()
     with open_journal(path, QUESTION) as journal:
-        assert search(QUESTION, journal).reused == len(first.trials)
+        assert search(QUESTION, journal) == len(first.trials)
         assert journal.snapshot() == first
 
 
@@ -170,7 +166,7 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path) -> N
             False,
         )
         with open_journal(path, QUESTION) as journal:
-            assert search(QUESTION, journal).reused == finished
+            assert search(QUESTION, journal) == finished
             assert journal.snapshot().trials == whole.trials
             assert journal.snapshot().answers == whole.answers
 
@@ -439,7 +435,7 @@ def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measure
         trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials
     )
     with open_journal(path, QUESTION, retry_crashed=True) as journal:
-        assert search(QUESTION, journal).reused == good
+        assert search(QUESTION, journal) == good
         assert journal.snapshot().answers[0].limit == "memory"
     assert read_study(path).complete
 

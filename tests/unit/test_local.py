@@ -10,12 +10,10 @@ import pytest
 from places import question_of
 
 from highwater.errors import MachineError
-from highwater.run.local import (
-    LocalRunner,
-    log_path_of,
-    read_reports,
-    trial_environment,
-)
+from highwater.run.engine_trial import EngineLauncher, read_reports
+from highwater.run.local import LocalRunner
+from highwater.run.trial_environment import trial_environment
+from highwater.run.trial_log import log_path_of
 from highwater.spec.codec import to_json
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Allocator, Settings
@@ -43,7 +41,7 @@ def test_a_log_lies_where_its_layout_and_rung_say() -> None:
 
 
 def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
-    runner = LocalRunner(log_directory=tmp_path, timeout_s=AT_ONCE_S)
+    runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=AT_ONCE_S))
     paths = []
     for attempt in (1, 2, 3):
         result = runner.run(cpu_spec(), attempt=attempt)
@@ -59,7 +57,9 @@ def test_no_log_is_ever_overwritten(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(MachineError, match="could not be started") as refusal:
-        LocalRunner(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S).run(cpu_spec())
+        LocalRunner(EngineLauncher(log_directory=tmp_path / "logs", timeout_s=AT_ONCE_S)).run(
+            cpu_spec()
+        )
     assert "`--log-dir`" in refusal.value.hint
 
 

@@ -20,7 +20,8 @@ from highwater.memory.formula.formula import likely_footprint
 from highwater.run.simulated import SimulatedRunner
 from highwater.search import predicted_start
 from highwater.search.bracket import HINT_COST
-from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.events import Allocate, Enter, EventLog
 from highwater.spec.grid import Grid

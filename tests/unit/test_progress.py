@@ -6,7 +6,7 @@ import msgspec
 from places import question_of
 
 from highwater.cli.progress import Progress
-from highwater.search.cell_search import CellAnswered, TrialFinished, TrialRuns, TrialStarted
+from highwater.search.search_events import CellAnswered, TrialFinished, TrialRuns, TrialStarted
 from highwater.search.trial_seconds import trial_s
 from highwater.spec.study import CellAnswer
 from highwater.spec.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
@@ -27,12 +27,22 @@ def started(
 
 
 def finished(
-    length_tokens: int, outcome: Outcome, *, wall_s: float, reason: str = ""
+    length_tokens: int,
+    outcome: Outcome,
+    *,
+    wall_s: float,
+    reason: str = "",
+    is_recorded: bool = False,
 ) -> TrialFinished:
     """A trial of the first cell has ended."""
     result = TrialResult(outcome=outcome, reason=reason, wall_s=wall_s)
     return TrialFinished(
-        cell=CELL, spec=QUESTION.trial(CELL, length_tokens), attempt=1, repeat=0, result=result
+        cell=CELL,
+        spec=QUESTION.trial(CELL, length_tokens),
+        attempt=1,
+        repeat=0,
+        result=result,
+        is_recorded=is_recorded,
     )
 
 
@@ -99,7 +109,7 @@ def test_the_table_says_where_every_cell_stands() -> None:
 def test_a_trial_that_was_recorded_before_is_not_told_as_if_it_had_just_run() -> None:
     progress = Progress(QUESTION)
     events = (
-        finished(4096, Outcome.FIT, wall_s=2),
+        finished(4096, Outcome.FIT, wall_s=2, is_recorded=True),
         started(8192, trials_left=0),
         finished(8192, Outcome.OUT_OF_MEMORY, wall_s=2),
     )
@@ -161,12 +171,12 @@ def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does(
     expected_s = trial_s(H200, spec)
     assert expected_s is not None
     assert f"(about {format_seconds(expected_s)}, about " in progress.line(begun)
-    assert progress.running == "", "nothing is said of a trial that has only just begun"
+    assert progress.running == (), "nothing is said of a trial that has only just begun"
     runs = TrialRuns(cell=CELL, spec=spec, phase="step 1 of 2\x1b[31m")
     now_s[0] = 35.0
     progress.hear(runs)
     told = f"65,536 tokens: 35 s of about {format_seconds(expected_s)}, step 1 of 2\\x1b[31m"
-    assert progress.running == told
+    assert progress.running == (told,)
     assert progress.table().footnotes[0] == told
     before_s = progress.left_s
     now_s[0] = 45.0

@@ -15,16 +15,13 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
 from highwater.pages.study.published_layout import published_lines, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
+from highwater.run.one_by_one import OneByOne
 from highwater.run.simulated import Law, SimulatedRunner, TimeLaw
-from highwater.search.cell_search import (
-    CellAnswered,
-    SearchEvent,
-    TrialFinished,
-    TrialStarted,
-    search_cells,
-)
 from highwater.search.memory_line import MemoryLine
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
+from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.spec.flops import step_flops
 from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout
@@ -34,7 +31,6 @@ from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, CellAnswer, Question, Study
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
-from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 STEP = 4096
@@ -165,7 +161,7 @@ def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
 
 
 def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_again_in_full():
-    class Slow:
+    class Slow(OneByOne):
         """Full trials past 20 steps of the grid hang, whatever their forecast says."""
 
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
@@ -210,7 +206,7 @@ def test_a_full_proof_never_makes_a_memory_only_trial(capacity, method):
 
 
 def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is_said():
-    class Leaky:
+    class Leaky(OneByOne):
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             law = fits_up_to(100 if spec.is_memory_only else 4)
             return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
@@ -244,7 +240,7 @@ def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_tw
     folder: Path = tmp_path_factory.mktemp("study")
     question = ask()
 
-    class Killed:
+    class Killed(OneByOne):
         """Dies at its n-th trial; counts what it runs."""
 
         def __init__(self, after: int | None) -> None:
@@ -260,12 +256,11 @@ def test_a_search_that_was_killed_goes_on_to_the_same_answer_and_runs_nothing_tw
     first, second = Killed(kill), Killed(None)
     try:
         with open_journal(folder / "study.jsonl", question) as journal:
-            events_of(question, RecordingRunner(first, journal))
+            list(recorded_search(question, first, journal))
     except KeyboardInterrupt:
         pass
     with open_journal(folder / "study.jsonl", question) as journal:
-        resumed = answer_of(events_of(question, RecordingRunner(second, journal)))
-        journal.cell_answered(resumed)
+        resumed = answer_of(list(recorded_search(question, second, journal)))
     assert not set(first.ran) & set(second.ran)
     assert resumed == answer_of(events_of(question, runner(capacity, flops_per_s)))
     assert read_study(folder / "study.jsonl").answers == (resumed,)

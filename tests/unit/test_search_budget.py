@@ -13,26 +13,20 @@ from hypothesis import strategies as st
 from places import examples, machine_with, script
 
 from highwater.errors import UsageError
+from highwater.run.one_by_one import OneByOne
 from highwater.run.simulated import Law
 from highwater.search.budget import Budget
-from highwater.search.cell_search import (
-    BudgetSpentError,
-    CellAnswered,
-    NextTrial,
-    SearchEvent,
-    TrialFinished,
-    TrialStarted,
-    search_cells,
-)
 from highwater.search.outlook import outlook
 from highwater.search.proof import FULL_SHARE
+from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import BudgetSpentError, search_cells
+from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.trial_seconds import ran_out_s, trial_s
 from highwater.spec.plan import Plan, plan
 from highwater.spec.request import request_from
 from highwater.spec.study import Cell, CellAnswer, Question
 from highwater.spec.trial import Outcome, TrialSpec
-from highwater.store.journal import Journal, open_journal, read_study
-from highwater.store.recording import RecordingRunner
+from highwater.store.journal import open_journal, read_study
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))
@@ -182,33 +176,27 @@ class Recorded:
             slower=self.slower,
         )
         with open_journal(self.path, self.question) as journal:
-            budget = Budget(self.question, runner, budget_s, same_timeout=False, clock=clock)
-            events = search_cells(
+            budget = Budget(
                 self.question,
-                RecordingRunner(budget, journal),
-                past=journal.past,
-                may_start=lambda trial: budget.allows(trial) or _is_recorded(journal, trial),
-                order=budget.order,
+                runner,
+                budget_s,
+                timeout_s=self.question.timeout_s or 0.0,
+                same_timeout=False,
+                clock=clock,
+            )
+            events = recorded_search(
+                self.question, budget, journal, may_start=budget.allows, order=budget.order
             )
             try:
                 for event in events:
-                    self._hear(event, journal)
+                    self._hear(event)
             except BudgetSpentError:
                 return False, clock.now_s
         return True, clock.now_s
 
-    def _hear(self, event: SearchEvent, journal: Journal) -> None:
-        if isinstance(event, CellAnswered):
-            journal.cell_answered(event.answer)
+    def _hear(self, event: SearchEvent) -> None:
         if isinstance(event, TrialStarted):
-            place = (event.spec.key, event.attempt, event.repeat)
-            if journal.recorded(event.spec, attempt=event.attempt, repeat=event.repeat) is None:
-                self.launched.append(place)
-
-
-def _is_recorded(journal: Journal, trial: NextTrial) -> bool:
-    found = journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat)
-    return found is not None
+            self.launched.append((event.spec.key, event.attempt, event.repeat))
 
 
 def on_h200(**changes: Any) -> Question:
@@ -270,7 +258,7 @@ def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path: P
     law = reaching(dict.fromkeys(question.cells, 5), question)
     path = tmp_path / "s.jsonl"
 
-    class Endless:
+    class Endless(OneByOne):
         """A runner whose trials take all the time they get."""
 
         def __init__(self, clock: Any) -> None:
@@ -282,10 +270,9 @@ def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path: P
             return runner.run(spec, attempt=attempt, repeat=repeat)
 
     clock = trials.Clock()
-    budget = Budget(question, Endless(clock), 60, same_timeout=False, clock=clock)
+    budget = Budget(question, Endless(clock), 60, timeout_s=100.0, same_timeout=False, clock=clock)
     with open_journal(path, question) as journal, pytest.raises(BudgetSpentError):
-        for _ in search_cells(question, RecordingRunner(budget, journal)):
-            pass
+        list(recorded_search(question, budget, journal))
     (trial,) = read_study(path).trials
     assert trial.result is None
     search = Recorded(question, law, path, slower=1.0)

@@ -4,16 +4,18 @@ import time
 from pathlib import Path
 
 import pytest
-from studies import CELL, QUESTION, REAL, report_of, study_of, trial
+from studies import QUESTION, REAL, report_of, study_of, trial
 
 from highwater import study_report
 from highwater.cli.console import error
 from highwater.errors import UsageError
+from highwater.run.one_by_one import OneByOne
+from highwater.search.recorded_search import recorded_search
+from highwater.search.search_events import TrialFinished
 from highwater.spec.codec import to_json
 from highwater.spec.secrets import HIDDEN, KEPT, LOGGED, kept, without_secrets
 from highwater.spec.trial import Failure, LogEnd, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.store.journal import open_journal
-from highwater.store.recording import RecordingRunner
 
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each
@@ -103,7 +105,7 @@ def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_b
 ) -> None:
     text = "RuntimeError: HF_TOKEN=hf_abcdefghijklmnopqrst " + "x" * 1_000_000
 
-    class Talkative:
+    class Talkative(OneByOne):
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             ranks = tuple(
                 RankReport(
@@ -115,10 +117,11 @@ def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_b
 
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
-        runner = RecordingRunner(Talkative(), journal)
-        spec = QUESTION.trial(CELL, 8192)
-        told = runner.run(spec)
-        assert runner.run(spec) == told
+        events = recorded_search(QUESTION, Talkative(), journal)
+        told = next(event.result for event in events if isinstance(event, TrialFinished))
+    with open_journal(path, QUESTION) as journal:
+        (first, *_) = journal.snapshot().trials
+        assert first.result == told
     assert path.stat().st_size < 100_000
     for shown in (path.read_text(), to_json(told)):
         assert "hf_abc" not in shown

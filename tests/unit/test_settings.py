@@ -9,7 +9,8 @@ from places import question_of
 
 from highwater.errors import UsageError
 from highwater.run.simulated import SimulatedRunner
-from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered
 from highwater.spec.flops import step_flops
 from highwater.spec.model import load_model
 from highwater.spec.settings import Settings

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.run.simulated import FormulaLaw, SimulatedRunner
-from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.search.memory_line import unknown_trainer_line
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start, first_index
 from highwater.spec.grid import Grid
 from highwater.spec.layout import Layout

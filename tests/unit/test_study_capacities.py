@@ -10,7 +10,8 @@ from places import question_of
 import highwater
 from highwater.pages.study.tables import answer_table
 from highwater.run.simulated import SimulatedRunner
-from highwater.search.cell_search import CellAnswered, TrialFinished, search_cells
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.spec.capacities import simplest, study_capacities
 from highwater.spec.study import RecordedTrial, Study
 from highwater.spec.trial import Outcome

@@ -16,8 +16,8 @@ from highwater.pages.study.study_predictions import predicted_cells
 from highwater.pages.study.study_question import question_table
 from highwater.pages.study.study_report import StudyReport, TrialReport, judged
 from highwater.run.simulated import FormulaLaw, SimulatedRunner
-from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.search.predicted_study import PredictedTrial
+from highwater.search.recorded_search import recorded_search
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.hardware import Machine
 from highwater.spec.plan import plan, plan_trial
@@ -25,7 +25,6 @@ from highwater.spec.request import request_from
 from highwater.spec.study import Question, RecordedTrial
 from highwater.spec.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.journal import open_journal, read_study
-from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 
@@ -379,10 +378,8 @@ def test_a_failure_is_in_the_words_of_the_rank_that_failed_first() -> None:
 def test_a_simulated_study_is_never_called_measured(tmp_path: Path) -> None:
     question = question_of(max_length="64k")
     with open_journal(tmp_path / "s.jsonl", question) as journal:
-        runner = RecordingRunner(SimulatedRunner(FormulaLaw(shape=question.model.shape)), journal)
-        for event in search_cells(question, runner):
-            if isinstance(event, CellAnswered):
-                journal.cell_answered(event.answer)
+        runner = SimulatedRunner(FormulaLaw(shape=question.model.shape))
+        list(recorded_search(question, runner, journal))
     report = study_report(tmp_path / "s.jsonl")
     assert report.label == "simulated"
     assert report.is_complete

@@ -20,7 +20,10 @@ from highwater.pages.study.build import report_text
 from highwater.pages.study.published_layout import published_lines, published_tables, published_text
 from highwater.pages.study.tables import answer_table
 from highwater.pages.text_table import plain_table
-from highwater.search.cell_search import CellAnswered, TrialFinished, search_cells
+from highwater.run.one_by_one import OneByOne
+from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.spec.capacities import study_capacities
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
@@ -35,7 +38,6 @@ from highwater.spec.trial import (
     TrialSpec,
 )
 from highwater.store.journal import open_journal, read_study
-from highwater.store.recording import RecordingRunner
 from highwater.units import GIB
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -59,7 +61,7 @@ def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file
     assert sum(len(study.answers) for study in studies) == PROVEN_BEFORE
 
 
-class Odd:
+class Odd(OneByOne):
     """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits
     leaves some headroom.
     """
@@ -310,16 +312,12 @@ def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_ar
     path = claiming_a_million(tmp_path)
     before = read_study(path)
 
-    class Nothing:
+    class Nothing(OneByOne):
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             raise AssertionError(spec, attempt, repeat)
 
     with open_journal(path, before.question) as journal:
-        for event in search_cells(
-            before.question, RecordingRunner(Nothing(), journal), past=journal.past
-        ):
-            if isinstance(event, CellAnswered):
-                journal.cell_answered(event.answer)
+        list(recorded_search(before.question, Nothing(), journal))
     after = read_study(path)
     assert after.unproven == ()
     assert after.answers == read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl").answers

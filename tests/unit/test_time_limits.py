@@ -20,14 +20,15 @@ from highwater.errors import EXIT_INCONCLUSIVE, StudyError
 from highwater.pages.study.study_commands import commands, find_words
 from highwater.pages.study.study_parts import state
 from highwater.pages.study.study_question import question_table
+from highwater.run.one_by_one import OneByOne
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TimeLaw
-from highwater.search.cell_search import CellAnswered, search_cells
+from highwater.search.recorded_search import recorded_search
+from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
-from highwater.spec.study import Cell, CellAnswer, Question
+from highwater.spec.study import Cell, CellAnswer, Past, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal import open_journal, read_study
-from highwater.store.recording import RecordingRunner
 
 Ends = Sequence[Outcome | None]
 
@@ -42,7 +43,7 @@ TIMED = [
 ]
 
 
-class Ran:
+class Ran(OneByOne):
     """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are
     given: None is what memory says.
     """
@@ -97,9 +98,8 @@ def search(
     """A search as the interface makes it: recorded, and resumed from what is."""
     answers: list[CellAnswer] = []
     with open_journal(path, question, retry_crashed=retry_crashed) as journal:
-        for event in search_cells(question, RecordingRunner(ran, journal), past=journal.past):
+        for event in recorded_search(question, ran, journal):
             if isinstance(event, CellAnswered):
-                journal.cell_answered(event.answer)
                 answers.append(event.answer)
     return tuple(answers)
 
@@ -429,12 +429,7 @@ def test_a_crash_before_a_trial_ran_out_of_time_is_not_tried_again(tmp_path):
         for attempt, end in enumerate(ends, 1):
             journal.trial_started(spec, attempt=attempt, repeat=0)
             journal.trial_finished(spec, attempt=attempt, repeat=0, result=end)
-        (answer,) = (
-            e.answer
-            for e in search_cells(ask(), RecordingRunner(Ran(9, SLOW, 300.0), journal))
-            if isinstance(e, CellAnswered)
-        )
-        journal.cell_answered(answer)
+        list(recorded_search(ask(), Ran(9, SLOW, 300.0), journal, past=lambda _: Past()))
     for timeout_s, stand in ((300.0, ends), (301.0, [None] * 3)):
         with open_journal(path, within(timeout_s), retry_crashed=True) as journal:
             assert [
@@ -520,16 +515,11 @@ def test_with_the_proof_full_a_resumption_tries_again_what_left_no_answer(tmp_pa
             )
         )
         with open_journal(path, question) as journal:
-            ran = RecordingRunner(gpu, journal)
             told_before = len(told(path))
-            (answer,) = (
-                e.answer
-                for e in search_cells(question, ran, past=journal.past)
-                if isinstance(e, CellAnswered)
-            )
-            journal.cell_answered(answer)
+            events = list(recorded_search(question, gpu, journal))
+            (answer,) = (e.answer for e in events if isinstance(e, CellAnswered))
         assert answer.limit == ("time" if is_cut else "memory")
-        assert ran.reused == told_before
+        assert told_before == sum(e.is_recorded for e in events if isinstance(e, TrialFinished))
 
 
 def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):

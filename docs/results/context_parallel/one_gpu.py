@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from highwater.run.local import read_reports, trial_environment
+from highwater.run.engine_trial import read_reports
 from highwater.run.ranks import read_exits
 from highwater.run.reaper import under_reaper
+from highwater.run.trial_environment import trial_environment
 from highwater.spec.codec import to_json
 from highwater.spec.trial import RankReport, TrialSpec
 

@@ -22,6 +22,7 @@ from highwater.errors import HighwaterError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.tracing import CachedTracer
 from highwater.spec.layout import Layout
@@ -121,7 +122,9 @@ def predicted(family: str, settings: Settings, folder: Path) -> tuple[TrialSpec 
 
 def measure(row: Peak, spec: TrialSpec, folder: Path) -> None:
     """Run the trial, and write down how it ended."""
-    result = LocalRunner(log_directory=folder / "logs", timeout_s=TIMEOUT_S).run(spec)
+    result = LocalRunner(EngineLauncher(log_directory=folder / "logs", timeout_s=TIMEOUT_S)).run(
+        spec
+    )
     row.outcome = result.outcome.value
     if result.outcome is not Outcome.FIT:
         row.outcome += f": {result.reason}"

@@ -8,6 +8,7 @@ or half as long again.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,13 +16,16 @@ from statistics import median
 import msgspec
 
 import highwater
+from highwater.run.one_by_one import OneByOne
 from highwater.run.simulated import FormulaLaw, Law, SimulatedRunner
 from highwater.search.budget import Budget
-from highwater.search.cell_search import BudgetSpentError, CellAnswered, TrialFinished, search_cells
 from highwater.search.outlook import expected_s, outlook
+from highwater.search.scheduler import BudgetSpentError, search_cells
+from highwater.search.search_events import CellAnswered, TrialFinished
 from highwater.search.trial_seconds import ran_out_s, trial_s
 from highwater.spec.hardware import Gpu, Machine, kind_of
 from highwater.spec.plan import Plan, plan
+from highwater.spec.protocols import Launch, OnPhase, unheard
 from highwater.spec.request import request_from
 from highwater.spec.study import Cell, CellAnswer, Question, Study
 from highwater.spec.trial import Outcome, RankReport, TrialResult, TrialSpec
@@ -62,7 +66,7 @@ class Clock:
         return self.now_s
 
 
-class TimedRunner:
+class TimedRunner(OneByOne):
     """Trials by a law of memory, which take their predicted time, times ``slower``."""
 
     def __init__(
@@ -73,6 +77,11 @@ class TimedRunner:
         self._runner = SimulatedRunner(law, device_total_bytes=question.device_total_bytes)
         self._clock = clock
         self._slower = slower
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """As any, within the time that the launch has."""
+        self.timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
+        return super().submit(launch, on_phase=on_phase)
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         """The result by the law, or a timeout."""
@@ -167,7 +176,14 @@ def whole_search(model: str, kind_name: str, *, slower: float, **settings: objec
     law = FormulaLaw(shape=question.model.shape)
     runner = TimedRunner(question, law, clock, timeout_s=planned.timeout_s, slower=slower)
     assert planned.budget_s is not None  # noqa: S101
-    budget = Budget(question, runner, planned.budget_s, same_timeout=False, clock=clock)
+    budget = Budget(
+        question,
+        runner,
+        planned.budget_s,
+        timeout_s=planned.timeout_s,
+        same_timeout=False,
+        clock=clock,
+    )
     answers: list[CellAnswer] = []
     trials, longest = 0, 0
     try:

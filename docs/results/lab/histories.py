@@ -24,7 +24,7 @@ import msgspec
 from highwater.api import prepare_trial
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.run.local import trial_environment
+from highwater.run.trial_environment import trial_environment
 from highwater.spec.events import Allocate, Enter, EventLog, Free, ReleaseCached, TraceEvent
 from highwater.spec.request import Request
 from highwater.spec.trial import TrialSpec

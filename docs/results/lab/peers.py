@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.run.local import trial_environment
 from highwater.run.tracing import fullest_rank
+from highwater.run.trial_environment import trial_environment
 from highwater.spec.codec import to_json
 from highwater.spec.events import TraceOrder
 from highwater.spec.model import load_model

@@ -19,6 +19,7 @@ import msgspec
 
 import highwater
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.codec import from_json
 from highwater.spec.model import load_model
@@ -66,7 +67,7 @@ def main() -> None:
     )
     if not arguments.table:
         runner, end = (
-            LocalRunner(log_directory=arguments.log_dir, timeout_s=TIMEOUT_S),
+            LocalRunner(EngineLauncher(log_directory=arguments.log_dir, timeout_s=TIMEOUT_S)),
             time.monotonic() + 60 * arguments.minutes,
         )
         which, of = arguments.part

@@ -29,8 +29,8 @@ import msgspec
 import trinity
 
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.run.local import trial_environment
 from highwater.run.reaper import under_reaper
+from highwater.run.trial_environment import trial_environment
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
 from highwater.spec.published import read_capacity_table

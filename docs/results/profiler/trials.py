@@ -10,6 +10,7 @@ import msgspec
 
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.pages.study.failed_request import request_line, sizes_of
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
@@ -70,7 +71,9 @@ def run(
 ) -> TrialResult:
     """Run a trial, and keep in ``target`` the snapshots that it recorded."""
     with tempfile.TemporaryDirectory() as folder:
-        runner = LocalRunner(log_directory=Path(folder), timeout_s=TRIAL_S, profiling=profiling)
+        runner = LocalRunner(
+            EngineLauncher(log_directory=Path(folder), timeout_s=TRIAL_S, profiling=profiling)
+        )
         result = runner.run(spec)
         log = Path(str(result.log_path))
         if not result.outcome.tells:

@@ -17,7 +17,7 @@ from highwater.pages.terminal import terminal_text
 from highwater.pages.terminal_table import terminal_table
 from highwater.pages.text import ascii_json, plain, plain_json, plain_lines
 from highwater.pages.text_table import TextTable, plain_table
-from highwater.search.cell_search import SearchEvent
+from highwater.search.search_events import SearchEvent
 from highwater.spec.codec import to_json
 from highwater.spec.secrets import kept, without_secrets
 from highwater.spec.study import Question

@@ -5,20 +5,21 @@ rest may take. Data and text; console.py draws it.
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from textwrap import shorten
 
 from highwater.pages.study.capacity_figures import capacity_text, memory_only_text, provenance
 from highwater.pages.study.failed_request import request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
-from highwater.search.cell_search import (
+from highwater.search.outlook import outlook
+from highwater.search.search_events import (
     CellAnswered,
     SearchEvent,
     TrialFinished,
     TrialRuns,
     TrialStarted,
 )
-from highwater.search.outlook import outlook
 from highwater.search.trial_seconds import trial_s
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Question
@@ -43,6 +44,18 @@ _REASON_WIDTH = 100
 """Characters of a reason in a line about a trial, at most; the final table has the whole reason."""
 
 
+@dataclass(slots=True)
+class _Running:
+    """A trial that runs."""
+
+    length_tokens: int
+    started_at: float
+    said_at: float
+    expected_s: float | None
+    """Seconds that it is predicted to take."""
+    phase: str = "starting"
+
+
 class Progress:
     """Hears the events of a search; knows where each cell stands."""
 
@@ -56,73 +69,78 @@ class Progress:
         """Length and seconds of each trial that fit: one that ran out of memory tells nothing about
         those."""
         self._length_tokens = 0
-        """Length of the trial that runs, or of the last one."""
-        self._started_at: float | None = None
+        """Length of the trial that started last, or ended last."""
+        self._running: dict[Cell, _Running] = {}
+        """The trial of each cell that has one now."""
         self._trials_left = 0
-        self._expected_s: float | None = None
-        """Seconds that the trial that runs is predicted to take."""
+        """Trials to come after those that run."""
         self._cells_s = _expected_by_cell(question)
         self._cell_began_at: dict[Cell, float] = {}
-        self._phase = "starting"
-        self._said_at = 0.0
         self._has_named_log = False
-        self._is_recorded = False
-        """Whether the last trial that finished had not started: a resumed study had its result."""
 
     def hear(self, event: SearchEvent) -> None:
         """Take in one event."""
         match event:
             case TrialStarted():
-                self._started_at = self._said_at = self._clock()
-                self._cell_began_at.setdefault(event.cell, self._started_at)
-                self._expected_s, self._phase = trial_s(self._question, event.spec), "starting"
-                self._length_tokens = event.spec.length_tokens
-                self._trials_left = event.trials_left + 1
-                self._states[event.cell] = (
-                    f"trying {format_tokens(event.spec.length_tokens)}{_again(event)}"
-                )
+                self._start(event)
             case TrialRuns():
-                self._phase = plain(event.phase)
+                if event.cell in self._running:
+                    self._running[event.cell].phase = plain(event.phase)
             case TrialFinished():
-                self._is_recorded = self._started_at is None
-                self._started_at = None
-                self._trials_left = max(0, self._trials_left - 1)
-                self._trials[event.cell] += 1
-                self._length_tokens = event.spec.length_tokens
-                if event.result.outcome is Outcome.FIT:
-                    self._timed.append((event.spec.length_tokens, event.result.wall_s))
-                    self._fits[event.cell] = max(
-                        event.spec.length_tokens, self._fits.get(event.cell, 0)
-                    )
-                recorded = ", recorded" if self._is_recorded else ""
-                self._states[event.cell] = (
-                    f"{format_tokens(event.spec.length_tokens)}: "
-                    f"{words(event.result.outcome)}{recorded}"
-                )
+                self._finish(event)
             case CellAnswered():
                 self._states[event.answer.cell] = f"done: {self._answered(event.answer, '')}"
                 self._cells_s.pop(event.answer.cell, None)
 
+    def _start(self, event: TrialStarted) -> None:
+        now, length_tokens = self._clock(), event.spec.length_tokens
+        self._cell_began_at.setdefault(event.cell, now)
+        self._running[event.cell] = _Running(
+            length_tokens=length_tokens,
+            started_at=now,
+            said_at=now,
+            expected_s=trial_s(self._question, event.spec),
+        )
+        self._length_tokens = length_tokens
+        self._trials_left = event.trials_left
+        self._states[event.cell] = f"trying {format_tokens(length_tokens)}{_again(event)}"
+
+    def _finish(self, event: TrialFinished) -> None:
+        length_tokens, outcome = event.spec.length_tokens, event.result.outcome
+        if self._running.pop(event.cell, None) is None:
+            self._trials_left = max(0, self._trials_left - 1)
+        self._trials[event.cell] += 1
+        self._length_tokens = length_tokens
+        if outcome is Outcome.FIT:
+            self._timed.append((length_tokens, event.result.wall_s))
+            self._fits[event.cell] = max(length_tokens, self._fits.get(event.cell, 0))
+        recorded = ", recorded" if event.is_recorded else ""
+        self._states[event.cell] = f"{format_tokens(length_tokens)}: {words(outcome)}{recorded}"
+
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left, the running trial included; None while nobody knows.
+        """Estimated seconds left, the running trials included; None while nobody knows.
 
         By prediction where the GPU's rates are known. Else from what the last trials that fit took,
         each scaled up to the present length: a trial's time is at least linear in it. Of lengths
-        that are much longer than those this says nothing.
+        that are much longer than those this says nothing. Trials that run side by side now are
+        taken to do so to the end.
         """
+        at_once = max(1, len(self._running))
         if self._cells_s and None not in self._cells_s.values():
-            return sum(map(self._cell_left_s, self._cells_s))
+            return sum(map(self._cell_left_s, self._cells_s)) / at_once
         recent = [(length, wall_s) for length, wall_s in self._timed[-_RECENT:] if wall_s > 0]
+        trials = self._trials_left + len(self._running)
         if (
             not recent
-            or not self._trials_left
+            or not trials
             or self._length_tokens > _TOLD_WITHIN * max(length for length, _ in recent)
         ):
             return None
         scaled_s = [wall_s * max(1.0, self._length_tokens / length) for length, wall_s in recent]
-        running_s = self._clock() - self._started_at if self._started_at is not None else 0.0
-        return max(0.0, self._trials_left * sum(scaled_s) / len(scaled_s) - running_s)
+        now = self._clock()
+        ran_s = sum(now - each.started_at for each in self._running.values())
+        return max(0.0, trials * sum(scaled_s) / len(scaled_s) - ran_s) / at_once
 
     def _cell_left_s(self, cell: Cell) -> float:
         """Seconds that a cell is expected to take from now on."""
@@ -130,17 +148,28 @@ class Progress:
         return expected_s if began_at is None else max(0.0, expected_s - self._clock() + began_at)
 
     @property
-    def running(self) -> str:
-        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2``; empty where no trial has run for
-        long.
+    def running(self) -> tuple[str, ...]:
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for each trial that has run for a
+        while, with its cell where there are several.
         """
-        if self._started_at is None or self._clock() - self._started_at < _SHOWN_AFTER_S:
-            return ""
-        took_s = round(self._clock() - self._started_at)
-        of = "" if self._expected_s is None else f" of about {format_seconds(self._expected_s)}"
-        length = format_tokens(self._length_tokens)
+        shown = [
+            (cell, each)
+            for cell, each in self._running.items()
+            if self._clock() - each.started_at >= _SHOWN_AFTER_S
+        ]
+        if len(self._running) == 1:
+            return tuple(self._running_line(each) for _, each in shown)
+        return tuple(f"{self._name(cell)}: {self._running_line(each)}" for cell, each in shown)
+
+    def _running_line(self, trial: _Running) -> str:
+        took_s = round(self._clock() - trial.started_at)
+        expected_s = trial.expected_s
+        of = "" if expected_s is None else f" of about {format_seconds(expected_s)}"
         took = f"{took_s} s" if took_s < 60 else format_seconds(float(took_s))
-        return f"{length} tokens: {took}{of}, {self._phase}"
+        return f"{format_tokens(trial.length_tokens)} tokens: {took}{of}, {trial.phase}"
+
+    def _name(self, cell: Cell) -> str:
+        return cell.label_on(self._question.device)
 
     def sparse_line(self, event: SearchEvent) -> str:
         """A line for a log or a pipe; empty about a trial that still runs, but for once a
@@ -148,18 +177,20 @@ class Progress:
         """
         if not isinstance(event, TrialRuns):
             return self.line(event)
-        if self._clock() - self._said_at < _SPARSE_S:
+        trial = self._running.get(event.cell)
+        if trial is None or self._clock() - trial.said_at < _SPARSE_S:
             return ""
-        self._said_at = self._clock()
+        trial.said_at = self._clock()
         return self.line(event)
 
     def line(self, event: SearchEvent) -> str:
         """One line about an event, for a log or a pipe."""
         cell = event.answer.cell if isinstance(event, CellAnswered) else event.cell
-        name = cell.label_on(self._question.device)
+        name, trial = self._name(cell), self._running.get(cell)
         match event:
             case TrialStarted():
-                takes = "" if self._expected_s is None else _about(self._expected_s)
+                expected_s = None if trial is None else trial.expected_s
+                takes = "" if expected_s is None else _about(expected_s)
                 told = ", ".join(filter(None, (takes, self._left())))
                 left = f" ({told})" if told else ""
                 return (
@@ -167,9 +198,9 @@ class Progress:
                     f"tokens{_again(event)}{left}"
                 )
             case TrialRuns():
-                return f"{name}: {self.running}"
+                return f"{name}: {'' if trial is None else self._running_line(trial)}"
             case TrialFinished():
-                recorded = "recorded: " if self._is_recorded else ""
+                recorded = "recorded: " if event.is_recorded else ""
                 log = self._log_of(event.result)
                 return f"{name}: {recorded}{_ended(event.spec, event.result)}{log}"
             case CellAnswered():
@@ -177,7 +208,7 @@ class Progress:
 
     def table(self) -> TextTable:
         """A table of where every cell stands now."""
-        notes = tuple(filter(None, (self.running, self._left())))
+        notes = tuple(filter(None, (*self.running, self._left())))
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=(

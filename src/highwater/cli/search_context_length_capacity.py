@@ -24,7 +24,7 @@ from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.pages.study.published_layout import published_line
 from highwater.run.probe import probe
-from highwater.search.cell_search import CellAnswered, SearchEvent
+from highwater.search.search_events import CellAnswered, SearchEvent
 from highwater.spec.allocator_variables import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.spec.hardware import Machine
 from highwater.spec.model import STATE_BYTES_PER_PARAMETER, Model, load_model

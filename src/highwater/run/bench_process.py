@@ -8,10 +8,11 @@ from typing import IO
 import msgspec
 
 from highwater.errors import MachineError
-from highwater.run.local import ON_THE_CPU, clean_environment, end_reaper
 from highwater.run.private_folder import last_lines, private_folder
 from highwater.run.probe import INSTALL_HINT, package_obstacles, probe
 from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_environment import ON_THE_CPU, clean_environment
+from highwater.run.trial_process import end_reaper
 from highwater.spec.attention_bench import BenchLine, BenchOrder
 from highwater.spec.codec import from_json, to_json
 

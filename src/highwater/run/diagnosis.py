@@ -6,7 +6,9 @@ import shlex
 from pathlib import Path
 
 from highwater.errors import HighwaterError
-from highwater.run.local import LocalRunner, log_path_of
+from highwater.run.engine_trial import EngineLauncher
+from highwater.run.local import LocalRunner
+from highwater.run.trial_log import log_path_of
 from highwater.spec.codec import Record
 from highwater.spec.profiling import Profiling
 from highwater.spec.request import Request
@@ -67,7 +69,7 @@ def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
 def diagnose(request: Request, trial: RecordedTrial) -> MemoryDiagnosis:
     """Repeat a trial once, with the memory of the rank recorded that ran out first."""
     first = None if trial.result is None else trial.result.first_failed
-    runner = LocalRunner(
+    launcher = EngineLauncher(
         log_directory=Path(request.log_dir),
         timeout_s=request.timeout_s,
         allow_busy=request.allow_busy,
@@ -79,7 +81,7 @@ def diagnose(request: Request, trial: RecordedTrial) -> MemoryDiagnosis:
         ),
     )
     try:
-        result = runner.run(trial.spec)
+        result = LocalRunner(launcher).run(trial.spec)
     except HighwaterError as error:  # the answer is there already, and stands
         return MemoryDiagnosis(spec=trial.spec, problem=error.problem)
     log = log_path_of(Path(request.log_dir), trial.spec, "rung")

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 from highwater.errors import MachineError
-from highwater.run.local import clean_environment
 from highwater.run.private_folder import last_lines, private_folder
 from highwater.run.probe import (
     INSTALL_HINT,
@@ -17,6 +16,7 @@ from highwater.run.probe import (
     refuse_torch_without_gpu,
 )
 from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_environment import clean_environment
 from highwater.spec.codec import from_json
 from highwater.spec.machine_constants import Constants
 

@@ -47,11 +47,15 @@ _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
-def probe() -> Machine:
-    """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver."""
+def probe(visible: Sequence[str] | None = None) -> Machine:
+    """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver.
+
+    ``visible`` are entries of ``CUDA_VISIBLE_DEVICES``; None: the environment's.
+    """
     import pynvml
 
-    gpus, unreadable, driver_version = read_gpus(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else ",".join(visible)
+    gpus, unreadable, driver_version = read_gpus(pynvml, shown)
     memory = psutil.virtual_memory()
     return Machine(
         gpus=gpus,

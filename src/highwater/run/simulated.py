@@ -14,6 +14,7 @@ import msgspec
 
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.outside_allocator import context_bytes, outside_terms
+from highwater.run.one_by_one import OneByOne
 from highwater.spec.model import ModelShape, load_model
 from highwater.spec.study import Cell
 from highwater.spec.trial import (
@@ -37,7 +38,7 @@ TimeLaw = Callable[[TrialSpec], float]
 """Seconds of one optimizer step of a trial that fits."""
 
 
-class SimulatedRunner:
+class SimulatedRunner(OneByOne):
     """A ``Runner`` that trains nothing and takes no time."""
 
     def __init__(

@@ -15,7 +15,6 @@ import msgspec
 
 from highwater.errors import MachineError
 from highwater.run.imported_files import imported_digest
-from highwater.run.local import trial_environment
 from highwater.run.private_folder import last_lines, private_folder
 from highwater.run.probe import (
     INSTALL_HINT,
@@ -25,6 +24,7 @@ from highwater.run.probe import (
     versions_of,
 )
 from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_environment import trial_environment
 from highwater.spec.codec import digest, from_json, to_json
 from highwater.spec.events import EventLog, TraceOrder
 from highwater.spec.hardware import Kernel

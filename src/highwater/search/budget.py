@@ -8,12 +8,16 @@ later the time for theirs.
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import takewhile
-from typing import Protocol
 
-from highwater.search.cell_search import BudgetSpentError, NextTrial
+import msgspec
+
+from highwater.search.cell_search import NextTrial
 from highwater.search.outlook import expected_s, outlook
+from highwater.search.scheduler import BudgetSpentError
 from highwater.search.trial_seconds import trial_s
+from highwater.spec.protocols import Launch, OnPhase, Runner, unheard
 from highwater.spec.study import Cell, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
@@ -25,34 +29,25 @@ _TIMES_PREDICTED = 3.0
 """Times its predicted time that a memory-only trial may take: a host may be busy."""
 
 
-class TimedRunner(Protocol):
-    """A runner that ends a trial when its time is up."""
-
-    timeout_s: float
-
-    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Run a trial as ``Runner`` says."""
-        ...
-
-
 class Budget:
     """The budget of one search, from now on; a runner whose trials end with it."""
 
     def __init__(
         self,
         question: Question,
-        runner: TimedRunner,
+        runner: Runner,
         budget_s: float,
         *,
+        timeout_s: float,
         same_timeout: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``same_timeout``: a memory-only trial may take no longer than a full one, as somebody
-        said.
+        """``timeout_s`` bounds a full trial; ``same_timeout``: a memory-only one may take no
+        longer, as somebody said.
         """
         self._question = question
         self._runner = runner
-        self._timeout_s = runner.timeout_s
+        self._timeout_s = timeout_s
         self._same_timeout = same_timeout
         self._clock = clock
         self._ends_at = clock() + _ABOUT * budget_s
@@ -79,16 +74,24 @@ class Budget:
         needed_s = trial_s(self._question, trial.spec) or 0.0
         return self.left_s - kept_s > needed_s
 
-    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-        """Run a trial for as long as it may take; raises BudgetSpentError if that is less than it
-        might have otherwise, and too little.
+    def has_room(self, spec: TrialSpec) -> bool:
+        """Whether the runner has, as ``Runner`` says."""
+        return self._runner.has_room(spec)
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """Start a trial for as long as it may take.
+
+        Its future raises BudgetSpentError if that is less than it might have otherwise, and too
+        little.
         """
-        own_s, left_s = self._limit_s(spec), max(0.0, self.left_s)
-        self._runner.timeout_s = min(own_s, left_s)
-        result = self._runner.run(spec, attempt=attempt, repeat=repeat)
-        if result.outcome is Outcome.TIMEOUT and left_s < own_s:
-            raise BudgetSpentError
-        return result
+        own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
+        timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))
+        future = self._runner.submit(timed, on_phase=on_phase)
+        return _cut_short(future) if left_s < own_s else future
+
+    def close(self) -> None:
+        """End whatever runs, as ``Runner`` says."""
+        self._runner.close()
 
     def _limit_s(self, spec: TrialSpec) -> float:
         """Seconds that a trial may take, were there time without end."""
@@ -102,3 +105,20 @@ class Budget:
         """Seconds that the edges of the cells after this one are expected to take."""
         later = takewhile(lambda other: other != cell, reversed(self.order))
         return sum(self._edges_s[other] for other in later)
+
+
+def _cut_short(trial: Future[TrialResult]) -> Future[TrialResult]:
+    """The future of a trial whose time was cut: running out of it says that the budget is spent."""
+    told: Future[TrialResult] = Future()
+
+    def pass_on(ended: Future[TrialResult]) -> None:
+        error = ended.exception()
+        if error is not None:
+            told.set_exception(error)
+        elif ended.result().outcome is Outcome.TIMEOUT:
+            told.set_exception(BudgetSpentError())
+        else:
+            told.set_result(ended.result())
+
+    trial.add_done_callback(pass_on)
+    return told

@@ -1,8 +1,7 @@
-"""Searches of cells: answer a question cell by cell, by trials.
+"""The search of one cell, asked and told: which trial comes next, and how often it is launched.
 
-A search asks the bracket, runs the trial, and tells the bracket. An event is yielded before and
-after every trial and after every cell, so that whoever listens can show and record them. The order
-of trials depends only on the question and on the results: the same results, the same search.
+The order of trials depends only on the question and on the results: the same results, the same
+search.
 
 With the proof ``memory`` a length whose full trial is expected to exceed the time limit, or did,
 gets a memory-only trial. When the edge is known, full trials go up to the longest length that they
@@ -12,18 +11,13 @@ full trial of the shortest length, by whose time the others are judged.
 What a study has recorded of a cell is taken before anything new is run but that first full trial,
 also where it was found in another order: under another time limit, or after the answer of an
 earlier cell that has changed since (docs/decisions/025).
-
-A search may be given less time than it takes: ``may_start`` is asked before each trial that is not
-recorded. A full trial after the edge is left out where it says no; a cell whose edge is still to be
-found is left, and the search ends with ``BudgetSpentError`` when no other cell is open.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from highwater.search.bracket import Bracket
 from highwater.search.cell_outcomes import CellOutcomes
-from highwater.search.memory_line import MemoryLineOf, engine_line
 from highwater.search.proof import FullTrials
 from highwater.search.recorded_trials import (
     MAX_ATTEMPTS,
@@ -31,10 +25,8 @@ from highwater.search.recorded_trials import (
     allowed_timeouts,
     recorded_trials,
 )
-from highwater.search.start_length import carried_start, first_index
 from highwater.spec.packing import least_packed
 from highwater.spec.pieces import pieces
-from highwater.spec.protocols import Runner
 from highwater.spec.study import Cell, CellAnswer, Past, Question
 from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
@@ -42,55 +34,6 @@ _MOST_FULL_TRIALS = 4
 """Full trials after the edge is known: each reaches further by the time of the one before."""
 _NEAR = 4
 """Steps by which a trial may be moved to a length that takes far less time."""
-_TRIALS_OF_A_CELL = 4
-"""Trials that a cell is taken to need while none is finished."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialStarted:
-    """A trial is about to be launched."""
-
-    cell: Cell
-    spec: TrialSpec
-    attempt: int
-    repeat: int
-    trials_left: int
-    """About how many more trials the whole question takes after this one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialFinished:
-    """A trial has ended."""
-
-    cell: Cell
-    spec: TrialSpec
-    attempt: int
-    repeat: int
-    result: TrialResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellAnswered:
-    """A cell is finished."""
-
-    answer: CellAnswer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRuns:
-    """The trial that was started last is running; told about twice a second."""
-
-    cell: Cell
-    spec: TrialSpec
-    phase: str
-    """What its first rank is doing: ``step 1 of 2``."""
-
-
-SearchEvent = TrialStarted | TrialRuns | TrialFinished | CellAnswered
-
-
-class BudgetSpentError(Exception):
-    """The time that the search was given is over, or too short for the next trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,96 +49,20 @@ class NextTrial:
 
 
 MayStart = Callable[[NextTrial], bool]
-"""Whether there is time for a trial; one that is recorded takes none."""
+"""Whether a trial may start: there is time for it, or it is recorded and takes none."""
 
 
-def search_cells(
-    question: Question,
-    runner: Runner,
-    *,
-    line_of: MemoryLineOf = engine_line,
-    expected: Callable[[Cell], int | None] = lambda _: None,
-    past: Callable[[Cell], Past] = lambda _: Past(),
-    may_start: MayStart = lambda _: True,
-    order: Sequence[Cell] | None = None,
-) -> Iterator[SearchEvent]:
-    """Answer every cell of ``question``, in its order or in another; ends with the answer of the
-    last one.
-
-    ``line_of`` is the memory line of the trainer that ``runner`` starts. ``expected`` is the
-    longest length in tokens that a cell is predicted to train, 0 for none, None where nobody knows.
-    Both order the trials and decide nothing. ``past`` is what is recorded of a cell, whose trials
-    ``runner`` answers without running them.
-
-    Raises BudgetSpentError at the end where ``may_start`` left a cell without its edge, or where
-    ``runner`` raises it. MachineError, KeyboardInterrupt and
-    whatever else ``runner`` raises pass through.
-    """
-    finished: list[CellAnswer] = []
-    is_spent = False
-    for cell in question.cells if order is None else order:
-        known = past(cell)
-        if known.answer is not None:
-            yield from _recorded_ends(cell, known)
-            finished.append(known.answer)
-        else:
-            first = _first_index(question, cell, finished, line_of, expected(cell))
-            search = _CellSearch(question, cell, runner, finished, first, known, may_start)
-            yield from search.run()
-            if search.has_no_time:
-                is_spent = True
-                continue
-            finished.append(search.answer())
-        yield CellAnswered(answer=finished[-1])
-    if is_spent:
-        raise BudgetSpentError
-
-
-def _recorded_ends(cell: Cell, known: Past) -> Iterator[TrialFinished]:
-    """Events of the trials of a cell that is not searched again, for whoever listens."""
-    for trial in known.trials:
-        if trial.result is not None:
-            yield TrialFinished(
-                cell=cell,
-                spec=trial.spec,
-                attempt=trial.attempt,
-                repeat=trial.repeat,
-                result=trial.result,
-            )
-
-
-def _first_index(
-    question: Question,
-    cell: Cell,
-    finished: list[CellAnswer],
-    line_of: MemoryLineOf,
-    expected_tokens: int | None,
-) -> int | None:
-    """The index at which the search of a cell begins; None for the shortest length."""
-    if question.method == "linear":
-        return carried_start(question, cell, finished)
-    if expected_tokens is not None:
-        return question.grid.index_at_most(expected_tokens)
-    return first_index(question, cell, finished, line_of)
-
-
-class _CellSearch:
-    """The search of one cell: which trial comes next, and how often it is launched."""
+class CellSearch:
+    """The search of one cell: ``ask`` for its next trial, ``tell`` how it ended."""
 
     def __init__(
-        self,
-        question: Question,
-        cell: Cell,
-        runner: Runner,
-        finished: list[CellAnswer],
-        first: int | None,
-        known: Past,
-        may_start: MayStart,
+        self, question: Question, cell: Cell, first: int | None, known: Past, may_start: MayStart
     ) -> None:
+        """``first`` is the index of the length to begin with, None for the shortest; ``known``
+        what is recorded of the cell.
+        """
+        self.cell = cell
         self._question = question
-        self._cell = cell
-        self._runner = runner
-        self._finished = finished
         size = question.size_of(cell)
         packed = least_packed(question, cell, size)
         self._bracket = Bracket(size, first, question.method, least_packed=packed)
@@ -207,20 +74,63 @@ class _CellSearch:
         """Whether the search ended because a trial at the edge was not to start."""
         self._full_trials = FullTrials(question, cell) if question.proof == "memory" else None
         self._begins_in_full = self._full_trials is not None and not self._full_trials.foresees
+        self._asked: WantedTrial | None = None
+        """The trial that was asked for last, and did not end yet."""
+        self._attempt = 1
+        self._timeouts = 0
 
-    def run(self) -> Iterator[SearchEvent]:
-        """Run trials until the cell has an answer, or a trial that only crashes."""
-        while self._outcomes.crashed is None and (asked := self._next()) is not None:
-            if not asked.after_edge and not self._may_start(self._as_launched(asked, attempt=1)):
-                self.has_no_time = True
-                return
-            result = yield from self._try(asked)
-            if not asked.memory_only and self._full_trials is not None:
-                self._full_trials.tell(self._question.grid.length(asked.index), result)
-            self._outcomes.take_in(asked, result)
-        # A first full trial that only crashed undoes nothing that is recorded.
-        for asked in self._recorded:
-            self._outcomes.take_in(asked, (yield from self._try(asked)))
+    def ask(self) -> NextTrial | None:
+        """The next launch, the same one until ``tell`` hears of it; None when the cell has an
+        answer, or ``has_no_time`` for one.
+        """
+        if self._asked is None:
+            asked = self._next_of_all()
+            if asked is None:
+                return None
+            self._asked, self._attempt, self._timeouts = asked, 1, 0
+        return self._as_launched(self._asked, attempt=self._attempt)
+
+    def tell(self, result: TrialResult) -> None:
+        """Take in the end of the launch that ``ask`` told; a trial that says nothing about memory
+        is launched again, as often as is allowed.
+        """
+        asked = self._asked
+        assert asked is not None, "nobody asked"  # noqa: S101
+        self._outcomes.launches += 1
+        self._timeouts += result.outcome is Outcome.TIMEOUT
+        is_late = self._timeouts == allowed_timeouts(self._question, asked)
+        is_last = result.outcome.tells or self._attempt == MAX_ATTEMPTS or is_late
+        if not is_last and self._may_start(self._as_launched(asked, attempt=self._attempt + 1)):
+            self._attempt += 1
+            return
+        if not asked.memory_only and self._full_trials is not None:
+            self._full_trials.tell(self._question.grid.length(asked.index), result)
+        self._outcomes.take_in(asked, result)
+        self._asked = None
+
+    def give_up(self) -> None:
+        """End the search: the time for its trial was too short."""
+        self._asked = None
+        self.has_no_time = True
+
+    @property
+    def trials_left(self) -> int:
+        """About how many trials the cell takes from now on, at the least."""
+        return self._bracket.trials_left or len(self._confirmations_left())
+
+    def _next_of_all(self) -> WantedTrial | None:
+        if self.has_no_time:
+            return None
+        if self._outcomes.crashed is not None:
+            # A first full trial that only crashed undoes nothing that is recorded.
+            return self._recorded.pop(0) if self._recorded else None
+        asked = self._next()
+        if asked is None or asked.after_edge:
+            return asked
+        if not self._may_start(self._as_launched(asked, attempt=1)):
+            self.has_no_time = True
+            return None
+        return asked
 
     def answer(self) -> CellAnswer:
         """The answer that the trials so far prove."""
@@ -311,54 +221,21 @@ class _CellSearch:
         above = range(0)
         if self._bracket.is_proven:
             edge.append(fits + 1)
-            above = range(fits + 2, min(fits + 1 + times, self._question.size_of(self._cell)) + 1)
+            above = range(fits + 2, min(fits + 1 + times, self._question.size_of(self.cell)) + 1)
         wanted = [(index, repeat) for repeat in range(1, times + 1) for index in edge]
         wanted += [(index, 0) for index in above]
         tried = {(index, repeat) for index, repeat, _ in self._outcomes.results}
         return [asked for asked in wanted if asked not in tried]
 
-    def _try(self, asked: WantedTrial) -> Generator[SearchEvent, None, TrialResult]:
-        """Launch a trial until an attempt tells whether the length fits, as often as is allowed.
-
-        Returns the last result.
-        """
-        cell, repeat, spec = self._cell, asked.repeat, self._spec_of(asked)
-        timeouts, attempt = 0, 1
-        while True:
-            yield TrialStarted(
-                cell=cell,
-                spec=spec,
-                attempt=attempt,
-                repeat=repeat,
-                trials_left=self._trials_left(),
-            )
-            self._outcomes.launches += 1
-            result = self._runner.run(spec, attempt=attempt, repeat=repeat)
-            yield TrialFinished(cell=cell, spec=spec, attempt=attempt, repeat=repeat, result=result)
-            timeouts += result.outcome is Outcome.TIMEOUT
-            is_late = timeouts == allowed_timeouts(self._question, asked)
-            attempt += 1
-            is_last = result.outcome.tells or attempt > MAX_ATTEMPTS or is_late
-            if is_last or not self._may_start(self._as_launched(asked, attempt=attempt)):
-                return result
-
     def _spec_of(self, asked: WantedTrial) -> TrialSpec:
         length_tokens = self._question.grid.length(asked.index)
-        return self._question.trial(self._cell, length_tokens, memory_only=asked.memory_only)
+        return self._question.trial(self.cell, length_tokens, memory_only=asked.memory_only)
 
     def _as_launched(self, asked: WantedTrial, *, attempt: int) -> NextTrial:
         return NextTrial(
-            cell=self._cell,
+            cell=self.cell,
             spec=self._spec_of(asked),
             attempt=attempt,
             repeat=asked.repeat,
             after_edge=asked.after_edge,
         )
-
-    def _trials_left(self) -> int:
-        """About how many trials the question takes after the next one, by the cells so far."""
-        here = self._bracket.trials_left or len(self._confirmations_left())
-        done = [answer.trials for answer in self._finished]
-        each = sum(done) / len(done) if done else _TRIALS_OF_A_CELL + 3 * self._question.confirm
-        cells = len(self._question.cells) - len(done) - 1
-        return max(0, here - 1) + round(cells * each)

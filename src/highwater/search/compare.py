@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from highwater.search.cell_search import CellAnswered, search_cells
 from highwater.search.memory_line import unknown_trainer_line
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered
 from highwater.search.start_length import carried_start
 from highwater.spec.codec import Record
-from highwater.spec.protocols import Runner
+from highwater.spec.protocols import Launch, Runner
 from highwater.spec.study import Cell, CellAnswer, Method, Question
 from highwater.spec.trial import Outcome
 
@@ -84,7 +85,8 @@ def _published_scan(question: Question, runner: Runner, *, carry: bool) -> list[
 
 
 def _fits(question: Question, cell: Cell, index: int, runner: Runner) -> bool:
-    return runner.run(question.trial(cell, question.grid.length(index))).outcome is Outcome.FIT
+    launch = Launch(spec=question.trial(cell, question.grid.length(index)))
+    return runner.submit(launch).result().outcome is Outcome.FIT
 
 
 def _with_fewest_trials(answer: CellAnswer) -> CellAnswer:

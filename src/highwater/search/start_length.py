@@ -64,7 +64,7 @@ def carried_start(question: Question, cell: Cell, finished: Sequence[CellAnswer]
     when there is none: the scan starts at the start length. Source: Trinity-RFT,
     search_context_length_capacity.py.
     """
-    smaller = (answer.reach_tokens or 0 for answer in finished if _precedes(answer.cell, cell))
+    smaller = (answer.reach_tokens or 0 for answer in finished if precedes(answer.cell, cell))
     longest = max(smaller, default=0)
     return question.grid.index_at_most(longest) if longest else None
 
@@ -148,8 +148,11 @@ def _nearest_index(grid: Grid, length_tokens: float) -> int:
     return min(below + nearer_to_next, grid.size)
 
 
-def _precedes(earlier: Cell, cell: Cell) -> bool:
-    """Whether, as the published scan believes, ``earlier`` never has the longer capacity."""
+def precedes(earlier: Cell, cell: Cell) -> bool:
+    """Whether, as the published scan believes, ``earlier`` never has the longer capacity.
+
+    Its answer is where ``cell`` begins.
+    """
     if earlier.settings != cell.settings:
         return False
     sp, gpus = earlier.layout.context_degree, earlier.layout.gpus

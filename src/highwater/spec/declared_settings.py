@@ -428,6 +428,14 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "do not repeat the first out of memory, after the answer, with its memory recorded",
         ),
         Setting(
+            "max_concurrent_trials",
+            COUNT,
+            _FIND,
+            "trials that run at a time; default: as many as the GPUs hold, and one on the CPU",
+            metavar="N",
+            example=1,
+        ),
+        Setting(
             "retry_crashed",
             SWITCH,
             _FIND,

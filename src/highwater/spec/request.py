@@ -144,6 +144,7 @@ class Request(Record, frozen=True, kw_only=True):
     retry_crashed: bool = False
     tensorboard: bool = False
     logit_range: bool = False
+    max_concurrent_trials: int | None = None
     allow_busy: bool = False
     dry_run: bool = False
 
@@ -158,6 +159,11 @@ class Request(Record, frozen=True, kw_only=True):
         _check_counts("gpus", self.gpus)
         for name in ("ulysses", "ring", "copies"):
             _check_counts(name, getattr(self, name))
+        at_once = self.max_concurrent_trials
+        if at_once is not None and at_once < 1:
+            problem = f"max_concurrent_trials is {at_once}"
+            hint = "use 1 or more, for example `{}`"
+            raise RefusedError("max_concurrent_trials", problem, hint=hint, example=1)
         _check_memory(self)
         refuse_late_steps(self.memory_profiler, steps=self.steps)
         if self.start_tokens < 2:

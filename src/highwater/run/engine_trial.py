@@ -1,0 +1,264 @@
+"""EngineLauncher: a trial of our engine as fresh processes, of which nothing is left running.
+
+It goes from a clean environment to a classified result.
+"""
+
+import subprocess
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import IO
+
+import msgspec
+
+from highwater.errors import HighwaterError, MachineError
+from highwater.run.classify import Ending, classify
+from highwater.run.kernel_kills import kernel_kills
+from highwater.run.private_folder import private_folder
+from highwater.run.probe import busy_gpus, probe, refuse_busy_gpus
+from highwater.run.ranks import read_exits
+from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_environment import trial_environment
+from highwater.run.trial_log import LogLayout, log_path_of, log_tail, new_log, statistics_path
+from highwater.run.trial_process import exit_code_of
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import read_file
+from highwater.spec.flops import step_flops
+from highwater.spec.hardware import kind_of
+from highwater.spec.model import load_model
+from highwater.spec.profiling import Profiling, SnapshotOrder
+from highwater.spec.protocols import Launch, OnPhase
+from highwater.spec.secrets import kept_report, kept_result
+from highwater.spec.trial import (
+    PHASE_FILE,
+    Outcome,
+    RankReport,
+    StatisticsFiles,
+    TrialResult,
+    TrialSpec,
+)
+from highwater.store.trial_snapshots import snapshot_folder
+from highwater.units import MIB
+
+_REPORTS = "reports"
+_REPORT_BYTES = 16 * MIB
+"""Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
+_PHASE_BYTES = 1024
+_RELEASE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLauncher:
+    """Launches trials of this package's engine on this machine, each in fresh processes."""
+
+    log_directory: Path
+    timeout_s: float
+    """Longest time of one trial from launch to exit, where its launch names none."""
+    log_layout: LogLayout = "rung"
+    allow_busy: bool = False
+    """Whether trials run on GPUs that others use too."""
+    checkpoint_directory: Path | None = None
+    """Each trial that saves gets a directory of its own below it, for as long as it runs; None:
+    beside its log."""
+    profiling: Profiling | None = None
+    """What its ranks record of their memory, in a folder beside its log."""
+    tensorboard: bool = False
+    logit_range: bool = False
+    """This and ``tensorboard`` are what statistics have besides what costs nothing."""
+
+    def launch(
+        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        """Run a trial as ``Launcher`` says."""
+        spec = launch.spec
+        if spec.device == "cuda" and not self.allow_busy:
+            refuse_busy_gpus(probe(gpus), count=spec.layout.gpus)
+        try:
+            return self._launch(launch, gpus, ended, on_phase)
+        except OSError as error:
+            raise MachineError(
+                f"a trial could not be started or recorded: {error}",
+                hint=f"make room and check the rights of {self.log_directory}, or use another "
+                "`--log-dir`",
+            ) from error
+
+    def _launch(
+        self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        spec, timeout_s = launch.spec, self._timeout_s(launch)
+        wanted = log_path_of(self.log_directory, spec, self.log_layout)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        began, began_unix = time.monotonic(), time.time()
+        kills_before = kernel_kills()
+        with (
+            private_folder() as folder,
+            new_log(wanted) as log,
+            _with_own_directory(spec, self.checkpoint_directory or wanted.parent) as spec,
+        ):
+            log_path = Path(log.name)
+            spec = self._with_statistics(self._recorded(spec, log_path), log_path)
+            environment = trial_environment(spec, gpus)
+            process = _start(spec, environment, folder, log)
+            phases = partial(on_phase_of, folder / _REPORTS / PHASE_FILE, on_phase)
+            exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=phases)
+            reports, damaged_reports = read_reports(folder / _REPORTS)
+            exits = read_exits(folder)
+        if spec.device == "cuda" and not self.allow_busy:
+            await_release(gpus, spec.layout.gpus)
+        ending = Ending(
+            exit_code=exit_code,
+            timeout_s=timeout_s,
+            reports=reports,
+            exits=exits,
+            log_tail=log_tail(log_path),
+            kernel_kills=kernel_kills() - kills_before,
+            damaged_reports=damaged_reports,
+        )
+        _raise_refusal(reports)
+        outcome, reason = classify(spec, ending)
+        result = TrialResult(
+            outcome=outcome,
+            reason=reason,
+            ranks=tuple(map(_without_training, reports)) if spec.is_memory_only else reports,
+            launch_to_first_step_s=_until_first_step_s(reports, began_unix),
+            wall_s=time.monotonic() - began,
+            attempt=launch.attempt,
+            log_path=str(log_path),
+            exit_code=exit_code,
+        )
+        return _with_speed(spec, kept_result(result))
+
+    def _timeout_s(self, launch: Launch) -> float:
+        return self.timeout_s if launch.timeout_s is None else launch.timeout_s
+
+    def _recorded(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial with a folder of its own for the snapshots of its memory, if it records any."""
+        if self.profiling is None:
+            return spec
+        directory = snapshot_folder(log_path)
+        directory.mkdir(parents=True, exist_ok=True)
+        order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
+        return msgspec.structs.replace(spec, memory_snapshots=order)
+
+    def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
+        """The trial that writes its statistics beside its log; those of a memory-only one would
+        pass for a training's.
+        """
+        if spec.is_memory_only:
+            return spec
+        board = log_path.absolute().with_suffix(".tensorboard")
+        files = StatisticsFiles(
+            path=str(statistics_path(log_path.absolute())),
+            tensorboard_directory=str(board) if self.tensorboard else None,
+            logit_range=self.logit_range,
+        )
+        return msgspec.structs.replace(spec, statistics=files)
+
+
+def _start(
+    spec: TrialSpec, environment: Mapping[str, str], folder: Path, log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start the ranks under the reaper; they meet, and report, in ``folder``."""
+    spec_path, reports_path = folder / "spec.json", folder / _REPORTS
+    spec_path.write_text(to_json(spec), encoding="utf-8")
+    reports_path.mkdir()
+    worker = module("highwater.train.worker", str(spec_path), str(reports_path))
+    remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
+    return subprocess.Popen(
+        under_reaper(worker, remove=remove, inherit=[folder], ranks=(spec.layout.gpus, folder)),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
+        start_new_session=True,
+    )
+
+
+def on_phase_of(path: Path, on_phase: OnPhase) -> None:
+    """Tell what a trial says of itself in a file."""
+    try:
+        on_phase(read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace"))
+    except OSError:
+        on_phase("starting")
+
+
+@contextmanager
+def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
+    """The trial with a new directory below ``parent`` to save in, if it saves.
+
+    It is gone when this returns, with all that is in it. The reaper removes it too, should this
+    process not live to do it. ``parent`` may be a user's: it is made, never removed.
+    """
+    if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
+        yield spec
+        return
+    parent.mkdir(parents=True, exist_ok=True)
+    with private_folder(parent, kind="checkpoint-") as own:
+        yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
+
+
+def await_release(gpus: tuple[str, ...] | None, count: int) -> None:
+    """Wait until the driver has taken the trial's memory back; MachineError when it does not."""
+    deadline = time.monotonic() + _RELEASE_S
+    while busy_gpus((machine := probe(gpus)).gpus[:count]):
+        if time.monotonic() > deadline:
+            refuse_busy_gpus(machine, count=count)
+        time.sleep(0.2)
+
+
+def _raise_refusal(reports: tuple[RankReport, ...]) -> None:
+    """Raise what a worker refused: the user hears it, and it is no outcome."""
+    for report in reports:
+        failure = report.failure
+        if failure is not None and failure.kind == "refused":
+            problem = failure.text.partition(": ")[2]
+            raise HighwaterError(problem, hint=failure.hint or "see the log")
+
+
+def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+    """The reports of the ranks, and a line for each report that cannot be read."""
+    reports: list[RankReport] = []
+    damaged: list[str] = []
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            report = from_json(read_file(path, most_bytes=_REPORT_BYTES), RankReport)
+            reports.append(kept_report(report))
+        except OSError as error:
+            damaged.append(f"the report {path.name} cannot be read: {error.strerror}")
+        except ValueError as error:  # msgspec's errors are
+            damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
+    return tuple(reports), tuple(damaged)
+
+
+def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> float | None:
+    """Seconds from the launch to the last rank's first step; None where no rank began one."""
+    found = (report.first_step_at_unix_s for report in reports)
+    last = max((at_unix_s for at_unix_s in found if at_unix_s is not None), default=None)
+    return None if last is None else last - began_unix
+
+
+def _without_training(report: RankReport) -> RankReport:
+    """The report of a memory-only trial, without figures that would pass for a training's."""
+    return msgspec.structs.replace(report, losses=(), gradient_norms=(), step_times_s=())
+
+
+def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
+    """Add tokens per second and MFU to the result of a trial that fit."""
+    if result.outcome is not Outcome.FIT or result.step_time_s is None:
+        return result
+    sequences = spec.sequences * spec.micro_batches * spec.layout.data_parallel_degree
+    tokens_per_s = sequences * spec.length_tokens / result.step_time_s
+    kind = kind_of(result.ranks[0].device_name or "")
+    mfu = None
+    if kind is not None and kind.bf16_dense_tflops is not None:
+        shape = load_model(spec.model_directory).shape
+        flops = step_flops(
+            shape, length_tokens=spec.length_tokens, sequences=sequences, settings=spec.settings
+        )
+        mfu = flops / result.step_time_s / (kind.bf16_dense_tflops * 1e12 * spec.layout.gpus)
+    return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)
