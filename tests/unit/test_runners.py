@@ -1,0 +1,298 @@
+"""Runners, as far as they can be tried without an engine: the simulated one, and the places that
+trials have on this machine.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import examples, machine_with, question_of
+
+from highwater.run.local import LocalRunner
+from highwater.run.simulated import FormulaLaw, SimulatedRunner
+from highwater.search.recorded_search import recorded_search
+from highwater.search.scheduler import search_cells
+from highwater.search.search_events import CellAnswered, SearchEvent, TrialFinished, TrialStarted
+from highwater.spec.layout import Layout
+from highwater.spec.protocols import Launch, OnPhase, TrialEndedError, unheard
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell, CellAnswer
+from highwater.spec.trial import Outcome, TrialResult, TrialSpec
+from highwater.store.journal import open_journal, read_study
+from runner_contract import RunnerContract
+
+QUESTION = question_of(gpus=[1, 2, 4], ulysses=[1, 2])
+SHAPE = QUESTION.model.shape
+WAITS_S = 30
+
+
+class TestSimulatedRunner(RunnerContract):
+    takes_time = False
+
+    @pytest.fixture
+    def runner(self) -> SimulatedRunner:
+        def law(spec: TrialSpec) -> int | Outcome:
+            return Outcome.CRASHED if spec.length_tokens == 5000 else FormulaLaw(shape=SHAPE)(spec)
+
+        return SimulatedRunner(law)
+
+    def fitting(self, number: int) -> TrialSpec:
+        return QUESTION.trial(QUESTION.cells[0], 4096 * (number + 1))
+
+    def too_long(self) -> TrialSpec:
+        return QUESTION.trial(QUESTION.cells[0], 2**20)
+
+    def crashing(self) -> TrialSpec:
+        return QUESTION.trial(QUESTION.cells[0], 5000)
+
+
+class SideBySide:
+    """A runner of several places, whose trials end in any order."""
+
+    def __init__(self, places: int, *, killed_after: int | None = None) -> None:
+        self._simulated = SimulatedRunner(FormulaLaw(shape=SHAPE))
+        self._pool = ThreadPoolExecutor(places)
+        self._lock = threading.Lock()
+        self._places = places
+        self._killed_after = killed_after
+        self.running: list[TrialSpec] = []
+        self.most = 0
+        self.launched: list[tuple[str, int, int]] = []
+
+    def has_room(self, spec: TrialSpec) -> bool:
+        with self._lock:
+            return len(self.running) < self._places
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard):
+        with self._lock:
+            self.running.append(launch.spec)
+            self.most = max(self.most, len(self.running))
+            cells = [(spec.layout, spec.settings) for spec in self.running]
+            assert len(set(cells)) == len(cells), "a cell has one trial at a time"
+            self.launched.append((launch.spec.key, launch.attempt, launch.repeat))
+            is_killed = len(self.launched) == self._killed_after
+        return self._pool.submit(self._run, launch, is_killed)
+
+    def _run(self, launch: Launch, is_killed: bool) -> TrialResult:
+        try:
+            if is_killed:
+                raise KeyboardInterrupt
+            threading.Event().wait(hash(launch.spec.key) % 3 / 1000)
+            return self._simulated.run(launch.spec, attempt=launch.attempt, repeat=launch.repeat)
+        finally:
+            with self._lock:
+                self.running.remove(launch.spec)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def answers(events: list[SearchEvent]) -> dict[Cell, CellAnswer]:
+    return {event.answer.cell: event.answer for event in events if isinstance(event, CellAnswered)}
+
+
+def told(answer: CellAnswer) -> tuple[int | None, int | None, str, bool]:
+    """What an answer says, but for the trials that it took."""
+    return answer.reach_tokens, answer.does_not_fit_tokens, answer.limit, answer.monotone
+
+
+@pytest.mark.parametrize("method", ["bisect", "linear"])
+@pytest.mark.parametrize("places", [1, 2, 3, 8])
+def test_cells_that_are_searched_side_by_side_have_the_answers_of_one_after_another(
+    places: int, method: str
+) -> None:
+    question = msgspec.structs.replace(QUESTION, method=method)
+    alone = answers(list(search_cells(question, SimulatedRunner(FormulaLaw(shape=SHAPE)))))
+    runner = SideBySide(places)
+    together = answers(list(search_cells(question, runner)))
+    runner.close()
+    assert set(together) == set(question.cells)
+    assert {cell: told(each) for cell, each in together.items()} == {
+        cell: told(each) for cell, each in alone.items()
+    }
+    assert (runner.most > 1) == (places > 1)
+
+
+def test_a_runner_of_one_place_has_the_events_of_a_search_without_any() -> None:
+    def shown(event: SearchEvent) -> object:
+        return event.answer if isinstance(event, CellAnswered) else (type(event), event.spec.key)
+
+    runner = SideBySide(1)
+    one = [shown(each) for each in search_cells(QUESTION, runner)]
+    none = search_cells(QUESTION, SimulatedRunner(FormulaLaw(shape=SHAPE)))
+    assert one == [shown(each) for each in none]
+    runner.close()
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(places=st.integers(1, 6), kill=st.integers(1, 40))
+def test_a_search_side_by_side_that_was_killed_goes_on_and_runs_nothing_twice_that_ended(
+    tmp_path_factory: pytest.TempPathFactory, places: int, kill: int
+) -> None:
+    path: Path = tmp_path_factory.mktemp("study") / "study.jsonl"
+    first, second = SideBySide(places, killed_after=kill), SideBySide(places)
+    try:
+        with open_journal(path, QUESTION) as journal:
+            list(recorded_search(QUESTION, first, journal))
+    except KeyboardInterrupt:
+        pass
+    first.close()
+    ended = {
+        (trial.spec.key, trial.attempt, trial.repeat)
+        for trial in read_study(path).trials
+        if trial.result is not None
+    }
+    with open_journal(path, QUESTION) as journal:
+        events = list(recorded_search(QUESTION, second, journal))
+    second.close()
+    assert not ended & set(second.launched)
+    assert len(set(second.launched)) == len(second.launched)
+    study = read_study(path)
+    assert study.complete
+    assert study.unproven == ()
+    assert len(answers(events)) == len(QUESTION.cells)
+    started = [event for event in events if isinstance(event, TrialStarted)]
+    fresh = [e for e in events if isinstance(e, TrialFinished) and not e.is_recorded]
+    assert len(started) == len(fresh) == len(second.launched)
+
+
+@dataclass
+class Waiting:
+    """A launcher whose trials wait until they are let go, or ended."""
+
+    ends: dict[int, list[Outcome]] = field(default_factory=dict)
+    """Outcomes by length, launch by launch; FIT where there is none."""
+    launched: list[tuple[int, tuple[str, ...] | None]] = field(default_factory=list)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def launch(
+        self,
+        launch: Launch,
+        *,
+        gpus: tuple[str, ...] | None,
+        ended: threading.Event,
+        on_phase: OnPhase,
+    ) -> TrialResult:
+        self.launched.append((launch.spec.length_tokens, gpus))
+        on_phase("waiting")
+        while not self.go.wait(0.01):
+            if ended.is_set():
+                raise TrialEndedError
+        left = self.ends.get(launch.spec.length_tokens)
+        outcome = left.pop(0) if left else Outcome.FIT
+        return TrialResult(outcome=outcome, reason="as it was told", attempt=launch.attempt)
+
+
+def trial(number: int = 0, *, gpus: int = 1, **changes: object) -> TrialSpec:
+    cell = Cell(layout=Layout(gpus=gpus), settings=Settings(**changes))
+    return QUESTION.trial(cell, 4096 + number)
+
+
+def places_of(launcher: Waiting) -> list[tuple[str, ...] | None]:
+    return [gpus for _, gpus in launcher.launched]
+
+
+def test_each_trial_has_gpus_of_its_own_and_as_many_run_as_there_are() -> None:
+    launcher = Waiting()
+    runner = LocalRunner(launcher, machine=machine_with(4))
+    assert runner.has_room(trial(gpus=4))
+    futures = []
+    for number, gpus in enumerate((1, 2, 1)):
+        assert runner.has_room(trial(number, gpus=gpus))
+        futures.append(runner.submit(Launch(spec=trial(number, gpus=gpus))))
+    assert not runner.has_room(trial(9))
+    launcher.go.set()
+    assert [future.result(timeout=WAITS_S).outcome for future in futures] == [Outcome.FIT] * 3
+    taken = [gpu for gpus in places_of(launcher) for gpu in gpus or ()]
+    assert sorted(taken) == ["0", "1", "2", "3"]
+    assert runner.has_room(trial(9, gpus=4))
+
+
+def test_gpus_of_another_kind_are_left_alone() -> None:
+    machine = machine_with(3)
+    other = msgspec.structs.replace(machine.gpus[1], name="NVIDIA L4", memory_total_bytes=2**34)
+    machine = msgspec.structs.replace(machine, gpus=(machine.gpus[0], other, machine.gpus[2]))
+    launcher = Waiting()
+    launcher.go.set()
+    runner = LocalRunner(launcher, machine=machine)
+    runner.submit(Launch(spec=trial(gpus=2))).result(timeout=WAITS_S)
+    assert places_of(launcher) == [("0", "2")]
+
+
+def test_a_trial_that_keeps_states_in_host_memory_runs_alone() -> None:
+    launcher = Waiting()
+    runner = LocalRunner(launcher, machine=machine_with(4))
+    offloads = trial(1, offload=True)
+    first = runner.submit(Launch(spec=trial()))
+    assert not runner.has_room(offloads)
+    launcher.go.set()
+    first.result(timeout=WAITS_S)
+    launcher.go.clear()
+    alone = runner.submit(Launch(spec=offloads))
+    assert not runner.has_room(trial(2))
+    launcher.go.set()
+    alone.result(timeout=WAITS_S)
+
+
+def test_host_memory_bounds_the_trials_that_run_at_a_time() -> None:
+    machine = msgspec.structs.replace(machine_with(8), host_memory_available_bytes=2**30)
+    launcher = Waiting()
+    runner = LocalRunner(launcher, machine=machine)
+    futures = []
+    while runner.has_room(trial(len(futures))):
+        futures.append(runner.submit(Launch(spec=trial(len(futures)))))
+    assert len(futures) == 2, "a process takes half a GiB"
+    runner.close()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_trials_run_at_a_time_than_somebody_said(most: int) -> None:
+    runner = LocalRunner(Waiting(), machine=machine_with(8), most_trials=most)
+    for number in range(most):
+        assert runner.has_room(trial(number))
+        runner.submit(Launch(spec=trial(number)))
+    assert not runner.has_room(trial(most))
+    runner.close()
+
+
+def test_host_memory_that_ran_out_beside_others_is_tried_again_alone() -> None:
+    no_host = Outcome.HOST_OUT_OF_MEMORY
+    launcher = Waiting(ends={4096: [no_host], 4097: [no_host, no_host]})
+    runner = LocalRunner(launcher, machine=machine_with(4))
+    futures = [runner.submit(Launch(spec=trial(number))) for number in range(3)]
+    launcher.go.set()
+    results = [future.result(timeout=WAITS_S).outcome for future in futures]
+    assert results == [Outcome.FIT, no_host, Outcome.FIT]
+    assert sorted(length for length, _ in launcher.launched) == [4096, 4096, 4097, 4097, 4098]
+    alone = Waiting(ends={4096: [no_host]})
+    alone.go.set()
+    first = LocalRunner(alone, machine=machine_with(4)).submit(Launch(spec=trial()))
+    assert first.result(timeout=WAITS_S).outcome is no_host
+    assert len(alone.launched) == 1, "nobody was beside it"
+
+
+def test_closing_ends_every_trial_also_one_that_waits_for_the_others() -> None:
+    launcher = Waiting(ends={4096: [Outcome.HOST_OUT_OF_MEMORY]})
+    runner = LocalRunner(launcher, machine=machine_with(4))
+    futures = [runner.submit(Launch(spec=trial(number))) for number in range(3)]
+    runner.close()
+    for future in futures:
+        with pytest.raises(TrialEndedError):
+            future.result(timeout=WAITS_S)
+    assert runner.has_room(trial(gpus=4))
+
+
+def test_what_a_launcher_raises_reaches_whoever_waits() -> None:
+    class Broken(Waiting):
+        def launch(self, *_: object, **__: object) -> TrialResult:
+            raise OSError("the disk is on fire")
+
+    runner = LocalRunner(Broken(), machine=machine_with(1))
+    with pytest.raises(OSError, match="on fire"):
+        runner.run(trial())
+    assert runner.has_room(trial())
