@@ -10,7 +10,8 @@ import pytest
 from places import question_of
 
 from highwater.errors import MachineError
-from highwater.run.engine_trial import EngineLauncher, read_reports
+from highwater.run.engine_ranks import read_reports
+from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_log import log_path_of

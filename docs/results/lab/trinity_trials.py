@@ -29,6 +29,7 @@ import msgspec
 import trinity
 
 from highwater.memory.trace.replay import Replayed, replay
+from highwater.run.ranks import Share
 from highwater.run.reaper import under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.spec.layout import Layout
@@ -136,7 +137,8 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
         order.write_bytes(msgspec.json.encode(spec))
         reports.mkdir()
         command = under_reaper(
-            [sys.executable, __file__, "--worker", str(order), str(reports)], ranks=(gpus, folder)
+            [sys.executable, __file__, "--worker", str(order), str(reports)],
+            ranks=Share(gpus, folder),
         )
         process = subprocess.Popen(
             command, env=trial_environment(spec), stdout=log, stderr=log, start_new_session=True

@@ -3,38 +3,29 @@
 It goes from a clean environment to a classified result.
 """
 
-import subprocess
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import IO
 
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError
 from highwater.run.classify import Ending, classify
-from highwater.run.kernel_kills import kernel_kills
+from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.private_folder import private_folder
 from highwater.run.probe import busy_gpus, probe, refuse_busy_gpus
-from highwater.run.ranks import read_exits
-from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_log import LogLayout, log_path_of, log_tail, new_log, statistics_path
-from highwater.run.trial_process import exit_code_of
-from highwater.spec.codec import from_json, to_json
-from highwater.spec.files import read_file
 from highwater.spec.flops import step_flops
 from highwater.spec.hardware import kind_of
 from highwater.spec.model import load_model
 from highwater.spec.profiling import Profiling, SnapshotOrder
 from highwater.spec.protocols import Launch, OnPhase
-from highwater.spec.secrets import kept_report, kept_result
+from highwater.spec.secrets import kept_result
 from highwater.spec.trial import (
-    PHASE_FILE,
     Outcome,
     RankReport,
     StatisticsFiles,
@@ -42,12 +33,7 @@ from highwater.spec.trial import (
     TrialSpec,
 )
 from highwater.store.trial_snapshots import snapshot_folder
-from highwater.units import MIB
 
-_REPORTS = "reports"
-_REPORT_BYTES = 16 * MIB
-"""Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
-_PHASE_BYTES = 1024
 _RELEASE_S = 60.0
 
 
@@ -69,6 +55,8 @@ class EngineLauncher:
     tensorboard: bool = False
     logit_range: bool = False
     """This and ``tensorboard`` are what statistics have besides what costs nothing."""
+    run_ranks: RunRanks = run_ranks_here
+    """Runs the ranks of a trial, on this machine or on several."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -76,7 +64,7 @@ class EngineLauncher:
         """Run a trial as ``Launcher`` says."""
         spec = launch.spec
         if spec.device == "cuda" and not self.allow_busy:
-            refuse_busy_gpus(probe(gpus), count=spec.layout.gpus)
+            refuse_busy_gpus(probe(gpus), count=spec.layout.machine_gpus)
         try:
             return self._launch(launch, gpus, ended, on_phase)
         except OSError as error:
@@ -93,30 +81,27 @@ class EngineLauncher:
         wanted = log_path_of(self.log_directory, spec, self.log_layout)
         wanted.parent.mkdir(parents=True, exist_ok=True)
         began, began_unix = time.monotonic(), time.time()
-        kills_before = kernel_kills()
         with (
-            private_folder() as folder,
             new_log(wanted) as log,
             _with_own_directory(spec, self.checkpoint_directory or wanted.parent) as spec,
         ):
             log_path = Path(log.name)
             spec = self._with_statistics(self._recorded(spec, log_path), log_path)
             environment = trial_environment(spec, gpus)
-            process = _start(spec, environment, folder, log)
-            phases = partial(on_phase_of, folder / _REPORTS / PHASE_FILE, on_phase)
-            exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=phases)
-            reports, damaged_reports = read_reports(folder / _REPORTS)
-            exits = read_exits(folder)
+            left = self.run_ranks(
+                spec, environment, log, timeout_s=timeout_s, ended=ended, on_phase=on_phase
+            )
         if spec.device == "cuda" and not self.allow_busy:
-            await_release(gpus, spec.layout.gpus)
+            await_release(gpus, spec.layout.machine_gpus)
         ending = Ending(
-            exit_code=exit_code,
+            exit_code=left.exit_code,
             timeout_s=timeout_s,
-            reports=reports,
-            exits=exits,
+            reports=(reports := left.reports),
+            exits=left.exits,
             log_tail=log_tail(log_path),
-            kernel_kills=kernel_kills() - kills_before,
-            damaged_reports=damaged_reports,
+            kernel_kills=left.kernel_kills,
+            damaged_reports=left.damaged_reports,
+            lost=left.lost,
         )
         _raise_refusal(reports)
         outcome, reason = classify(spec, ending)
@@ -128,7 +113,7 @@ class EngineLauncher:
             wall_s=time.monotonic() - began,
             attempt=launch.attempt,
             log_path=str(log_path),
-            exit_code=exit_code,
+            exit_code=left.exit_code,
         )
         return _with_speed(spec, kept_result(result))
 
@@ -157,34 +142,6 @@ class EngineLauncher:
             logit_range=self.logit_range,
         )
         return msgspec.structs.replace(spec, statistics=files)
-
-
-def _start(
-    spec: TrialSpec, environment: Mapping[str, str], folder: Path, log: IO[bytes]
-) -> subprocess.Popen[bytes]:
-    """Start the ranks under the reaper; they meet, and report, in ``folder``."""
-    spec_path, reports_path = folder / "spec.json", folder / _REPORTS
-    spec_path.write_text(to_json(spec), encoding="utf-8")
-    reports_path.mkdir()
-    worker = module("highwater.train.worker", str(spec_path), str(reports_path))
-    remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
-    return subprocess.Popen(
-        under_reaper(worker, remove=remove, inherit=[folder], ranks=(spec.layout.gpus, folder)),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
-        start_new_session=True,
-    )
-
-
-def on_phase_of(path: Path, on_phase: OnPhase) -> None:
-    """Tell what a trial says of itself in a file."""
-    try:
-        on_phase(read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace"))
-    except OSError:
-        on_phase("starting")
 
 
 @contextmanager
@@ -218,21 +175,6 @@ def _raise_refusal(reports: tuple[RankReport, ...]) -> None:
         if failure is not None and failure.kind == "refused":
             problem = failure.text.partition(": ")[2]
             raise HighwaterError(problem, hint=failure.hint or "see the log")
-
-
-def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
-    """The reports of the ranks, and a line for each report that cannot be read."""
-    reports: list[RankReport] = []
-    damaged: list[str] = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            report = from_json(read_file(path, most_bytes=_REPORT_BYTES), RankReport)
-            reports.append(kept_report(report))
-        except OSError as error:
-            damaged.append(f"the report {path.name} cannot be read: {error.strerror}")
-        except ValueError as error:  # msgspec's errors are
-            damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
-    return tuple(reports), tuple(damaged)
 
 
 def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> float | None:

@@ -8,6 +8,7 @@ the end is kept apart, because an error in a log of several says nothing about w
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import IO
@@ -36,22 +37,52 @@ class RankExit(Record, frozen=True, kw_only=True):
     """The end of what the rank wrote."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The ranks of one trial that one machine starts: all of them, or those that follow others."""
+
+    count: int
+    folder: Path
+    """Where it is written how they ended."""
+    first: int = 0
+    """The rank of the first."""
+    world: int | None = None
+    """Ranks of the whole trial; None: these."""
+    store: Path | None = None
+    """The file through which all ranks meet; None: one in ``folder``."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The share in words, for ``Share.of``."""
+        world, store = self.world or self.count, self.store or self.folder / "store"
+        return (str(self.count), str(self.folder), str(self.first), str(world), str(store))
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> "Share":
+        """The share that ``words`` says."""
+        count, folder, first, world, store = words
+        return cls(int(count), Path(folder), int(first), int(world), Path(store))
+
+
 class Ranks:
-    """The processes of one trial, started together; ``pids`` says which process is which rank."""
+    """The processes of one trial on one machine; ``pids`` says which process is which rank."""
 
     def __init__(
-        self, command: Sequence[str], *, count: int, folder: Path, prepare: Callable[[], None]
+        self, command: Sequence[str], *, share: Share, prepare: Callable[[], None]
     ) -> None:
-        """Start ``count`` processes of ``command``; ``prepare`` runs in each of them before it."""
-        self._folder = folder
+        """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
+        them before it.
+        """
+        self._folder, self._first = share.folder, share.first
+        _, _, first, world, store = share.words
         self._processes: list[subprocess.Popen[bytes]] = []
         """The processes, kept to the end: whoever reaps knows them by their ids."""
-        for rank in range(count):
+        for local_rank in range(share.count):
             of_rank = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                STORE_VARIABLE: str(folder / "store"),
+                "RANK": str(int(first) + local_rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": world,
+                STORE_VARIABLE: store,
             }
             self._processes.append(
                 subprocess.Popen(
@@ -62,7 +93,9 @@ class Ranks:
                     preexec_fn=prepare,
                 )
             )
-        self.pids = {process.pid: rank for rank, process in enumerate(self._processes)}
+        self.pids = {
+            process.pid: rank for rank, process in enumerate(self._processes, start=share.first)
+        }
         # Only now: a process that has threads had better not fork.
         self._outputs = [_RankOutput() for _ in self._processes]
         self._copying = [
@@ -81,7 +114,9 @@ class Ranks:
             thread.join(_DRAINED_S)
         exits = [
             RankExit(
-                rank=(rank := self.pids[pid]), status=status, output=self._outputs[rank].text()
+                rank=(rank := self.pids[pid]),
+                status=status,
+                output=self._outputs[rank - self._first].text(),
             )
             for pid, status in statuses
         ]

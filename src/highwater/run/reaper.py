@@ -10,8 +10,9 @@ that failed (128 + n for signal n). Options:
 
     --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
-    --ranks N FOLDER      N processes of the command, which meet in the folder, where it is written
-                          how they ended (ranks.py)
+    --ranks N FOLDER FIRST WORLD STORE
+                          N processes of the command, from the rank FIRST on of WORLD; in the folder
+                          it is written how they ended (``Share`` of ranks.py)
 
 Linux only: it stands on two prctl options, source: prctl(2).
 """
@@ -30,7 +31,7 @@ from typing import NoReturn
 
 import psutil
 
-from highwater.run.ranks import Ranks
+from highwater.run.ranks import Ranks, Share
 
 EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
@@ -63,17 +64,16 @@ def under_reaper(
     *,
     remove: Sequence[str | Path] = (),
     inherit: Sequence[str | Path] = (),
-    ranks: tuple[int, str | Path] | None = None,
+    ranks: Share | None = None,
 ) -> list[str]:
     """The command that runs ``command`` under a reaper that this process holds.
 
-    ``remove``, ``inherit`` and ``ranks``, which are how many, and where, become the reaper's
-    options.
+    ``remove``, ``inherit`` and ``ranks`` become the reaper's options.
     """
     options = [word for directory in remove for word in ("--remove", str(directory))]
     options += [word for directory in inherit for word in ("--inherit", str(directory))]
     if ranks is not None:
-        options += ["--ranks", *map(str, ranks)]
+        options += ["--ranks", *ranks.words]
     return module("highwater.run.reaper", str(os.getpid()), *options, *command)
 
 
@@ -82,11 +82,11 @@ def main() -> NoReturn:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     own: list[str] = []
     inherited: list[str] = []
-    ranks: tuple[int, Path] | None = None
+    ranks: Share | None = None
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
-            ranks = int(value), Path(command.pop(0))
+            ranks, command = Share.of([value, *command[:4]]), command[4:]
         else:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -99,7 +99,7 @@ def main() -> NoReturn:
     os._exit(EXIT_ENDED if ends is None else _status(ends))
 
 
-def _run(command: Sequence[str], ranks: tuple[int, Path] | None) -> Ends | None:
+def _run(command: Sequence[str], ranks: Share | None) -> Ends | None:
     """Run the command, or its ranks, and tell how each ended by itself.
 
     None when the reaper was told to end.
@@ -117,8 +117,7 @@ def _run(command: Sequence[str], ranks: tuple[int, Path] | None) -> Ends | None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.
         child = subprocess.Popen(command, preexec_fn=prepare)
         return _wait_for({child.pid})
-    count, folder = ranks
-    started = Ranks(command, count=count, folder=folder, prepare=prepare)
+    started = Ranks(command, share=ranks, prepare=prepare)
     ends = _wait_for(started.pids)
     if ends is not None:
         _kill_descendants()

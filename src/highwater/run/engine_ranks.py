@@ -1,0 +1,134 @@
+"""The ranks of one trial of our engine, from their start to what they leave."""
+
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import IO, NamedTuple, Protocol
+
+from highwater.run.kernel_kills import kernel_kills
+from highwater.run.private_folder import private_folder
+from highwater.run.ranks import RankExit, Share, read_exits
+from highwater.run.reaper import module, under_reaper
+from highwater.run.trial_process import exit_code_of
+from highwater.spec.codec import from_json, to_json
+from highwater.spec.files import read_file
+from highwater.spec.protocols import OnPhase
+from highwater.spec.secrets import kept_report
+from highwater.spec.trial import PHASE_FILE, RankReport, TrialSpec
+from highwater.units import MIB
+
+REPORTS = "reports"
+SPEC_FILE = "spec.json"
+_REPORT_BYTES = 16 * MIB
+"""Bytes of one rank's report at the most: one of 100,000 steps has 6 MiB."""
+_PHASE_BYTES = 1024
+
+
+class RanksEnd(NamedTuple):
+    """What the ranks of a trial left."""
+
+    exit_code: int | None
+    """Exit status of the reaper; None when it was ended because time was up."""
+    reports: tuple[RankReport, ...]
+    damaged_reports: tuple[str, ...]
+    """Reports that could not be read, and why, a line each."""
+    exits: tuple[RankExit, ...]
+    kernel_kills: int
+    """Processes that the kernel killed for want of memory meanwhile."""
+    lost: str | None = None
+    """Why a machine was lost in the midst of it; None where none was."""
+
+
+class RunRanks(Protocol):
+    """Runs the ranks of a trial to their end."""
+
+    def __call__(
+        self,
+        spec: TrialSpec,
+        environment: Mapping[str, str],
+        log: IO[bytes],
+        *,
+        timeout_s: float,
+        ended: Event,
+        on_phase: OnPhase,
+    ) -> RanksEnd:
+        """Return when none of them runs any more; raises TrialEndedError when ``ended`` is set."""
+        ...
+
+
+def run_ranks_here(
+    spec: TrialSpec,
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    *,
+    timeout_s: float,
+    ended: Event,
+    on_phase: OnPhase,
+) -> RanksEnd:
+    """Run all ranks on this machine, as ``RunRanks`` says."""
+    kills_before = kernel_kills()
+    with private_folder() as folder:
+        prepare_folder(spec, folder)
+        share = Share(count=spec.layout.gpus, folder=folder)
+        process = start_ranks(spec, folder, share, environment, log)
+        tell = phase_teller(folder, on_phase)
+        exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=tell)
+        reports, damaged = read_reports(folder / REPORTS)
+        kills = kernel_kills() - kills_before
+        return RanksEnd(exit_code, reports, damaged, read_exits(folder), kills)
+
+
+def prepare_folder(spec: TrialSpec, folder: Path) -> None:
+    """Write what the ranks read into the folder in which they meet, and report."""
+    (folder / SPEC_FILE).write_text(to_json(spec), encoding="utf-8")
+    (folder / REPORTS).mkdir()
+
+
+def start_ranks(
+    spec: TrialSpec,
+    folder: Path,
+    share: Share,
+    environment: Mapping[str, str],
+    log: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    """Start a share of the ranks under a reaper of this process."""
+    worker = module("highwater.train.worker", str(folder / SPEC_FILE), str(folder / REPORTS))
+    remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
+    return subprocess.Popen(
+        under_reaper(worker, remove=remove, inherit=[share.folder], ranks=share),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches find alone, which then ends the trial in order.
+        start_new_session=True,
+    )
+
+
+def phase_teller(folder: Path, on_phase: OnPhase) -> Callable[[], None]:
+    """Tells what a trial says of itself in its folder, each time it is called."""
+    return partial(_tell, folder / REPORTS / PHASE_FILE, on_phase)
+
+
+def _tell(path: Path, on_phase: OnPhase) -> None:
+    try:
+        on_phase(read_file(path, most_bytes=_PHASE_BYTES).decode(errors="replace"))
+    except OSError:
+        on_phase("starting")
+
+
+def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]:
+    """The reports of the ranks, and a line for each report that cannot be read."""
+    reports: list[RankReport] = []
+    damaged: list[str] = []
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            report = from_json(read_file(path, most_bytes=_REPORT_BYTES), RankReport)
+            reports.append(kept_report(report))
+        except OSError as error:
+            damaged.append(f"the report {path.name} cannot be read: {error.strerror}")
+        except ValueError as error:  # msgspec's errors are
+            damaged.append(f"the report {path.name} cannot be read: {' '.join(str(error).split())}")
+    return tuple(reports), tuple(damaged)
