@@ -34,9 +34,12 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
+from highwater.run import node_place
 from highwater.run.diagnosis import diagnose, undiagnosed
+from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
+from highwater.run.node_place import gathered, of_all_nodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
@@ -49,7 +52,7 @@ from highwater.search.predicted_start import check_prediction, expectation, pred
 from highwater.search.recorded_search import recorded_search
 from highwater.search.scheduler import BudgetSpentError
 from highwater.search.search_events import SearchEvent
-from highwater.spec.hardware import Kernel, kernels
+from highwater.spec.hardware import Kernel, Machine, kernels
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
 from highwater.spec.published import read_capacity_table
@@ -280,7 +283,7 @@ def prepare(request: Request) -> Plan:
     """
     machine = probe()
     check_request(request, machine)
-    planned = plan(request, machine)
+    planned = _planned(request, machine)
     question = planned.question
     unforeseen = check_prediction(request, question)
     check_machine(
@@ -288,9 +291,30 @@ def prepare(request: Request) -> Plan:
         machine,
         question.cells[0].settings,
         question.device,
-        gpus=max(cell.layout.gpus for cell in question.cells),
+        gpus=max(cell.layout.machine_gpus for cell in question.cells),
     )
     return msgspec.structs.replace(planned, notes=planned.notes + unforeseen)
+
+
+def _planned(request: Request, machine: Machine) -> Plan:
+    """The plan on this machine, or across as many like it as the request names."""
+    if request.nodes == 1:
+        return plan(request, machine)
+    together = of_all_nodes(machine, request.nodes)
+    of_all = len(together.gpus) or request.nodes
+    named = {"gpus": request.gpus or (of_all,)}
+    if request.copies == (1,):
+        named["copies"] = (request.nodes,)
+    request = msgspec.structs.replace(request, **named)
+    return plan(request, together, within_machines=True, machines=request.nodes)
+
+
+def serve_node(request: Request) -> None:
+    """Run this machine's share of the trials of a search across machines, until it is over.
+
+    Raises HighwaterError for what cannot be asked, and where the machine that searches is lost.
+    """
+    node_place.serve_node(request, prepare(request).question)
 
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
@@ -317,14 +341,16 @@ def answer(
     the study is not complete, and a note says so.
     """
     path = study_file(request, planned.question)
-    runner = _runner(request, log_layout, planned.question.device_total_bytes)
-    if path is not None:
-        return _search(request, planned, runner, path, on_event, command)
-    with tempfile.TemporaryDirectory(
-        prefix="highwater-"
-    ) as folder:  # a dry run leaves nothing behind
-        study = _search(request, planned, runner, Path(folder, "study.jsonl"), on_event, command)
-    return msgspec.structs.replace(study, path=None)
+    with gathered(request, planned.question) as run_ranks:
+        runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
+        if path is not None:
+            return _search(request, planned, runner, path, on_event, command)
+        with tempfile.TemporaryDirectory(
+            prefix="highwater-"
+        ) as folder:  # a dry run leaves nothing behind
+            own = Path(folder, "study.jsonl")
+            study = _search(request, planned, runner, own, on_event, command)
+        return msgspec.structs.replace(study, path=None)
 
 
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
@@ -421,6 +447,7 @@ def _runner(
     request: Request,
     log_layout: LogLayout,
     device_total_bytes: int | None = None,
+    run_ranks: RunRanks = run_ranks_here,
 ) -> LocalRunner | SimulatedRunner:
     if request.dry_run:
         return SimulatedRunner(
@@ -437,5 +464,7 @@ def _runner(
         if request.checkpoint_dir is None
         else Path(request.checkpoint_dir),
         profiling=request.memory_profiler,
+        run_ranks=run_ranks,
     )
-    return LocalRunner(launcher, most_trials=request.max_concurrent_trials)
+    at_once = request.max_concurrent_trials if request.nodes == 1 else 1
+    return LocalRunner(launcher, most_trials=at_once)

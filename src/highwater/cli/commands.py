@@ -13,6 +13,7 @@ from highwater import api
 from highwater.cli import console
 from highwater.cli.config import config_schema, request_of, to_yaml
 from highwater.cli.interruption import exit_code_of
+from highwater.cli.sbatch import sbatch_script
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -28,6 +29,7 @@ from highwater.pages.study.tables import answer_table, trial_table
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
 from highwater.run.diagnosis import diagnose, undiagnosed
+from highwater.run.node_place import node_of
 from highwater.search.compare import MethodCount
 from highwater.search.completed import completed_study
 from highwater.spec.model import load_model
@@ -57,6 +59,13 @@ def find(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         load_model(request.model)  # raises for one that is not there: the configuration has to work
         console.answer_exactly(to_yaml(request))
+        return EXIT_ANSWERED
+    if arguments.print_sbatch:
+        load_model(request.model)
+        console.answer_exactly(sbatch_script(request, arguments.command_line))
+        return EXIT_ANSWERED
+    if node_of(request) > 0:
+        api.serve_node(request)
         return EXIT_ANSWERED
     known = completed_study(request)
     if known is not None:

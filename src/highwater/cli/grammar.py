@@ -78,8 +78,14 @@ def _find_flags(parser: Parser) -> None:
         action="store_true",
         help="print the configuration that asks the same, and exit",
     )
+    parser.add_argument(
+        "--print-sbatch",
+        action="store_true",
+        help="print the script that asks the same as a job of Slurm, and exit",
+    )
     add_settings(parser, "find", "trial", heading="a trial")
     add_settings(parser, "find", "lengths", "search", heading="the search")
+    add_settings(parser, "find", "machines", heading="where trials run")
     _hyperparameters(parser, "find")
 
 

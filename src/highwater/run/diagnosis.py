@@ -55,7 +55,8 @@ def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
     """The first trial of a study that ran out of a GPU's memory; None where there is none, where a
     snapshot of it is there already, and where none is asked for.
     """
-    if request.no_diagnose or request.dry_run or request.memory_profiler is not None:
+    is_left_out = request.no_diagnose or request.dry_run or request.nodes > 1
+    if is_left_out or request.memory_profiler is not None:
         return None
     for trial in study.trials:
         result = trial.result

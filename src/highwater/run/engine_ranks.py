@@ -95,7 +95,8 @@ def start_ranks(
 ) -> subprocess.Popen[bytes]:
     """Start a share of the ranks under a reaper of this process."""
     worker = module("highwater.train.worker", str(folder / SPEC_FILE), str(folder / REPORTS))
-    remove = [] if spec.checkpoint_directory is None else [spec.checkpoint_directory]
+    owned = spec.checkpoint_directory if share.first == 0 else None
+    remove = [] if owned is None else [owned]
     return subprocess.Popen(
         under_reaper(worker, remove=remove, inherit=[share.folder], ranks=share),
         env=environment,

@@ -106,7 +106,7 @@ class LocalRunner:
         taken_bytes = sum(each.host_bytes for each in running)
         if taken_bytes + _host_bytes(spec) > self._machine.host_memory_available_bytes:
             return False
-        return spec.device == "cpu" or len(self._free_gpus()) >= spec.layout.gpus
+        return spec.device == "cpu" or len(self._free_gpus()) >= spec.layout.machine_gpus
 
     def _most_at_once(self, spec: TrialSpec) -> int:
         if self._most_trials is not None:
@@ -124,12 +124,13 @@ class LocalRunner:
         gpus = None
         if spec.device == "cuda":
             free = self._free_gpus()
-            if len(free) < spec.layout.gpus:
+            count = spec.layout.machine_gpus
+            if len(free) < count:
                 raise MachineError(
-                    f"{spec.layout.gpus} GPUs are asked for, and {len(free)} are free",
+                    f"{count} GPUs are asked for, and {len(free)} are free",
                     hint="`highwater doctor` shows the GPUs",
                 )
-            gpus = tuple(sorted((str(gpu.index) for gpu in free[: spec.layout.gpus]), key=int))
+            gpus = tuple(sorted((str(gpu.index) for gpu in free[:count]), key=int))
         for each in self._running:
             each.had_company = True
         running = _Occupant(
@@ -212,7 +213,7 @@ def _host_bytes(spec: TrialSpec) -> int:
     all that its limit allows.
     """
     each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
-    return spec.layout.gpus * each + _kept_on_the_host(spec)
+    return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
 
 def _is_alone(spec: TrialSpec) -> bool:

@@ -42,6 +42,8 @@ ON_THE_CPU = {
 }
 """Variables of what is measured on the CPU. One arena and a fixed threshold: a freed tensor goes
 back to the system at once, and the same trial ends the same way."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface through which ranks talk."""
 _LOOPBACK = "lo"
 """The network interface that nobody else can reach."""
 
@@ -53,6 +55,10 @@ def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> d
     shows these, None: those that this process sees.
     """
     environment = clean_environment(spec.settings.allocator)
+    if (spec.layout.machines or 1) > 1:  # they are not reached by the loopback
+        for name in _INTERFACES:
+            environment.pop(name)
+            environment |= {name: os.environ[name]} if name in os.environ else {}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     cores = len(os.sched_getaffinity(0))
@@ -79,5 +85,5 @@ def clean_environment(allocator: Allocator) -> dict[str, str]:
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     # The ranks of one machine talk to each other through its memory, and where they need a port, on
     # one that nobody else reaches.
-    environment |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+    environment |= dict.fromkeys(_INTERFACES, _LOOPBACK)
     return environment

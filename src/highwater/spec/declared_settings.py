@@ -32,7 +32,7 @@ from highwater.spec.declaration import (
     Setting,
 )
 
-Topic = Literal["model", "trial", "lengths", "search", "optimizer", "objective"]
+Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
 
 _FIND: tuple[CommandName, ...] = ("find",)
 _TRY: tuple[CommandName, ...] = ("try",)
@@ -428,6 +428,14 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "do not repeat the first out of memory, after the answer, with its memory recorded",
         ),
         Setting(
+            "retry_crashed",
+            SWITCH,
+            _FIND,
+            "launch again what only crashed when the study was last searched",
+        ),
+    ),
+    "machines": (
+        Setting(
             "max_concurrent_trials",
             COUNT,
             _FIND,
@@ -436,10 +444,29 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             example=1,
         ),
         Setting(
-            "retry_crashed",
-            SWITCH,
+            "nodes",
+            COUNT,
             _FIND,
-            "launch again what only crashed when the study was last searched",
+            "machines that each trial runs on, with a copy of the states each; the same command is "
+            "typed on every one",
+            metavar="N",
+            example=2,
+        ),
+        Setting(
+            "node_rank",
+            COUNT,
+            _FIND,
+            "which of the machines this is, from 0, which searches; default: Slurm's number of it",
+            metavar="I",
+            example=0,
+        ),
+        Setting(
+            "rendezvous",
+            DIRECTORY,
+            _FIND,
+            "directory in which the machines meet: new, on a file system that all of them see; "
+            "default: under the log directory, by Slurm's number of the job",
+            example="./logs/nodes-1",
         ),
     ),
     "optimizer": (

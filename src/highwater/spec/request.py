@@ -145,6 +145,9 @@ class Request(Record, frozen=True, kw_only=True):
     tensorboard: bool = False
     logit_range: bool = False
     max_concurrent_trials: int | None = None
+    nodes: int = 1
+    node_rank: int | None = None
+    rendezvous: str | None = None
     allow_busy: bool = False
     dry_run: bool = False
 
@@ -159,11 +162,7 @@ class Request(Record, frozen=True, kw_only=True):
         _check_counts("gpus", self.gpus)
         for name in ("ulysses", "ring", "copies"):
             _check_counts(name, getattr(self, name))
-        at_once = self.max_concurrent_trials
-        if at_once is not None and at_once < 1:
-            problem = f"max_concurrent_trials is {at_once}"
-            hint = "use 1 or more, for example `{}`"
-            raise RefusedError("max_concurrent_trials", problem, hint=hint, example=1)
+        _check_machines(self)
         _check_memory(self)
         refuse_late_steps(self.memory_profiler, steps=self.steps)
         if self.start_tokens < 2:
@@ -395,6 +394,22 @@ def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
     if len(counts) > MOST_NAMED:
         problem = f"{name} names {len(counts)} numbers, and {MOST_NAMED} is the most"
         raise RefusedError(name, problem, hint="name fewer, for example `{}`", example=[1, 2, 4, 8])
+
+
+def _check_machines(request: Request) -> None:
+    """Raise RefusedError for numbers of trials and machines that cannot be."""
+    for name, least in (("max_concurrent_trials", 1), ("nodes", 1), ("node_rank", 0)):
+        value = getattr(request, name)
+        if value is not None and value < least:
+            hint = f"use {least} or more, for example `{{}}`"
+            raise RefusedError(name, f"{name} is {value}", hint=hint, example=least)
+    if request.node_rank is not None and request.node_rank >= request.nodes:
+        raise RefusedError(
+            "node_rank",
+            f"machine {request.node_rank} of {request.nodes}",
+            hint="they count from 0: use `{}` or less",
+            example=request.nodes - 1,
+        )
 
 
 def _check_memory(request: Request) -> None:
