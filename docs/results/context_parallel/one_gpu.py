@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from highwater.run.engine_ranks import read_reports
-from highwater.run.ranks import Share, read_exits
+from highwater.run.ranks import RankShare, read_exits
 from highwater.run.reaper import under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.spec.codec import to_json
@@ -34,7 +34,7 @@ def run(spec: TrialSpec, *, timeout_s: float) -> tuple[RankReport, ...]:
         command = [sys.executable, "-P", str(Path(__file__).resolve()), spec_path, reports_path]
         ranks = spec.layout.gpus
         done = subprocess.run(
-            under_reaper([str(word) for word in command], ranks=Share(ranks, folder)),
+            under_reaper([str(word) for word in command], ranks=RankShare(ranks, folder)),
             env=trial_environment(spec),
             timeout=timeout_s,
             capture_output=True,

@@ -32,7 +32,7 @@ from highwater.spec.model_catalog import catalog_model, catalog_names
 
 FILE = Path(__file__).with_name("front_door.json")
 MOST_OFF = 2e-4
-"""Share of its class's parameters that a shape may miss."""
+"""RankShare of its class's parameters that a shape may miss."""
 GPUS = ("--gpus", "8xH200-141GB")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "predict": GPUS,

@@ -19,7 +19,7 @@ from highwater.units import GIB, format_tokens
 FILE = Path(__file__).with_suffix(".json")
 LENGTHS = (32_768, 65_536, 131_072)
 MOST = 0.002
-"""Share of the full trial's peak by which the memory-only one's may differ."""
+"""RankShare of the full trial's peak by which the memory-only one's may differ."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B, chunked, expandable": {
         "model": "Qwen3-0.6B",

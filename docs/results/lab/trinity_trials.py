@@ -29,7 +29,7 @@ import msgspec
 import trinity
 
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.run.ranks import Share
+from highwater.run.ranks import RankShare
 from highwater.run.reaper import under_reaper
 from highwater.run.trial_environment import trial_environment
 from highwater.spec.layout import Layout
@@ -138,7 +138,7 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
         reports.mkdir()
         command = under_reaper(
             [sys.executable, __file__, "--worker", str(order), str(reports)],
-            ranks=Share(gpus, folder),
+            ranks=RankShare(gpus, folder),
         )
         process = subprocess.Popen(
             command, env=trial_environment(spec), stdout=log, stderr=log, start_new_session=True

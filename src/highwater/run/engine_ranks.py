@@ -9,7 +9,7 @@ from typing import IO, NamedTuple, Protocol
 
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.private_folder import private_folder
-from highwater.run.ranks import RankExit, Share, read_exits
+from highwater.run.ranks import RankExit, RankShare, read_exits
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_process import exit_code_of
 from highwater.spec.codec import from_json, to_json
@@ -71,7 +71,7 @@ def run_ranks_here(
     kills_before = kernel_kills()
     with private_folder() as folder:
         prepare_folder(spec, folder)
-        share = Share(count=spec.layout.gpus, folder=folder)
+        share = RankShare(count=spec.layout.gpus, folder=folder)
         process = start_ranks(spec, folder, share, environment, log)
         tell = phase_teller(folder, on_phase)
         exit_code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=tell)
@@ -89,7 +89,7 @@ def prepare_folder(spec: TrialSpec, folder: Path) -> None:
 def start_ranks(
     spec: TrialSpec,
     folder: Path,
-    share: Share,
+    share: RankShare,
     environment: Mapping[str, str],
     log: IO[bytes],
 ) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from highwater.run.probe import (
     refuse_busy_gpus,
     refuse_torch_without_gpu,
 )
-from highwater.run.ranks import Share
+from highwater.run.ranks import RankShare
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trial_environment import clean_environment
 from highwater.spec.codec import from_json
@@ -39,7 +39,7 @@ def read_constants(gpus: int) -> Constants:
     with private_folder() as folder:
         target, log = folder / "constants.json", folder / "log"
         readings = module("highwater.train.machine_readings", str(target))
-        _run(under_reaper(readings, inherit=[folder], ranks=Share(gpus, folder)), gpus, log)
+        _run(under_reaper(readings, inherit=[folder], ranks=RankShare(gpus, folder)), gpus, log)
         if not target.is_file():
             problem = f"nothing was read on {gpus} GPUs: {last_lines(log)}"
             raise MachineError(problem, hint=_TRY_A_TRIAL)

@@ -25,6 +25,11 @@ _NODE = "SLURM_NODEID"
 
 def node_of(request: Request, environment: Mapping[str, str] = os.environ) -> int:
     """The number of this machine, from 0; raises UsageError where nobody says it."""
+    if (request.node_rank or 0) >= request.nodes:
+        raise UsageError(
+            f"machine {request.node_rank} of {request.nodes}: they count from 0",
+            hint=f"use `--node-rank {request.nodes - 1}` or less",
+        )
     if request.nodes == 1:
         return 0
     if request.node_rank is not None:

@@ -30,7 +30,7 @@ from highwater.run.engine_trial import await_release
 from highwater.run.kernel_kills import kernel_kills
 from highwater.run.node_folder import LOST_S, Done, Go, NodeFolder, NodeReady, pause
 from highwater.run.probe import probe, refuse_busy_gpus
-from highwater.run.ranks import RankExit, Share, read_exits
+from highwater.run.ranks import RankExit, RankShare, read_exits
 from highwater.run.trial_environment import trial_environment
 from highwater.run.trial_process import end_reaper
 from highwater.spec.codec import from_json
@@ -270,10 +270,10 @@ def _run_share(folder: NodeFolder, trial: Path, go: Go) -> None:
         folder.say_done(trial, Done(exit_code=code, kernel_kills=kernel_kills() - kills_before))
 
 
-def share_of(spec: TrialSpec, trial: Path, folder: NodeFolder) -> Share:
+def share_of(spec: TrialSpec, trial: Path, folder: NodeFolder) -> RankShare:
     """The ranks of a trial that this machine starts."""
     count = spec.layout.machine_gpus
-    return Share(
+    return RankShare(
         count=count,
         folder=folder.own(trial),
         first=folder.node * count,

@@ -38,7 +38,7 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """The ranks of one trial that one machine starts: all of them, or those that follow others."""
 
     count: int
@@ -53,12 +53,12 @@ class Share:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The share in words, for ``Share.of``."""
+        """The share in words, for ``RankShare.of``."""
         world, store = self.world or self.count, self.store or self.folder / "store"
         return (str(self.count), str(self.folder), str(self.first), str(world), str(store))
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> "Share":
+    def of(cls, words: Sequence[str]) -> "RankShare":
         """The share that ``words`` says."""
         count, folder, first, world, store = words
         return cls(int(count), Path(folder), int(first), int(world), Path(store))
@@ -68,7 +68,7 @@ class Ranks:
     """The processes of one trial on one machine; ``pids`` says which process is which rank."""
 
     def __init__(
-        self, command: Sequence[str], *, share: Share, prepare: Callable[[], None]
+        self, command: Sequence[str], *, share: RankShare, prepare: Callable[[], None]
     ) -> None:
         """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
         them before it.

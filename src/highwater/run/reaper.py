@@ -12,7 +12,7 @@ that failed (128 + n for signal n). Options:
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
-                          it is written how they ended (``Share`` of ranks.py)
+                          it is written how they ended (``RankShare`` of ranks.py)
 
 Linux only: it stands on two prctl options, source: prctl(2).
 """
@@ -31,7 +31,7 @@ from typing import NoReturn
 
 import psutil
 
-from highwater.run.ranks import Ranks, Share
+from highwater.run.ranks import Ranks, RankShare
 
 EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
@@ -64,7 +64,7 @@ def under_reaper(
     *,
     remove: Sequence[str | Path] = (),
     inherit: Sequence[str | Path] = (),
-    ranks: Share | None = None,
+    ranks: RankShare | None = None,
 ) -> list[str]:
     """The command that runs ``command`` under a reaper that this process holds.
 
@@ -82,11 +82,11 @@ def main() -> NoReturn:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     own: list[str] = []
     inherited: list[str] = []
-    ranks: Share | None = None
+    ranks: RankShare | None = None
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
-            ranks, command = Share.of([value, *command[:4]]), command[4:]
+            ranks, command = RankShare.of([value, *command[:4]]), command[4:]
         else:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -99,7 +99,7 @@ def main() -> NoReturn:
     os._exit(EXIT_ENDED if ends is None else _status(ends))
 
 
-def _run(command: Sequence[str], ranks: Share | None) -> Ends | None:
+def _run(command: Sequence[str], ranks: RankShare | None) -> Ends | None:
     """Run the command, or its ranks, and tell how each ended by itself.
 
     None when the reaper was told to end.

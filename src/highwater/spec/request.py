@@ -403,13 +403,6 @@ def _check_machines(request: Request) -> None:
         if value is not None and value < least:
             hint = f"use {least} or more, for example `{{}}`"
             raise RefusedError(name, f"{name} is {value}", hint=hint, example=least)
-    if request.node_rank is not None and request.node_rank >= request.nodes:
-        raise RefusedError(
-            "node_rank",
-            f"machine {request.node_rank} of {request.nodes}",
-            hint="they count from 0: use `{}` or less",
-            example=request.nodes - 1,
-        )
 
 
 def _check_memory(request: Request) -> None:
