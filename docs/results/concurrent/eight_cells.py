@@ -2,7 +2,7 @@
 machine: the same answers, and the time that each way took.
 
     python docs/results/concurrent/eight_cells.py --json docs/results/concurrent/eight_cells.json
-    python docs/results/concurrent/eight_cells.py --table docs/results/concurrent/eight_cells.json
+    python docs/results/concurrent/eight_cells.py --table
 
 The cells differ in how the loss, the MLP and the recomputation are done. Each search is a study of
 its own, with a journal; both have fresh processes for every trial.
@@ -32,6 +32,7 @@ from highwater.spec.study import Cell, Question
 from highwater.store.journal import open_journal, read_study
 
 MODEL = "Qwen3-0.6B"
+FOUND = Path(__file__).with_suffix(".json")
 TIMEOUT_S = 120.0
 
 
@@ -124,7 +125,9 @@ def main() -> None:
     """Measure, or print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="measure, and write what was found")
-    parser.add_argument("--table", type=Path, help="print the table of what was found")
+    parser.add_argument(
+        "--table", type=Path, nargs="?", const=FOUND, help="print the table of what was found"
+    )
     parser.add_argument("--memory", default="20GiB")
     parser.add_argument("--resolution", default="8k")
     arguments = parser.parse_args()
