@@ -1,0 +1,66 @@
+"""A Ray cluster of three nodes on this machine, and the processes of its trials."""
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FAULTS = Path(__file__).parents[1] / "faults"
+sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
+
+from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster  # noqa: E402
+from processes import MARK, marked, wait_until  # noqa: E402
+
+GONE_S = 30
+"""Bound on the time until what was ended is gone."""
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The mark of all that a module's tests start, in an environment without GPUs, which finds
+    ``faulty_batches``; of that nothing is left.
+    """
+    mark, folder = uuid.uuid4().hex, tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: mark,
+            "FAULTS": str(folder),
+            "TMPDIR": str(folder),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(FAULTS),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **ON_LOOPBACK,
+        }.items():
+            patch.setenv(name, value)
+        yield mark
+        assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+
+
+@pytest.fixture(scope="module")
+def nodes(mark: str) -> Iterator[LocalCluster]:
+    """Three nodes of one CPU each, besides the head."""
+    with local_cluster(1, 1, 1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def trials(mark: str) -> Iterator[None]:
+    """Of a test's trials no process is left, on whichever node."""
+    yield
+    assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+
+
+def processes_of_trials(mark: str) -> list[str]:
+    """The commands of what runs trials, of all that was started under the mark."""
+    found = []
+    for pid in marked(mark):
+        try:
+            words = Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # ended meanwhile
+            continue
+        if "highwater.run.reaper" in words or "highwater.train" in words or "TrialOnNode" in words:
+            found.append(words)
+    return found
