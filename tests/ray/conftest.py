@@ -11,8 +11,8 @@ import pytest
 FAULTS = Path(__file__).parents[1] / "faults"
 sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
 
-from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster  # noqa: E402
-from processes import MARK, marked, wait_until  # noqa: E402
+from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster
+from processes import MARK, marked, wait_until
 
 GONE_S = 30
 """Bound on the time until what was ended is gone."""

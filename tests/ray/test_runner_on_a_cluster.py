@@ -2,17 +2,13 @@
 whose process on it, is killed.
 """
 
-import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import processes_of_trials
 from local_cluster import LocalCluster
 from places import write_model
-from processes import marked, wait_until
 
 from highwater.run.engine_trial import EngineLauncher
 from highwater.run.model_files import model_files
@@ -22,11 +18,10 @@ from highwater.run.ray_placement import choose
 from highwater.run.ray_runner import RayRunner
 from highwater.spec.layout import Layout
 from highwater.spec.model import load_model
-from highwater.spec.protocols import Launch
 from highwater.spec.settings import Settings
-from highwater.spec.trial import Outcome, TrialSpec
+from highwater.spec.trial import TrialSpec
 from highwater.units import GIB
-from runner_contract import ENDS_S, RunnerContract
+from runner_contract import RunnerContract
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
 

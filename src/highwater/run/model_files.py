@@ -5,7 +5,7 @@ for at the same path there.
 from pathlib import Path
 
 from highwater.spec.codec import Record
-from highwater.units import MIB, format_bytes
+from highwater.units import MIB
 
 _MOST_SENT_BYTES = 32 * MIB
 """A configuration with its tokenizer is less, weights are more."""
@@ -47,7 +47,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
         """How nodes come by the model, in words."""
         if self.contents is None:
             return f"{self.directory} is read on each node, as a path that all share"
-        return f"the model's files ({format_bytes(sum(self.sizes.values()))}) are sent to the nodes"
+        return "the files of the model are sent to the nodes"
 
 
 def model_files(directory: Path) -> ModelFiles:

@@ -46,6 +46,7 @@ class RayCluster:
         self.address = address or os.environ.get("RAY_ADDRESS") or AUTO
         self.nodes: tuple[Node, ...] = ()
         """The nodes that were alive when they were last read."""
+        self._needs: Needs | None = None
         if find_spec("ray") is None:
             raise MachineError(
                 "`--runner ray` needs ray, which is not installed",
@@ -73,9 +74,10 @@ class RayCluster:
         """
         self._hear = hear
 
-    def read_nodes(self, needs: Needs, *, anew: bool = False) -> tuple[Node, ...]:
-        """The nodes that are alive; each is read once, or ``anew``."""
-        known = {} if anew else {node.node_id: node for node in self.nodes}
+    def read_nodes(self, needs: Needs) -> tuple[Node, ...]:
+        """The nodes that are alive; each is read once for what trials need."""
+        known = {node.node_id: node for node in self.nodes} if needs == self._needs else {}
+        self._needs = needs
         answer = self._ask(ReadNodes(needs, frozenset(known)), within_s=None)
         assert isinstance(answer, NodesRead)  # noqa: S101 - one answer to one question
         nodes = [node for node in known.values() if node.node_id in answer.alive]
