@@ -4,6 +4,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from processes import MARK, marked, wait_until
 
 GONE_S = 30
 """Bound on the time until what was ended is gone."""
+AGENTS_S = 60
+"""Seconds that Ray's agents of a node that was killed may take to notice it."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,8 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         }.items():
             patch.setenv(name, value)
         yield mark
-        assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+        wait_until(lambda: marked(mark) == [], within_s=GONE_S + AGENTS_S)
+        assert commands_under(mark) == {}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +59,16 @@ def trials(mark: str) -> Iterator[None]:
 
 def processes_of_trials(mark: str) -> list[str]:
     """The commands of what runs trials, of all that was started under the mark."""
-    found = []
+    of_trials = ("highwater.run.reaper", "highwater.train", "TrialOnNode")
+    found = commands_under(mark).values()
+    return [words for words in found if any(part in words for part in of_trials)]
+
+
+def commands_under(mark: str) -> dict[int, str]:
+    """The commands of all that was started under the mark, by process id."""
+    found: dict[int, str] = {}
     for pid in marked(mark):
-        try:
-            words = Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # ended meanwhile
-            continue
-        if "highwater.run.reaper" in words or "highwater.train" in words or "TrialOnNode" in words:
-            found.append(words)
+        with suppress(OSError):  # ended meanwhile
+            words = Path("/proc", str(pid), "cmdline").read_bytes()
+            found[pid] = words.replace(b"\0", b" ").decode(errors="replace")
     return found

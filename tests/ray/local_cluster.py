@@ -2,11 +2,10 @@
 simulation, in a process of its own, so that a test holds no Ray and nothing of one is left.
 
 Run as ``python local_cluster.py CPUS...``: a node for each number, besides a head that has none.
-Prints its address and the ids of the nodes as JSON; then ``kill N`` on stdin kills the N-th node,
-``add CPUS`` adds one, each answered by a line; it ends with its stdin.
+Prints its address; then a number on stdin adds a node with so many CPUs, answered by a line; it
+ends with its stdin.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -39,21 +38,12 @@ class LocalCluster:
 
     process: subprocess.Popen[str]
     address: str
-    nodes: list[str]
-    """Ids of the nodes, in their order; the head's is not among them."""
-
-    def kill(self, number: int) -> None:
-        """Kill a node with -9, as a machine that loses its power."""
-        self._told(f"kill {number}")
 
     def add(self, cpus: int) -> None:
         """Add a node."""
-        self.nodes.append(self._told(f"add {cpus}"))
-
-    def _told(self, words: str) -> str:
-        _pipe(self.process.stdin).write(f"{words}\n")
+        _pipe(self.process.stdin).write(f"{cpus}\n")
         _pipe(self.process.stdin).flush()
-        return json.loads(_pipe(self.process.stdout).readline())
+        _pipe(self.process.stdout).readline()
 
 
 @contextmanager
@@ -67,8 +57,7 @@ def local_cluster(*cpus: int) -> Iterator[LocalCluster]:
         env=os.environ | ON_LOOPBACK,
     )
     try:
-        told = json.loads(_pipe(process.stdout).readline())
-        yield LocalCluster(process, told["address"], told["nodes"])
+        yield LocalCluster(process, _pipe(process.stdout).readline().strip())
     finally:
         _pipe(process.stdin).close()
         process.wait(60)
@@ -93,23 +82,16 @@ def main() -> None:
     head = {**common, "num_cpus": 0, "memory": MIB, "_system_config": _HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
-    def add(cpus: int):
-        return cluster.add_node(num_cpus=cpus, memory=NODE_BYTES, **common)
-
-    def say(value: object) -> None:
-        print(json.dumps(value), file=talk, flush=True)
+    def add(cpus: str) -> None:
+        cluster.add_node(num_cpus=int(cpus), memory=NODE_BYTES, **common)
 
     try:
-        nodes = [add(int(cpus)) for cpus in sys.argv[1:]]
-        say({"address": cluster.address, "nodes": [node.node_id for node in nodes]})
+        for cpus in sys.argv[1:]:
+            add(cpus)
+        print(cluster.address, file=talk, flush=True)
         for line in sys.stdin:
-            word, number = line.split()
-            if word == "kill":
-                cluster.remove_node(nodes[int(number)], allow_graceful=False)
-                say(None)
-            else:
-                nodes.append(add(int(number)))
-                say(nodes[-1].node_id)
+            add(line)
+            print("added", file=talk, flush=True)
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

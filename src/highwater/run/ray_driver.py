@@ -32,6 +32,7 @@ from highwater.run.ray_messages import (
     Start,
 )
 from highwater.run.ray_node import (
+    FORGOTTEN_S,
     Reading,
     TrialEnd,
     TrialOnNode,
@@ -46,7 +47,7 @@ _FIRST_CHOICE_S = 5.0
 """Seconds that a trial waits for the node that suits best; then any will do."""
 _ANSWER_S = 10.0
 """Bound on the time of one answer; a busy node is asked again."""
-_SILENT_S = 60.0
+_SILENT_S = FORGOTTEN_S / 2
 """Seconds after which a node that does not answer is taken for lost. Ray itself takes about 20 by
 its defaults: five health checks, 3 s apart."""
 _READ_S = 120.0

@@ -3,12 +3,13 @@ node, and the trial that it holds. Ray brings this package there.
 """
 
 import os
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -30,6 +31,10 @@ from highwater.spec.protocols import Launch, Launcher, TrialEndedError
 from highwater.spec.trial import TrialResult
 from highwater.units import MIB
 
+FORGOTTEN_S = 120.0
+"""Seconds without a question after which a trial ends: a node that does not answer for half as long
+is taken for lost."""
+_WATCHED_S = 1.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MOST_FILE_BYTES = 256 * MIB
 """Bytes of one file that a trial left beside its log, at the most; a larger one stays, and goes
@@ -149,6 +154,8 @@ class TrialOnNode:
         self._whole_log: bytes | None = None
         """The log, once its file is gone."""
         self._end: TrialEnd | None = None
+        self._asked_at = time.monotonic()
+        Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
 
     def run(self, launcher_in: LauncherIn, launch: Launch, model: ModelFiles) -> None:
         """Run the trial; ``tell`` has its end, and the rest of its log."""
@@ -164,6 +171,7 @@ class TrialOnNode:
 
     def tell(self, known_bytes: int) -> Told:
         """What the trial is doing, and its log after the bytes that are known."""
+        self._asked_at = time.monotonic()
         end, whole = self._end, self._whole_log
         if whole is not None:
             return Told(self._phase, whole[known_bytes:], end)
@@ -173,6 +181,15 @@ class TrialOnNode:
     def end(self) -> None:
         """End the trial at once."""
         self._ended.set()
+
+    def _watch(self, ray: int) -> None:
+        """End this process, and the reaper with it the trial, when what Ray runs on the node is
+        gone, whose process ``ray`` is, or when nobody asks any more: the trial is taken for lost,
+        and its GPUs must be free.
+        """
+        while os.getppid() == ray and time.monotonic() - self._asked_at < FORGOTTEN_S:
+            time.sleep(_WATCHED_S)
+        os._exit(1)
 
     def _run(self, launcher: Launcher, launch: Launch) -> TrialEnd:
         try:

@@ -1,0 +1,81 @@
+"""``highwater find --runner ray`` as a user types it: on three nodes, killed in mid-trial, resumed."""
+
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import GONE_S, processes_of_trials
+from local_cluster import LocalCluster
+from places import write_model
+from processes import wait_until
+from test_faults_of_a_search import lines
+from test_runner_on_a_cluster import pause
+
+from runner_contract import ENDS_S
+
+__all__ = ["pause"]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
+
+FIND = (
+    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
+    *("--start-length", "32", "--resolution", "32", "--max-length", "32", "--gpus", "1", "2"),
+    *("--study", "study.jsonl", "--data", "faulty_batches:paused"),
+)
+"""Two cells of one trial each, which the pause stops at once."""
+
+
+def test_a_search_that_is_killed_with_9_leaves_no_process_on_any_node_and_goes_on(
+    nodes: LocalCluster, pause: Path, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny", vocab_size=512, num_hidden_layers=1)
+    pause.write_text("32")
+    words = (*FIND, "--runner", "ray", "--address", nodes.address)
+    search = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)
+    study = tmp_path / "study.jsonl"
+
+    def both_run() -> bool:
+        held = [words for words in processes_of_trials(mark) if "TrialOnNode" in words]
+        return len(held) == 2 or search.poll() is not None
+
+    assert wait_until(both_run, within_s=ENDS_S)
+    assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
+    search.send_signal(signal.SIGKILL)
+    search.wait()
+    assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+    started = [line for line in lines(study) if line["kind"] == "trial_started"]
+    assert {line["spec"]["layout"]["gpus"] for line in started} == {1, 2}
+    pause.unlink()
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trials run on 3 nodes of a Ray cluster" in done.stderr
+    assert "raylet" not in done.stdout + done.stderr, "Ray says nothing"
+    counts = Counter(line["kind"] for line in lines(study))
+    assert counts["trial_started"] == 4
+    assert counts["trial_finished"] == counts["cell_answered"] == 2
+    logs = [line["result"]["log_path"] for line in lines(study) if line["kind"] == "trial_finished"]
+    assert all(Path(log).is_relative_to("logs") and Path(log).stat().st_size for log in logs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_that_is_told_to_stop_ends_what_runs_on_the_nodes(
+    number: signal.Signals,
+    nodes: LocalCluster,
+    pause: Path,
+    mark: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny", vocab_size=512, num_hidden_layers=1)
+    pause.write_text("32")
+    words = (*FIND, "--address", nodes.address)
+    pipe = subprocess.PIPE
+    search = subprocess.Popen(words, start_new_session=True, stderr=pipe, stdout=pipe, text=True)
+    assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
+    search.send_signal(number)
+    _, told = search.communicate(timeout=GONE_S)
+    assert search.returncode == 128 + number, told
+    assert processes_of_trials(mark) == []
