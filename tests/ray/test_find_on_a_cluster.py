@@ -1,7 +1,10 @@
-"""``highwater find --runner ray`` as a user types it: on three nodes, killed in mid-trial, resumed."""
+"""``highwater find --runner ray`` as a user types it: on three nodes, killed in mid-trial, told to
+stop, resumed.
+"""
 
 import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +22,19 @@ __all__ = ["pause"]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
 
 FIND = (
-    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
+    *(
+        sys.executable,
+        "-m",
+        "highwater",
+        "find",
+        "tiny",
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        "--loss",
+        "full",
+    ),
     *("--start-length", "32", "--resolution", "32", "--max-length", "32", "--gpus", "1", "2"),
     *("--study", "study.jsonl", "--data", "faulty_batches:paused"),
 )

@@ -47,13 +47,13 @@ class RayCluster:
         self.nodes: tuple[Node, ...] = ()
         """The nodes that were alive when they were last read."""
         self._needs: Needs | None = None
+        if self.address != AUTO:
+            _refuse_unreachable(self.address)
         if find_spec("ray") is None:
             raise MachineError(
                 "`--runner ray` needs ray, which is not installed",
                 hint=f"{INSTALL_RAY}, the version that the cluster has",
             )
-        if self.address != AUTO:
-            _refuse_unreachable(self.address)
         self._hear: Hear = lambda _: None
         self._answered = threading.Event()
         self._answer: object = None
