@@ -277,6 +277,11 @@ def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
     return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.of_one_gpu())))
 
 
+def machine_of(request: Request) -> Machine:
+    """What the trials of a request may count on: this machine, or a node of a cluster."""
+    return _machine(request)[0]
+
+
 def prepare(request: Request) -> Plan:
     """The question of a request, after every check that can be made before the first trial.
 
@@ -396,7 +401,7 @@ def _search(
 ) -> Study:
     question = planned.question
     # A dry run depends on no machine.
-    where = None if question.simulated else environment(_machine(request)[0])
+    where = None if question.simulated else environment(machine_of(request))
     opened = partial(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
     )

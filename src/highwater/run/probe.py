@@ -39,7 +39,7 @@ _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 
 They are as in the extra ``train`` of pyproject.toml.
 """
-OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49)}
+OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"

@@ -11,10 +11,10 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 from highwater.errors import MachineError, UsageError
+from highwater.run.probe import OLDEST, release_of, versions_of
 from highwater.run.ray_messages import Join, Joined, NodesRead, ReadNodes
 from highwater.run.ray_node import Needs
 from highwater.run.ray_placement import STATUS, Node
@@ -23,7 +23,7 @@ from highwater.units import MIB
 
 AUTO = "auto"
 """The address by which Ray looks itself: ``RAY_ADDRESS``, else the cluster of this machine."""
-INSTALL_RAY = "`pip install 'ray>=2.50,<3'`"
+_INSTALL = "`pip install '.[ray]'` in the checkout of highwater, in the version of the cluster"
 _START = "`ray start --head` starts one on this machine"
 _JOIN_S = 60.0
 """Bound on the time until a cluster is joined; one that is there takes a second or two."""
@@ -49,11 +49,7 @@ class RayCluster:
         self._needs: Needs | None = None
         if self.address != AUTO:
             _refuse_unreachable(self.address)
-        if find_spec("ray") is None:
-            raise MachineError(
-                "`--runner ray` needs ray, which is not installed",
-                hint=f"{INSTALL_RAY}, the version that the cluster has",
-            )
+        _refuse_other_ray()
         self._hear: Hear = lambda _: None
         self._answered = threading.Event()
         self._answer: object = None
@@ -164,6 +160,18 @@ class RayCluster:
     def _last_words(self) -> str:
         self._said.seek(0)
         return self._said.read(_SAID_BYTES).decode(errors="replace").strip()
+
+
+def _refuse_other_ray() -> None:
+    """Raise MachineError where Ray is not installed, or too old to keep trials on chosen nodes."""
+    installed = versions_of(["ray"]).get("ray")
+    if installed is None:
+        raise MachineError("`--runner ray` needs ray, which is not installed", hint=_INSTALL)
+    if release_of(installed) < OLDEST["ray"]:
+        oldest = ".".join(map(str, OLDEST["ray"]))
+        raise MachineError(
+            f"ray {installed} is too old: {oldest} is the first that works", hint=_INSTALL
+        )
 
 
 def _refuse_unreachable(address: str) -> None:

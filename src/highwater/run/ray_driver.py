@@ -40,6 +40,7 @@ from highwater.run.ray_node import (
 )
 from highwater.run.ray_placement import Node, Wanted
 from highwater.spec.allocator_variables import allocator_environment
+from highwater.spec.settings import Allocator
 
 _ASKED_S = 0.5
 """Seconds between two questions to a trial."""
@@ -244,8 +245,7 @@ class _HeldTrial:
             max_concurrency=4,  # it runs, tells, and is told to end
             max_restarts=0,
             scheduling_strategy=there,
-            # there before the process starts: a trainer that trains in it reads it only then
-            runtime_env={"env_vars": allocator_environment(settings.allocator)},
+            runtime_env={"env_vars": _environment(settings.allocator)},
         )
         return made.remote()
 
@@ -278,6 +278,18 @@ class _HeldTrial:
             if told_to_end_at is not None and time.monotonic() - told_to_end_at > _END_S:
                 return TrialEnd()
             self._ended.wait(_ASKED_S) if told_to_end_at is None else time.sleep(_ASKED_S)
+
+
+def _environment(allocator: Allocator) -> dict[str, str]:
+    """Variables that are there before the process of a trial starts.
+
+    Of Ray's, that it leaves the children of a process that it ends alone: it would kill the reaper
+    with -9, and orphan what a trial has started elsewhere. The reaper ends all that by itself.
+    """
+    return {
+        **allocator_environment(allocator),
+        "RAY_kill_child_processes_on_worker_exit": "0",
+    }
 
 
 def _group(wanted: Wanted, node_ids: tuple[str, ...]) -> Any:
