@@ -1,18 +1,33 @@
-"""A Ray cluster of three nodes on this machine, and the processes of its trials."""
+"""A Ray cluster of three nodes on this machine, a runner on it, and the processes of its trials."""
 
 import os
 import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+
+from highwater.run.engine_trial import EngineLauncher
+from highwater.run.model_files import model_files
+from highwater.run.ray_cluster import RayCluster
+from highwater.run.ray_node import Needs
+from highwater.run.ray_placement import choose
+from highwater.run.ray_runner import RayRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB
 
 FAULTS = Path(__file__).parents[1] / "faults"
 sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
 
 from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster
+from places import write_model
 from processes import MARK, marked, wait_until
 
 GONE_S = 30
@@ -72,3 +87,80 @@ def commands_under(mark: str) -> dict[int, str]:
             words = Path("/proc", str(pid), "cmdline").read_bytes()
             found[pid] = words.replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+TRIAL_S = 200.0
+VOCABULARY = 60_000
+"""So many that the logits of 8192 tokens do not fit where those of a few do."""
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: LocalCluster) -> Iterator[RayCluster]:
+    cluster = RayCluster(nodes.address)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny", vocab_size=VOCABULARY, num_hidden_layers=1)
+
+
+@pytest.fixture
+def runner(cluster: RayCluster, model: Path, tmp_path: Path) -> Iterator[RayRunner]:
+    runner = runner_on(cluster, model, tmp_path)
+    yield runner
+    runner.close()
+
+
+def runner_on(cluster: RayCluster, model: Path, folder: Path) -> RayRunner:
+    needs = Needs(on_gpus=False, model=model_files(model), data_module="faulty_batches")
+    return RayRunner(
+        cluster,
+        choose(cluster.read_nodes(needs), "cpu", None).nodes,
+        partial(EngineLauncher, timeout_s=TRIAL_S),
+        needs,
+        log_directory=folder / "logs",
+    )
+
+
+def trial(directory: Path, length_tokens: int, data: str | None = None) -> TrialSpec:
+    model = load_model(str(directory))
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cpu",
+        layout=Layout(),
+        settings=Settings(),
+        length_tokens=length_tokens,
+        memory_budget_bytes=GIB,
+        data=data,
+    )
+
+
+@pytest.fixture
+def pause(mark: str) -> Iterator[Path]:
+    """The file in which a length stands whose trial waits, and while it does ``hangs`` is there."""
+    path = Path(os.environ["FAULTS"], "pause")
+    yield path
+    for left in (path, path.with_name("hangs")):
+        left.unlink(missing_ok=True)
+
+
+def paused(model: Path, pause: Path, length_tokens: int = 64) -> TrialSpec:
+    pause.write_text(str(length_tokens))
+    return trial(model, length_tokens, "faulty_batches:paused")
+
+
+def holder_of_the_trial(mark: str) -> psutil.Process:
+    """The process in which Ray holds the only trial, on whichever node."""
+    (pid,) = (pid for pid, words in commands_under(mark).items() if "TrialOnNode" in words)
+    return psutil.Process(pid)
+
+
+def node_of(holder: psutil.Process) -> psutil.Process:
+    """What Ray runs on the node of such a process."""
+    node = holder.parent()
+    assert node is not None
+    return node

@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import highwater
 from highwater.run.ray_messages import (
     End,
     Ended,
@@ -33,7 +32,7 @@ from highwater.run.ray_messages import (
 )
 from highwater.run.ray_node import (
     FORGOTTEN_S,
-    Reading,
+    NodeReading,
     TrialEnd,
     TrialOnNode,
     read_node,
@@ -104,7 +103,7 @@ class _Driver:
 def _join(address: str) -> Joined:
     import ray
 
-    package = str(Path(highwater.__file__).parent)
+    package = str(Path(__file__).resolve().parents[1])
     environment = {"py_modules": [package], "excludes": ["**/__pycache__"]}
     try:
         ray.init(
@@ -144,7 +143,7 @@ def _node(node_id: str, resources: dict[str, float], ref: Any, deadline: float) 
 
     machine, problem = None, None
     try:
-        found: Reading = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
+        found: NodeReading = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
         machine, problem = found
     except Exception as error:  # noqa: BLE001 - what a process far away could not even import
         problem = f"it cannot be read: {_first_line(error)}"

@@ -50,7 +50,7 @@ class LauncherIn(Protocol):
         ...
 
 
-class Reading(NamedTuple):
+class NodeReading(NamedTuple):
     """What a process read of the node that it runs on."""
 
     machine: Machine
@@ -103,7 +103,7 @@ class Told(NamedTuple):
     """None while it runs."""
 
 
-def read_node(gpus: int, needs: Needs) -> Reading:
+def read_node(gpus: int, needs: Needs) -> NodeReading:
     """Read the node that this runs on, of which Ray hands out so many GPUs."""
     # Ray hides the GPUs of a process that asked for none.
     shown = os.environ.pop(_VISIBLE, None)
@@ -112,7 +112,7 @@ def read_node(gpus: int, needs: Needs) -> Reading:
         machine = msgspec.structs.replace(
             machine, gpus=machine.gpus[:gpus], versions={**machine.versions, **versions_of(OLDEST)}
         )
-        return Reading(machine, _obstacle(machine, gpus, needs))
+        return NodeReading(machine, _obstacle(machine, gpus, needs))
     finally:
         if shown is not None:
             os.environ[_VISIBLE] = shown

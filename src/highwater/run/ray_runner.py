@@ -26,7 +26,7 @@ from highwater.spec.trial import Outcome, TrialResult, TrialSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Running:
+class _ClusterTrial:
     """A trial on the cluster."""
 
     launch: Launch
@@ -69,7 +69,7 @@ class RayRunner:
         self._log_layout: LogLayout = log_layout
         self._placement = Placement(nodes, most_trials=most_trials)
         self._like = nodes[0]
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _ClusterTrial] = {}
         self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
         """Nodes on which a trial was lost, by its key."""
         self._count = 0
@@ -146,7 +146,7 @@ class RayRunner:
         except OSError:
             self._placement.leave(trial)
             raise
-        self._running[trial] = _Running(
+        self._running[trial] = _ClusterTrial(
             launch=launch, future=future, on_phase=on_phase, log=log, began=time.monotonic()
         )
         self._note_company(trial)
@@ -205,10 +205,10 @@ class RayRunner:
         elif not again:
             running.future.set_result(result)
 
-    def _has_to_be_alone(self, running: _Running, result: TrialResult) -> bool:
+    def _has_to_be_alone(self, running: _ClusterTrial, result: TrialResult) -> bool:
         return running.had_company and blames_the_host(result, running.launch.spec)
 
-    def _alone(self, running: _Running) -> BaseException | None:
+    def _alone(self, running: _ClusterTrial) -> BaseException | None:
         """Launch a trial once more on a node of its own; what hinders it, if anything."""
         launch = running.launch
         if launch.timeout_s is not None:
@@ -221,7 +221,7 @@ class RayRunner:
             return error
         return None
 
-    def _result(self, running: _Running, end: TrialEnd) -> TrialResult | BaseException:
+    def _result(self, running: _ClusterTrial, end: TrialEnd) -> TrialResult | BaseException:
         """What a trial that ended says, its files brought here."""
         if end.refusal is not None:
             return end.refusal.error()
@@ -236,7 +236,7 @@ class RayRunner:
             return error
         return msgspec.structs.replace(end.result, log_path=running.log.name)
 
-    def _lost(self, running: _Running, lost: Lost) -> TrialResult:
+    def _lost(self, running: _ClusterTrial, lost: Lost) -> TrialResult:
         """The crash of a trial whose node, or the process that held it there, is gone."""
         node_id = lost.node_id or ""
         name = next(
