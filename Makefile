@@ -12,7 +12,7 @@ VENV4 := .venv-transformers4
 EMIT := .venv-emit-
 TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
-.PHONY: check demo documents docs test test-all test-pages test-emit lint types contracts install clean-venv
+.PHONY: check demo documents docs test test-all test-pages test-emit test-ray lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -75,7 +75,7 @@ test: lint types contracts
 	$(PYTEST) --corpus $(CORPUS) --hypothesis-profile $(if $(filter sample,$(CORPUS)),quick,highwater)
 
 test-all: lint types contracts $(VENV4)/.ready
-	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep -m 'not gpu and not pages and not emit'
+	HIGHWATER_REQUIRE=transformers4 $(PYTEST) --hypothesis-profile deep -m 'not gpu and not pages and not emit and not ray'
 
 $(VENV)/.ready-pages: $(READY)
 	$(BIN)/pip install --quiet -e '.[pages]'
@@ -84,6 +84,10 @@ $(VENV)/.ready-pages: $(READY)
 # In a headless Chromium: `apt-get install chromium`. Screenshots lie in build/pages.
 test-pages: $(VENV)/.ready-pages
 	$(BIN)/pytest -n 0 -m pages tests/pages
+
+# Ray's own simulation of a cluster, on the loopback interface: one at a time.
+test-ray: $(READY)
+	$(BIN)/pytest -n 0 -m 'ray or not ray' tests/ray
 
 test-emit: $(READY) $(TRAINERS:%=$(EMIT)%/.ready)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m emit tests/emit

@@ -34,13 +34,14 @@ from highwater.memory.trace.exact import predict_exactly
 from highwater.memory.trace.timeline import timeline as draw_timeline
 from highwater.memory.trainers import by_formula, calibration_of
 from highwater.recommendation.user_measurements import OnCalibrate, own_constants, own_residuals
-from highwater.run import node_place
+from highwater.run import node_place, ray_search
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.engine_trial import EngineLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.node_place import gathered, of_all_nodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
+from highwater.run.ray_runner import RayRunner
 from highwater.run.readiness import check_machine, check_request
 from highwater.run.simulated import FormulaLaw, SimulatedRunner, TableLaw
 from highwater.run.tracing import CachedTracer, trace_directory
@@ -276,12 +277,17 @@ def compare_search(table_path: str | Path) -> tuple[MethodCount, ...]:
     return compare(table.questions, SimulatedRunner(TableLaw(capacity_tokens=table.of_one_gpu())))
 
 
+def machine_of(request: Request) -> Machine:
+    """What the trials of a request may count on: this machine, or a node of a cluster."""
+    return _machine(request)[0]
+
+
 def prepare(request: Request) -> Plan:
     """The question of a request, after every check that can be made before the first trial.
 
     Raises HighwaterError for what cannot be asked.
     """
-    machine = probe()
+    machine, of_machine = _machine(request)
     check_request(request, machine)
     planned = _planned(request, machine)
     question = planned.question
@@ -293,7 +299,7 @@ def prepare(request: Request) -> Plan:
         question.device,
         gpus=max(cell.layout.machine_gpus for cell in question.cells),
     )
-    return msgspec.structs.replace(planned, notes=planned.notes + unforeseen)
+    return msgspec.structs.replace(planned, notes=(*of_machine, *planned.notes, *unforeseen))
 
 
 def _planned(request: Request, machine: Machine) -> Plan:
@@ -319,7 +325,7 @@ def serve_node(request: Request) -> None:
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     """The trial of one length, after the same checks as ``prepare``."""
-    machine = probe()
+    machine, _ = _machine(request)
     check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
@@ -340,6 +346,19 @@ def answer(
     on disk when this raises, KeyboardInterrupt included. Where the plan's budget ends the search
     the study is not complete, and a note says so.
     """
+    try:
+        return _answer(request, planned, on_event, log_layout, command)
+    finally:
+        ray_search.leave(request)
+
+
+def _answer(
+    request: Request,
+    planned: Plan,
+    on_event: Listener | None,
+    log_layout: LogLayout,
+    command: Sequence[str],
+) -> Study:
     path = study_file(request, planned.question)
     with gathered(request, planned.question) as run_ranks:
         runner = _runner(request, log_layout, planned.question.device_total_bytes, run_ranks)
@@ -359,7 +378,10 @@ def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
         gpu.memory_total_bytes
         for gpu in used_gpus(probe(), device=spec.device, count=spec.layout.gpus)
     ]
-    return _runner(request, "rung", min(totals, default=None)).run(spec)
+    try:
+        return _runner(request, "rung", min(totals, default=None)).run(spec)
+    finally:
+        ray_search.leave(request)
 
 
 def study_file(request: Request, question: Question) -> Path | None:
@@ -372,13 +394,14 @@ def study_file(request: Request, question: Question) -> Path | None:
 def _search(
     request: Request,
     planned: Plan,
-    runner: LocalRunner | SimulatedRunner,
+    runner: LocalRunner | RayRunner | SimulatedRunner,
     path: Path,
     on_event: Listener | None,
     command: Sequence[str],
 ) -> Study:
     question = planned.question
-    where = None if question.simulated else environment()  # a dry run depends on no machine
+    # A dry run depends on no machine.
+    where = None if question.simulated else environment(machine_of(request))
     opened = partial(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
     )
@@ -408,7 +431,7 @@ def _search(
 
 
 def _budget(
-    request: Request, planned: Plan, runner: LocalRunner | SimulatedRunner
+    request: Request, planned: Plan, runner: LocalRunner | RayRunner | SimulatedRunner
 ) -> Budget | None:
     """The budget that trials on this machine have; none of a dry run, which takes no time."""
     if planned.budget_s is None or isinstance(runner, SimulatedRunner):
@@ -443,16 +466,26 @@ def _spent_note(planned: Plan, study: Study) -> str:
     )
 
 
+def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
+    """What trials run on, and what there is to say of it: this machine, or a cluster's nodes."""
+    if not request.on_ray:
+        return probe(), ()
+    chosen = ray_search.nodes_of(request)
+    return chosen.machine, chosen.notes
+
+
 def _runner(
     request: Request,
     log_layout: LogLayout,
     device_total_bytes: int | None = None,
     run_ranks: RunRanks = run_ranks_here,
-) -> LocalRunner | SimulatedRunner:
+) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
         return SimulatedRunner(
             FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes
         )
+    if request.on_ray:
+        return ray_search.runner_of(request, log_layout)
     launcher = EngineLauncher(
         log_directory=Path(request.log_dir),
         timeout_s=request.timeout_s,

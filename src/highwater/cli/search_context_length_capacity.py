@@ -1,9 +1,10 @@
 """``search_context_length_capacity``: the command line that Trinity-RFT users know, answered by
 this project's trials.
 
-The same flags, defaults, log tree and line per cell. Only a foreign cluster (``--dlc``) is refused.
-Where no GPU is visible a small model is searched on the CPU, under a memory limit that stands in
-for a GPU's. Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
+The same flags, defaults, log tree and line per cell. ``--dlc`` joins the Ray cluster that runs, as
+the original does. Where no GPU is visible a small model is searched on the CPU, under a memory
+limit that stands in for a GPU's.
+Source: Trinity-RFT, scripts/context_length_test/search_context_length_capacity.py.
 """
 
 import argparse
@@ -44,6 +45,14 @@ _CPU_MEMORY = "1GiB"
 """Memory that a process on the CPU may take, where there is no GPU."""
 _NO_CEILING = "16m"
 """Longest length of a search on GPUs: the published scan has no ceiling."""
+_DLC_NOTE = (
+    "the allocator's variable goes with each trial to its node: it need not be set before the "
+    "cluster starts"
+)
+_IN_A_JOB = (
+    "for all of them `ray start --head` on the first, and on each other the `ray start --address` "
+    "that this prints"
+)
 _FLAG_NAMES = {
     "--gpus": "--test_gpu_num",
     "--ulysses": "--test_sp_num",
@@ -68,11 +77,10 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
     settings = settings_of(arguments, os.environ)
-    place = place_of(load_model(arguments.model_path), probe(), start_tokens=arguments.start_length)
+    model, machine = load_model(arguments.model_path), _machine(arguments)
+    place = place_of(model, machine, start_tokens=arguments.start_length)
     try:
         request = request_of(arguments, settings, place)
-        if arguments.dlc:
-            raise _no_dlc(arguments)
         planned = api.prepare(request)
     except HighwaterError as error:
         error.hint = in_these_words(error.hint)
@@ -105,6 +113,7 @@ def _notes(
         *(on_the_cpu if device == "cpu" else ()),
         f"each trial saves in a directory of its own below {arguments.checkpoint_path}, which "
         f"goes with it: nothing else there is touched",
+        *((_DLC_NOTE,) if arguments.dlc else ()),
         *ignored_allocator_options(os.environ),
         *map(in_these_words, planned.notes),
     )
@@ -208,16 +217,22 @@ def request_of(
             **place,
             "log_dir": arguments.log_dir,
             "checkpoint_dir": arguments.checkpoint_path,
+            **({"runner": "ray"} if arguments.dlc else {}),
         }
     )
 
 
-def _no_dlc(arguments: argparse.Namespace) -> MachineError:
-    return MachineError(
-        "--dlc is not supported: joining the Ray cluster of a PAI DLC job. Supported: the GPUs of "
-        "the machine this is typed on",
-        hint=f"`{_command(arguments, dlc=False)}`, on one machine of the job",
-    )
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """This machine, or with ``--dlc`` a node of the cluster. Raises MachineError without one."""
+    if not arguments.dlc:
+        return probe()
+    try:
+        return api.machine_of(request_from({"model": arguments.model_path, "runner": "ray"}))
+    except MachineError as error:
+        raise MachineError(
+            f"--dlc joins the Ray cluster of the job: {error.problem}",
+            hint=f"`{_command(arguments, dlc=False)}` takes one machine of the job; {_IN_A_JOB}",
+        ) from error
 
 
 def _command(arguments: argparse.Namespace, **replaced: Any) -> str:
@@ -312,7 +327,11 @@ def _trial_flags(parser: Parser) -> None:
         help="how states are sharded (default: fsdp)",
     )
     add("--timeout", type=int, default=2400, help="seconds for one trial (default: 2400)")
-    add("--dlc", action="store_true", help="join the Ray cluster of an Aliyun PAI DLC job")
+    add(
+        "--dlc",
+        action="store_true",
+        help="join the running Ray cluster, as in an Aliyun PAI DLC job",
+    )
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
     is_left_out = request.no_diagnose or request.dry_run or request.nodes > 1
     if is_left_out or request.memory_profiler is not None:
         return None
+    if request.on_ray:  # it would have to be repeated on a GPU of the same kind
+        return None
     for trial in study.trials:
         result = trial.result
         if result is not None and result.outcome is Outcome.OUT_OF_MEMORY:

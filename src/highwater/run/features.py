@@ -36,6 +36,7 @@ _OF_TRIALS = (
     ("find and try --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
     ("find and try --optimizer adamw-8bit, adamw-bf16", "low-bit", ("torchao",)),
     ("find and try --tensorboard", "tensorboard", ("tensorboard",)),
+    ("find and try --runner ray", "ray", ("ray",)),
 )
 """What trials do with one package more, or two: the flags, the extra, the packages."""
 

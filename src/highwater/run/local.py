@@ -101,10 +101,10 @@ class LocalRunner:
             return True
         if len(running) >= self._most_at_once(spec):
             return False
-        if any(each.is_alone or each.waits for each in running) or _is_alone(spec):
+        if any(each.is_alone or each.waits for each in running) or is_alone(spec):
             return False
         taken_bytes = sum(each.host_bytes for each in running)
-        if taken_bytes + _host_bytes(spec) > self._machine.host_memory_available_bytes:
+        if taken_bytes + host_bytes(spec) > self._machine.host_memory_available_bytes:
             return False
         return spec.device == "cpu" or len(self._free_gpus()) >= spec.layout.machine_gpus
 
@@ -136,8 +136,8 @@ class LocalRunner:
         running = _Occupant(
             spec=spec,
             gpus=gpus,
-            host_bytes=_host_bytes(spec),
-            is_alone=_is_alone(spec),
+            host_bytes=host_bytes(spec),
+            is_alone=is_alone(spec),
             had_company=bool(self._running),
         )
         self._running.append(running)
@@ -164,7 +164,7 @@ class LocalRunner:
     def _launched(self, launch: Launch, running: _Occupant, on_phase: OnPhase) -> TrialResult:
         launched_at = time.monotonic()
         result = self._launch(launch, running, on_phase)
-        if running.had_company and _blames_the_host(result, launch.spec):
+        if running.had_company and blames_the_host(result, launch.spec):
             self._wait_until_alone(running)
             if launch.timeout_s is not None:
                 left_s = max(0.0, launch.timeout_s - (time.monotonic() - launched_at))
@@ -208,7 +208,7 @@ def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     )
 
 
-def _host_bytes(spec: TrialSpec) -> int:
+def host_bytes(spec: TrialSpec) -> int:
     """Host memory that a trial takes, at least: its processes, what it keeps there, and on the CPU
     all that its limit allows.
     """
@@ -216,7 +216,7 @@ def _host_bytes(spec: TrialSpec) -> int:
     return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
 
-def _is_alone(spec: TrialSpec) -> bool:
+def is_alone(spec: TrialSpec) -> bool:
     """Whether a trial keeps states in host memory, whose bandwidth and pinned pages it shares with
     whatever runs beside it.
     """
@@ -231,7 +231,7 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
     return states + staged_gradient_bytes(shape, settings, layout=layout)
 
 
-def _blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
+def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
     """Whether the machine's memory ran out, and not what the trial itself may take."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY

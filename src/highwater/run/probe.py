@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 
 They are as in the extra ``train`` of pyproject.toml.
 """
-OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49)}
+OLDEST = {"peft": (0, 17), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
@@ -68,9 +68,11 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
     )
 
 
-def environment() -> Environment:
-    """What a study records of this machine, and of the shell the variables of an allow-list."""
-    machine = probe()
+def environment(machine: Machine | None = None) -> Environment:
+    """What a study records of the machine that trials run on, by default this one, and of the shell
+    the variables of an allow-list.
+    """
+    machine = probe() if machine is None else machine
     return Environment(
         versions=machine.versions,
         driver_version=machine.driver_version,
@@ -274,9 +276,9 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def refuse_missing_package(settings: Settings) -> None:
+def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
     """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed, or too
-    old.
+    old: here, or among these ``versions`` of another machine.
     """
     package = settings.optimizer_traits.package
     needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
@@ -287,9 +289,10 @@ def refuse_missing_package(settings: Settings) -> None:
     for what, package, other in needed:
         oldest = OLDEST[package]
         hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"
-        if find_spec(package) is None:
+        is_there = find_spec(package) is not None if versions is None else package in versions
+        if not is_there:
             raise MachineError(f"{what} needs {package}, which is not installed", hint=hint)
-        installed = _version(package)
+        installed = _version(package) if versions is None else versions[package]
         if installed is not None and release_of(installed) < oldest:
             raise MachineError(f"{what} needs another {package} than {installed}", hint=hint)
 

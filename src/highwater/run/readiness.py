@@ -52,6 +52,9 @@ def check_machine(
     if request.dry_run:
         return
     check_log_directory(Path(request.log_dir))
+    if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
+        refuse_missing_package(settings, machine.versions)
+        return
     obstacles = package_obstacles(machine)
     if obstacles:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)

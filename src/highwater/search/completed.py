@@ -24,7 +24,9 @@ def completed_study(request: Request) -> Study | None:
     Nothing is run or written. Raises MachineError for a study that asks the same and is not
     finished, or not in that time: it cannot be resumed here.
     """
-    if request.study is None or request.dry_run or request.device == "cpu" or probe().gpus:
+    if request.study is None or request.dry_run or request.device == "cpu":
+        return None
+    if request.on_ray or probe().gpus:
         return None
     study = _study_of_gpus(Path(request.study))
     asked = None if study is None else _asked(request, study.question)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from highwater.spec.declaration import (
+    ADDRESS,
     CHOICE,
     COUNT,
     COUNTS,
@@ -312,6 +313,20 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
             "synthetic ones",
         ),
         Setting("device", CHOICE, _RUN, "what to train on; default: cuda where there is a GPU"),
+        Setting(
+            "runner",
+            CHOICE,
+            _RUN,
+            "where trials run: local, on this machine; ray, on the nodes of a running Ray cluster; "
+            "default: local, and ray with --address",
+        ),
+        Setting(
+            "address",
+            ADDRESS,
+            _RUN,
+            "the Ray cluster to join, from one of its machines; default: RAY_ADDRESS, or the one "
+            "that runs here",
+        ),
         Setting("log_dir", DIRECTORY, _RUN, "directory of logs and studies"),
         Setting(
             "checkpoint_dir",

@@ -4,7 +4,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import inspect
@@ -61,6 +61,8 @@ _RUNG = Settings()
 _NUMBERS = Hyperparameters()
 """Whose defaults are a request's, too."""
 
+RunnerName = Literal["local", "ray"]
+"""Who runs the trials."""
 Size = str | int
 Tokens = str | int
 Time = str | int | float
@@ -136,6 +138,8 @@ class Request(Record, frozen=True, kw_only=True):
     data: str | None = None
     attention_depth: int | None = None
     device: Device | None = None
+    runner: RunnerName | None = None
+    address: str | None = None
     log_dir: str = "./logs"
     checkpoint_dir: str | None = None
     memory_profiler: Profiling | None = None
@@ -164,6 +168,7 @@ class Request(Record, frozen=True, kw_only=True):
             _check_counts(name, getattr(self, name))
         _check_machines(self)
         _check_memory(self)
+        _check_runner(self)
         refuse_late_steps(self.memory_profiler, steps=self.steps)
         if self.start_tokens < 2:
             raise RefusedError(
@@ -182,6 +187,11 @@ class Request(Record, frozen=True, kw_only=True):
     def hyperparameters(self) -> Hyperparameters:
         """What every rung trains with."""
         return Hyperparameters(**{name: getattr(self, name) for name in DEFAULTS})
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether trials run on a Ray cluster."""
+        return self.runner == "ray" or (self.runner is None and self.address is not None)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -403,6 +413,32 @@ def _check_machines(request: Request) -> None:
         if value is not None and value < least:
             hint = f"use {least} or more, for example `{{}}`"
             raise RefusedError(name, f"{name} is {value}", hint=hint, example=least)
+
+
+def _check_runner(request: Request) -> None:
+    """Raise RefusedError for a cluster that nobody joins."""
+    if request.address is not None and request.runner == "local":
+        raise RefusedError(
+            "runner",
+            f"{request.address} is the address of a Ray cluster, and trials run on this machine",
+            hint="use `{}`, or leave the address out",
+            example="ray",
+        )
+    if request.on_ray and request.dry_run:
+        raise RefusedError(
+            "runner",
+            "a dry run trains nothing, and joins no cluster",
+            hint="use `{}`, and no address",
+            example="local",
+        )
+    if request.on_ray and request.nodes > 1:
+        raise RefusedError(
+            "nodes",
+            f"a trial across {request.nodes} machines is none of a Ray cluster, where each is on "
+            "one",
+            hint="use `{}`, or leave the runner and the address out",
+            example=1,
+        )
 
 
 def _check_memory(request: Request) -> None:

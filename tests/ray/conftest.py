@@ -1,0 +1,166 @@
+"""A Ray cluster of three nodes on this machine, a runner on it, and the processes of its trials."""
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from highwater.run.engine_trial import EngineLauncher
+from highwater.run.model_files import model_files
+from highwater.run.ray_cluster import RayCluster
+from highwater.run.ray_node import Needs
+from highwater.run.ray_placement import choose
+from highwater.run.ray_runner import RayRunner
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.settings import Settings
+from highwater.spec.trial import TrialSpec
+from highwater.units import GIB
+
+FAULTS = Path(__file__).parents[1] / "faults"
+sys.path += [str(FAULTS), str(FAULTS.parent / "unit")]
+
+from local_cluster import ON_LOOPBACK, LocalCluster, local_cluster
+from places import write_model
+from processes import MARK, marked, wait_until
+
+GONE_S = 30
+"""Bound on the time until what was ended is gone."""
+AGENTS_S = 60
+"""Seconds that Ray's agents of a node that was killed may take to notice it."""
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The mark of all that a module's tests start, in an environment without GPUs, which finds
+    ``faulty_batches``; of that nothing is left.
+    """
+    mark, folder = uuid.uuid4().hex, tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: mark,
+            "FAULTS": str(folder),
+            "TMPDIR": str(folder),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(FAULTS),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **ON_LOOPBACK,
+        }.items():
+            patch.setenv(name, value)
+        yield mark
+        wait_until(lambda: marked(mark) == [], within_s=GONE_S + AGENTS_S)
+        assert commands_under(mark) == {}
+
+
+@pytest.fixture(scope="module")
+def nodes(mark: str) -> Iterator[LocalCluster]:
+    """Three nodes of one CPU each, besides the head."""
+    with local_cluster(1, 1, 1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def trials(mark: str) -> Iterator[None]:
+    """Of a test's trials no process is left, on whichever node."""
+    yield
+    assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+
+
+def processes_of_trials(mark: str) -> list[str]:
+    """The commands of what runs trials, of all that was started under the mark."""
+    of_trials = ("highwater.run.reaper", "highwater.train", "TrialOnNode", "time.sleep(600)")
+    found = commands_under(mark).values()
+    return [words for words in found if any(part in words for part in of_trials)]
+
+
+def commands_under(mark: str) -> dict[int, str]:
+    """The commands of all that was started under the mark, by process id."""
+    found: dict[int, str] = {}
+    for pid in marked(mark):
+        with suppress(OSError):  # ended meanwhile
+            words = Path("/proc", str(pid), "cmdline").read_bytes()
+            found[pid] = words.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+TRIAL_S = 200.0
+VOCABULARY = 60_000
+"""So many that the logits of 8192 tokens do not fit where those of a few do."""
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: LocalCluster) -> Iterator[RayCluster]:
+    cluster = RayCluster(nodes.address)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny", vocab_size=VOCABULARY, num_hidden_layers=1)
+
+
+@pytest.fixture
+def runner(cluster: RayCluster, model: Path, tmp_path: Path) -> Iterator[RayRunner]:
+    runner = runner_on(cluster, model, tmp_path)
+    yield runner
+    runner.close()
+
+
+def runner_on(cluster: RayCluster, model: Path, folder: Path) -> RayRunner:
+    needs = Needs(on_gpus=False, model=model_files(model), data_module="faulty_batches")
+    return RayRunner(
+        cluster,
+        choose(cluster.read_nodes(needs), "cpu", None).nodes,
+        partial(EngineLauncher, timeout_s=TRIAL_S),
+        needs,
+        log_directory=folder / "logs",
+    )
+
+
+def trial(directory: Path, length_tokens: int, data: str | None = None) -> TrialSpec:
+    model = load_model(str(directory))
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cpu",
+        layout=Layout(),
+        settings=Settings(),
+        length_tokens=length_tokens,
+        memory_budget_bytes=GIB,
+        data=data,
+    )
+
+
+@pytest.fixture
+def pause(mark: str) -> Iterator[Path]:
+    """The file in which a length stands whose trial waits, and while it does ``hangs`` is there."""
+    path = Path(os.environ["FAULTS"], "pause")
+    yield path
+    for left in (path, path.with_name("hangs")):
+        left.unlink(missing_ok=True)
+
+
+def paused(model: Path, pause: Path, length_tokens: int = 64) -> TrialSpec:
+    pause.write_text(str(length_tokens))
+    return trial(model, length_tokens, "faulty_batches:paused")
+
+
+def holder_of_the_trial(mark: str) -> psutil.Process:
+    """The process in which Ray holds the only trial, on whichever node."""
+    (pid,) = (pid for pid, words in commands_under(mark).items() if "TrialOnNode" in words)
+    return psutil.Process(pid)
+
+
+def node_of(holder: psutil.Process) -> psutil.Process:
+    """What Ray runs on the node of such a process."""
+    node = holder.parent()
+    assert node is not None
+    return node

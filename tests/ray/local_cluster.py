@@ -1,0 +1,101 @@
+"""A Ray cluster of several nodes on this machine, on the loopback interface alone: Ray's own
+simulation, in a process of its own, so that a test holds no Ray and nothing of one is left.
+
+Run as ``python local_cluster.py CPUS...``: a node for each number, besides a head that has none.
+Prints its address; then a number on stdin adds a node with so many CPUs, answered by a line; it
+ends with its stdin.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from highwater.units import GIB, MIB
+
+NODE_BYTES = 4 * GIB
+"""Host memory that a node hands out."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Ray takes 127.0.0.1 for its address then, as it does where firewalls would ask, and tells
+nobody about it."""
+_HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+"""A node that is gone is found out within seconds, not within 20."""
+
+
+@dataclass
+class LocalCluster:
+    """A running cluster."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def add(self, cpus: int) -> None:
+        """Add a node."""
+        _pipe(self.process.stdin).write(f"{cpus}\n")
+        _pipe(self.process.stdin).flush()
+        _pipe(self.process.stdout).readline()
+
+
+@contextmanager
+def local_cluster(*cpus: int) -> Iterator[LocalCluster]:
+    """A cluster with a node for each number of CPUs."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *map(str, cpus)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ON_LOOPBACK,
+    )
+    try:
+        yield LocalCluster(process, _pipe(process.stdout).readline().strip())
+    finally:
+        _pipe(process.stdin).close()
+        process.wait(60)
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+def main() -> None:
+    talk, sys.stdout = sys.stdout, sys.stderr
+    # A socket's path has 107 characters at the most: no folder of a test's.
+    folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="hw-ray-", dir="/tmp")
+    from ray.cluster_utils import Cluster
+
+    common = {
+        "node_ip_address": "127.0.0.1",
+        "include_dashboard": False,
+        "object_store_memory": 80 * MIB,
+    }
+    head = {**common, "num_cpus": 0, "memory": MIB, "_system_config": _HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    def add(cpus: str) -> None:
+        cluster.add_node(num_cpus=int(cpus), memory=NODE_BYTES, **common)
+
+    try:
+        for cpus in sys.argv[1:]:
+            add(cpus)
+        print(cluster.address, file=talk, flush=True)
+        for line in sys.stdin:
+            add(line)
+            print("added", file=talk, flush=True)
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

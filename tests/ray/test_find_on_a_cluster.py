@@ -1,0 +1,134 @@
+"""``highwater find --runner ray`` as a user types it: on three nodes, killed in mid-trial, told to
+stop, resumed.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import GONE_S, processes_of_trials
+from local_cluster import LocalCluster
+from places import write_model
+from processes import wait_until
+
+from runner_contract import ENDS_S
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("trials")]
+
+FIND = (
+    *(
+        sys.executable,
+        "-m",
+        "highwater",
+        "find",
+        "tiny",
+        "--device",
+        "cpu",
+        "--memory",
+        "1GiB",
+        "--loss",
+        "full",
+    ),
+    *("--start-length", "32", "--resolution", "32", "--max-length", "32", "--gpus", "1", "2"),
+    *("--study", "study.jsonl", "--data", "faulty_batches:paused"),
+)
+"""Two cells of one trial each, which the pause stops at once."""
+
+
+def lines(study: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in study.read_text().splitlines()]
+
+
+def test_a_search_that_is_killed_with_9_leaves_no_process_on_any_node_and_goes_on(
+    nodes: LocalCluster, pause: Path, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny", vocab_size=512, num_hidden_layers=1)
+    pause.write_text("32")
+    words = (*FIND, "--runner", "ray", "--address", nodes.address)
+    search = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)
+    study = tmp_path / "study.jsonl"
+
+    def both_run() -> bool:
+        held = [words for words in processes_of_trials(mark) if "TrialOnNode" in words]
+        return len(held) == 2 or search.poll() is not None
+
+    assert wait_until(both_run, within_s=ENDS_S)
+    assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
+    search.send_signal(signal.SIGKILL)
+    search.wait()
+    assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
+    started = [line for line in lines(study) if line["kind"] == "trial_started"]
+    assert {line["spec"]["layout"]["gpus"] for line in started} == {1, 2}
+    pause.unlink()
+    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trials run on 3 nodes of a Ray cluster" in done.stderr
+    assert "raylet" not in done.stdout + done.stderr, "Ray says nothing"
+    counts = Counter(line["kind"] for line in lines(study))
+    assert counts["trial_started"] == 4
+    assert counts["trial_finished"] == counts["cell_answered"] == 2
+    logs = [line["result"]["log_path"] for line in lines(study) if line["kind"] == "trial_finished"]
+    assert all(Path(log).is_relative_to("logs") and Path(log).stat().st_size for log in logs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_that_is_told_to_stop_ends_what_runs_on_the_nodes(
+    number: signal.Signals,
+    nodes: LocalCluster,
+    pause: Path,
+    mark: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny", vocab_size=512, num_hidden_layers=1)
+    pause.write_text("32")
+    words = (*FIND, "--address", nodes.address)
+    pipe = subprocess.PIPE
+    search = subprocess.Popen(words, start_new_session=True, stderr=pipe, stdout=pipe, text=True)
+    assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
+    search.send_signal(number)
+    _, told = search.communicate(timeout=GONE_S)
+    assert search.returncode == 128 + number, told
+    assert processes_of_trials(mark) == []
+
+
+PUBLISHED = (
+    *("--model_path", "./small", "--start_length", "2048", "--log_dir", "./logs"),
+    *("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp"),
+    *("--save_hf_checkpoint", "last", "--timeout", "2400"),
+)
+"""The published script's own example, with fewer lengths and GPUs."""
+
+
+def test_the_published_command_answers_on_a_cluster_as_on_one_machine(
+    nodes: LocalCluster, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "small", vocab_size=512, num_hidden_layers=1)
+    command = (sys.executable, "-m", "highwater.cli.search_context_length_capacity", *PUBLISHED)
+    answers: list[list[str]] = []
+    for more in ((), ("--dlc", "--log_dir", "./logs-of-the-cluster")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            done = subprocess.run(
+                (*command, *more), capture_output=True, text=True, timeout=600, check=False
+            )
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout.splitlines())
+        assert ("nodes of a Ray cluster" in done.stderr) == bool(more)
+    # Side by side on three nodes the cells may end in another order.
+    assert sorted(answers[0]) == sorted(answers[1])
+    assert len(answers[0]) == 3
+    assert all(line.startswith("model_name = small, trainer_gpu_num = ") for line in answers[0])
+    logs = [
+        {str(path.relative_to(folder)) for path in folder.rglob("model_len-*.log")}
+        for folder in (tmp_path / "logs", tmp_path / "logs-of-the-cluster")
+    ]
+    assert logs[0] == logs[1]

@@ -1,0 +1,156 @@
+"""Placement on a Ray cluster: which nodes a search runs on, and which of them holds a trial."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import machine_with, question_of
+
+from highwater.errors import MachineError, UsageError
+from highwater.run.ray_placement import Demand, Node, Placement, choose, demand_of
+from highwater.spec.layout import Layout
+from highwater.spec.settings import Settings
+from highwater.spec.study import Cell
+from highwater.units import GIB
+
+QUESTION = question_of(gpus=[1, 2, 4])
+L4 = "NVIDIA L4"
+
+
+def node(
+    name: str,
+    *,
+    gpus: int = 0,
+    cpus: float = 8.0,
+    memory_bytes: int = 64 * GIB,
+    kind: str | None = None,
+    torch: str = "2.13.0",
+    problem: str | None = None,
+) -> Node:
+    machine = machine_with(gpus)
+    if kind is not None:
+        machine = msgspec.structs.replace(
+            machine, gpus=tuple(msgspec.structs.replace(gpu, name=kind) for gpu in machine.gpus)
+        )
+    machine = msgspec.structs.replace(machine, versions={"torch": torch})
+    return Node(
+        node_id=name,
+        cpus=cpus,
+        gpus=gpus,
+        memory_bytes=memory_bytes,
+        machine=None if problem else machine,
+        problem=problem,
+    )
+
+
+def demand(gpus: int = 1, *, whole_node: bool = False, memory_bytes: int = GIB) -> Demand:
+    return Demand(gpus, float(gpus or 1), memory_bytes, whole_node)
+
+
+def names(nodes: tuple[Node, ...]) -> list[str]:
+    return [node.node_id for node in nodes]
+
+
+def test_gpus_of_another_kind_are_kept_apart_and_named() -> None:
+    nodes = [node("a", gpus=2), node("b", gpus=8, kind=L4), node("c", gpus=8), node("d")]
+    chosen = choose(nodes, None, None)
+    assert names(chosen.nodes) == ["a", "c"]
+    assert len(chosen.machine.gpus) == 8
+    assert any("with L4" in note and "left out" in note for note in chosen.notes)
+    assert any(note == "node d is left out: it has no GPU" for note in chosen.notes)
+
+
+def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for() -> None:
+    nodes = [*(node(f"a{number}", gpus=2) for number in range(9)), node("b", gpus=4, kind=L4)]
+    assert names(choose(nodes, "cuda", [1, 4]).nodes) == ["b"]
+    assert len(choose(nodes, "cuda", [1, 2]).nodes) == 9
+    with pytest.raises(UsageError, match=r"8 GPUs are asked for.* has 4 at the most") as refused:
+        choose(nodes[-1:], "cuda", [2, 8])
+    assert refused.value.hint == "use `--gpus 2`"
+
+
+def test_two_versions_of_torch_are_not_in_one_study() -> None:
+    chosen = choose([node("a"), node("b", torch="2.12.0"), node("c")], "cpu", None)
+    assert names(chosen.nodes) == ["a", "c"]
+    assert any("torch 2.12.0 left out" in note for note in chosen.notes)
+
+
+def test_a_cluster_without_a_node_for_trials_says_what_each_lacks() -> None:
+    nodes = [node("a", problem="torch is not installed"), node("b", cpus=0)]
+    with pytest.raises(MachineError, match=r"torch is not installed.*Ray hands out no CPU"):
+        choose(nodes, "cpu", None)
+
+
+def test_small_trials_share_a_node_so_that_another_stays_free() -> None:
+    placement = Placement([node("a", gpus=4), node("b", gpus=4)])
+    firsts = [placement.take(number, demand(1)).first for number in range(3)]
+    assert len(set(firsts)) == 1
+    wide = placement.take(3, demand(4))
+    assert wide.first != firsts[0]
+    assert wide.any_of == (wide.first,)
+    assert placement.has_room(demand(1))
+    assert not placement.has_room(demand(2))
+
+
+def test_a_trial_on_the_cpu_has_a_node_of_its_own() -> None:
+    placement = Placement([node("a", cpus=4), node("b", cpus=16)])
+    alone = demand(0, whole_node=True)
+    wanted = [placement.take(number, alone) for number in range(2)]
+    assert [(each.first, each.demand.cpus) for each in wanted] == [("a", 4.0), ("b", 16.0)]
+    assert not placement.has_room(alone)
+    placement.leave(0)
+    assert placement.has_room(alone)
+
+
+def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them() -> None:
+    cell = Cell(layout=Layout(gpus=2), settings=Settings(offload=True))
+    offloads = demand_of(QUESTION.trial(cell, 4096))
+    assert offloads.whole_node
+    placement = Placement([node("a", gpus=8, memory_bytes=512 * GIB)])
+    assert placement.take(0, offloads).demand.gpus == 8
+    assert not placement.has_room(demand(1))
+
+
+def test_a_trial_is_tried_elsewhere_where_there_is_an_elsewhere() -> None:
+    nodes = [node("a", gpus=1), node("b", gpus=1)]
+    assert Placement(nodes).take(0, demand(), avoided=frozenset("a")).any_of == ("b",)
+    assert Placement(nodes[:1]).take(0, demand(), avoided=frozenset("a")).any_of == ("a",)
+
+
+def test_where_ray_has_put_a_trial_is_where_it_counts() -> None:
+    placement = Placement([node("a", gpus=1), node("b", gpus=1)])
+    first = placement.take(0, demand()).first
+    other = {"a": "b", "b": "a"}[first]
+    placement.placed(0, other)
+    assert placement.take(1, demand()).first == first
+    assert placement.beside(0) == frozenset()
+
+
+def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too() -> None:
+    placement = Placement([node("a", gpus=1)])
+    with pytest.raises(MachineError, match=r"a trial takes 2 GPUs, and no node"):
+        placement.take(0, demand(2))
+    with pytest.raises(MachineError, match=r"65\.00 GiB of host memory"):
+        placement.take(0, demand(1, memory_bytes=65 * GIB))
+    placement.nodes = ()
+    with pytest.raises(MachineError, match=r"no node of the Ray cluster is left"):
+        placement.take(0, demand(1))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    asked=st.lists(st.tuples(st.integers(1, 8), st.booleans()), max_size=20),
+)
+def test_no_node_has_more_trials_than_it_holds(
+    sizes: list[int], asked: list[tuple[int, bool]]
+) -> None:
+    nodes = {f"n{number}": size for number, size in enumerate(sizes)}
+    placement = Placement([node(name, gpus=size) for name, size in nodes.items()])
+    taken = dict.fromkeys(nodes, 0)
+    for trial, (gpus, whole_node) in enumerate(asked):
+        wanted = demand(gpus, whole_node=whole_node)
+        if gpus <= max(sizes) and placement.has_room(wanted):
+            place = placement.take(trial, wanted)
+            assert place.first in place.any_of
+            taken[place.first] += place.demand.gpus
+    assert all(taken[name] <= size for name, size in nodes.items())
