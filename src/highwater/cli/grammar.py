@@ -16,8 +16,10 @@ from highwater.emit.emitted import Target
 from highwater.errors import UsageError
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.foreign_trainer import FOREIGN
+from highwater.spec.refusals import nearest
 from highwater.spec.settings import TRAINED_OTHERWISE
-from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trainer import OURS, TRAINERS, Trainer
 from highwater.version import __version__
 
 
@@ -58,7 +60,7 @@ def grammar() -> Parser:
         "which settings.",
     )
     parser.add_argument("--version", action="version", version=f"highwater {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    subparsers = parser.add_subparsers(dest="command_name", metavar="COMMAND", parser_class=Parser)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
@@ -258,9 +260,29 @@ def _length_and_rollout(parser: Parser) -> None:
 def _trainer(parser: Parser) -> None:
     parser.add_argument(
         "--trainer",
+        dest="predicted_for",
         choices=tuple(TRAINERS),
+        type=_predicted,
         default=OURS,
         help=f"whose step is predicted (default: {OURS})",
+    )
+
+
+def _predicted(name: str) -> Trainer:
+    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
+    for known in TRAINERS:
+        if name == known:
+            return known
+    for tried, traits in FOREIGN.items():
+        if name == tried:
+            raise UsageError(
+                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"{name}` finds its capacity by trials",
+                hint=f"leave `--trainer {name}` out",
+            )
+    near = nearest(name, tuple(TRAINERS)) or OURS
+    raise UsageError(
+        f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"
     )
 
 

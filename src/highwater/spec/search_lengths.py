@@ -41,7 +41,8 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
         notes = (
             f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
         )
-    if longest > native and ends_at_native(model, request.rope):
+    is_ours = request.trainer == "highwater"  # another trainer scales positions as it likes
+    if is_ours and longest > native and ends_at_native(model, request.rope):
         refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
         longest = native
         why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"
