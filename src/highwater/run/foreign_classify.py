@@ -13,7 +13,7 @@ from typing import Literal
 from highwater.run.classify import Verdict
 from highwater.run.foreign_errors import LoggedError, ending_error, errors_of
 from highwater.run.foreign_log import LogLine, log_lines
-from highwater.run.foreign_progress import Progress, progress_of
+from highwater.run.foreign_progress import StepsShown, progress_of
 from highwater.spec.codec import Record
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.units import counted, format_seconds
@@ -92,13 +92,13 @@ def classify_foreign(spec: TrialSpec, ending: ForeignEnding) -> Verdict:
     return Verdict(Outcome.CRASHED, _crash(ending.exit_code, done, error, errors))
 
 
-def _progress(spec: TrialSpec, lines: Sequence[LogLine]) -> Progress:
+def _progress(spec: TrialSpec, lines: Sequence[LogLine]) -> StepsShown:
     pattern = None if spec.foreign is None else spec.foreign.done_pattern
     return progress_of(lines, steps=spec.steps, pattern=pattern)
 
 
 def _ended(
-    spec: TrialSpec, ending: ForeignEnding, done: Progress, error: LoggedError | None
+    spec: TrialSpec, ending: ForeignEnding, done: StepsShown, error: LoggedError | None
 ) -> Verdict:
     """Decide for a trial that was ended: by its log where that is certain, else a timeout."""
     has_run_out = error is not None and error.memory is not None
@@ -114,7 +114,7 @@ def _ended(
 def _exited_well(
     spec: TrialSpec,
     ending: ForeignEnding,
-    done: Progress,
+    done: StepsShown,
     error: LoggedError | None,
     errors: Sequence[LoggedError],
 ) -> Verdict:
@@ -142,7 +142,7 @@ def _exited_well(
     return Verdict(Outcome.FIT, f"{spec.steps} steps seen in the log, exited 0{loss}")
 
 
-def _failed_in_the_last_step(done: Progress, errors: Sequence[LoggedError]) -> LoggedError | None:
+def _failed_in_the_last_step(done: StepsShown, errors: Sequence[LoggedError]) -> LoggedError | None:
     """An allocation that failed, and was caught, between the last step and the one before.
 
     A trainer that leaves out a batch for which there is no memory counts the step all the same.
@@ -154,7 +154,7 @@ def _failed_in_the_last_step(done: Progress, errors: Sequence[LoggedError]) -> L
     return next((e for e in errors if e.memory is not None and e.at in between), None)
 
 
-def _unproven(spec: TrialSpec, done: Progress, error: LoggedError | None) -> str:
+def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> str:
     """Why a trial that exited 0 is no fit, in words."""
     if error is not None:
         return f"exited 0, {_steps(spec, done)}; its last error: {error.said}"
@@ -192,7 +192,7 @@ def _ran_out(spec: TrialSpec, error: LoggedError) -> Verdict:
 
 
 def _crash(
-    exit_code: int, done: Progress, error: LoggedError | None, errors: Sequence[LoggedError]
+    exit_code: int, done: StepsShown, error: LoggedError | None, errors: Sequence[LoggedError]
 ) -> str:
     """A crash in words: how it exited, and the error that says most."""
     if exit_code > _SIGNALLED and (name := _signal_name(exit_code - _SIGNALLED)) is not None:
@@ -204,7 +204,7 @@ def _crash(
     return f"{how}{after}" if said is None else f"{how}{after}; its last error: {said.said}"
 
 
-def _steps(spec: TrialSpec, done: Progress) -> str:
+def _steps(spec: TrialSpec, done: StepsShown) -> str:
     """How far it was seen to come."""
     if not done.is_shown and not done.steps:
         return "no step seen in its log"

@@ -36,7 +36,7 @@ _LOSS = re.compile(
 )
 
 
-class Progress(NamedTuple):
+class StepsShown(NamedTuple):
     """What a log shows of the steps."""
 
     steps: int = 0
@@ -61,10 +61,10 @@ class Progress(NamedTuple):
         return self.loss is None or math.isfinite(self.loss)
 
 
-def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> Progress:
+def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
     """What the lines show of ``steps`` steps, by a pattern or by the usual signs."""
     marks = _matched(lines, pattern, steps) if pattern else _usual(lines, steps)
-    found = Progress()
+    found = StepsShown()
     for at, done, is_over in marks:
         loss = _loss(lines[at].text)
         if done > found.steps or found.at is None:
