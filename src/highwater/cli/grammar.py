@@ -198,7 +198,7 @@ def _guide_flags(parser: Parser) -> None:
 
 def _recommend_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
-    _trainer(parser)
+    _trainer(parser, and_tried=True)
     _length_and_rollout(parser)
     _studies(parser)
     parser.add_argument(
@@ -257,14 +257,16 @@ def _length_and_rollout(parser: Parser) -> None:
     )
 
 
-def _trainer(parser: Parser) -> None:
+def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
+    """``--trainer``; ``and_tried``: those too that are not predicted, whose studies answer."""
+    studies = "; of others their studies answer" if and_tried else ""
     parser.add_argument(
         "--trainer",
         dest="predicted_for",
-        choices=tuple(TRAINERS),
-        type=_predicted,
+        choices=(*TRAINERS, *FOREIGN) if and_tried else tuple(TRAINERS),
+        type=str if and_tried else _predicted,
         default=OURS,
-        help=f"whose step is predicted (default: {OURS})",
+        help=f"whose step is predicted{studies} (default: {OURS})",
     )
 
 

@@ -4,6 +4,7 @@
 carry of one is a ``ForeignTrainer``; how it is started from that is run/foreign_commands.py.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -33,6 +34,33 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
     the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
     (run/foreign_progress.py)."""
+
+    @property
+    def title(self) -> str:
+        """Its name, for readers."""
+        return FOREIGN[self.trainer].title
+
+    @property
+    def typed(self) -> str:
+        """Its command as one types it, placeholders and all; empty where nobody typed one."""
+        return " ".join(map(_typed, self.command))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that name it."""
+        named = (
+            ("--command", self.typed or None),
+            ("--trainer-config", self.base_config_path),
+            ("--done-pattern", self.done_pattern),
+        )
+        told = (word for flag, value in named if value is not None for word in (flag, value))
+        return ("--trainer", self.trainer, *told)
+
+
+def _typed(word: str) -> str:
+    """A word of a command for a shell; braces are a shell's own only with commas between them."""
+    bare = word.replace("{", "").replace("}", "")
+    return word if bare and shlex.quote(bare) == bare else shlex.quote(word)
 
 
 class ForeignTraits(Record, frozen=True, kw_only=True):

@@ -366,9 +366,14 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """Largest peak reserved of any rank; on the CPU the largest data segment."""
+        """Largest peak reserved of any rank; on the CPU the largest data segment; of a foreign
+        trainer on GPUs, of whose allocator nothing is known, the most that the driver reported.
+        """
         memories = [rank.memory for rank in self.ranks]
-        peaks = (m.peak_reserved_bytes or m.peak_data_segment_bytes for m in memories)
+        peaks = (
+            m.peak_reserved_bytes or m.peak_data_segment_bytes or m.device_used_bytes
+            for m in memories
+        )
         return max((peak for peak in peaks if peak is not None), default=None)
 
     @property
