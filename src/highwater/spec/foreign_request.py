@@ -10,7 +10,7 @@ from highwater.errors import UsageError
 from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
-from highwater.spec.foreign_trainer import ForeignTrainer
+from highwater.spec.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.spec.request import Request
 
 _OF_FOREIGN_TRAINERS = ("command", "trainer_config", "done_pattern")
@@ -24,7 +24,8 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
 
     Raises UsageError for what it lacks, and for what says nothing of the engine.
     """
-    if request.trainer == "highwater":
+    trainer = foreign_name(request.trainer)
+    if trainer is None:
         for name in _OF_FOREIGN_TRAINERS:
             if getattr(request, name) is not None:
                 raise UsageError(
@@ -32,7 +33,7 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
                     hint=f"add `--trainer command`, or leave `{DECLARED[name].flag}` out",
                 )
         return None
-    words = _command_of(request)
+    words = _command_of(request, trainer)
     if request.proof == "memory":
         raise UsageError(
             "a memory-only trial cuts attention in this package's engine, and in no other trainer",
@@ -41,7 +42,7 @@ def foreign_of(request: Request) -> ForeignTrainer | None:
     _check_pattern(request.done_pattern)
     path = None if request.trainer_config is None else Path(request.trainer_config).absolute()
     return ForeignTrainer(
-        trainer=request.trainer,
+        trainer=trainer,
         command=words,
         base_config_path=None if path is None else str(path),
         base_config_digest=None if path is None else config_digest(path),
@@ -90,13 +91,13 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _command_of(request: Request) -> tuple[str, ...]:
+def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
     """The words of the request's command; empty for a trainer that is not told one."""
-    if request.trainer != "command":
+    if not FOREIGN[trainer].is_typed:
         return ()
     if request.command is None:
         raise UsageError(
-            "`--trainer command` without a command", hint=f"add `--command '{EXAMPLE}'`"
+            f"`--trainer {trainer}` without a command", hint=f"add `--command '{EXAMPLE}'`"
         )
     words = split_command(request.command)
     has = placeholders_of(words)
@@ -112,7 +113,7 @@ def _command_of(request: Request) -> tuple[str, ...]:
 
 def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
     """The request of a command that cannot be told a number of GPUs, and that names none: one."""
-    if foreign.trainer != "command" or request.gpus is not None:
+    if not FOREIGN[foreign.trainer].is_typed or request.gpus is not None:
         return request
     if "gpus" in placeholders_of(foreign.command):
         return request

@@ -70,6 +70,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """Its name, for readers."""
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""
+    is_typed: bool = False
+    """Whether it is a command that the user types; else its configuration says what to start."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
@@ -89,6 +91,7 @@ FROM_OUTSIDE = frozenset(
 FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     "command": ForeignTraits(
         title="your command",
+        is_typed=True,
         settings=FROM_OUTSIDE
         | {
             *("command", "ulysses", "ring", "copies"),
@@ -97,6 +100,15 @@ FOREIGN: Mapping[ForeignName, ForeignTraits] = {
     ),
 }
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
+
+
+def foreign_name(name: TriedTrainer) -> ForeignName | None:
+    """The foreign trainer of this name; None for this package's engine."""
+    for known in FOREIGN:
+        if known == name:
+            return known
+    return None
+
 
 _INSTEAD: Mapping[str, str] = {
     "dry_run": "leave `--dry-run` out: no memory law is known of it",
@@ -117,5 +129,5 @@ def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: S
         raise UsageError(
             f"{spelling.where}{title} cannot be told {DECLARED[name].words}: that is a setting of "
             "this package's engine",
-            hint=f"{leave}, and say it in the command" if trainer == "command" else leave,
+            hint=f"{leave}, and say it in the command" if FOREIGN[trainer].is_typed else leave,
         )

@@ -14,7 +14,7 @@ from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
-from highwater.spec.foreign_trainer import TriedTrainer, refuse_inexpressible
+from highwater.spec.foreign_trainer import TriedTrainer, foreign_name, refuse_inexpressible
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.lora import LoraBase
 from highwater.spec.optimizer import OptimizerName
@@ -263,9 +263,10 @@ def request_from(
         raise _mistyped(error, values, spelling) from error
     except RefusedError as error:
         raise spelling.refused(error) from error
-    if request.trainer != "highwater":
+    foreign = foreign_name(request.trainer)
+    if foreign is not None:
         named = (name for name, value in values.items() if value is not None)
-        refuse_inexpressible(request.trainer, named, spelling)
+        refuse_inexpressible(foreign, named, spelling)
     return request
 
 
