@@ -38,6 +38,7 @@ from highwater.run import node_place, ray_search
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.engine_trial import EngineLauncher
+from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.node_place import gathered, of_all_nodes
 from highwater.run.probe import environment, gpus_meant, host_meant, probe
@@ -56,6 +57,7 @@ from highwater.search.search_events import SearchEvent
 from highwater.spec.hardware import Kernel, Machine, kernels
 from highwater.spec.model import load_model
 from highwater.spec.plan import Plan, plan, plan_trial
+from highwater.spec.protocols import Launcher
 from highwater.spec.published import read_capacity_table
 from highwater.spec.request import Request, request_from
 from highwater.spec.study import Question, Study
@@ -486,7 +488,19 @@ def _runner(
         )
     if request.on_ray:
         return ray_search.runner_of(request, log_layout)
-    launcher = EngineLauncher(
+    at_once = request.max_concurrent_trials if request.nodes == 1 else 1
+    return LocalRunner(_launcher(request, log_layout, run_ranks), most_trials=at_once)
+
+
+def _launcher(request: Request, log_layout: LogLayout, run_ranks: RunRanks) -> Launcher:
+    if request.trainer != OURS:
+        return ForeignLauncher(
+            log_directory=Path(request.log_dir),
+            timeout_s=request.timeout_s,
+            log_layout=log_layout,
+            allow_busy=request.allow_busy,
+        )
+    return EngineLauncher(
         log_directory=Path(request.log_dir),
         timeout_s=request.timeout_s,
         log_layout=log_layout,
@@ -499,5 +513,3 @@ def _runner(
         profiling=request.memory_profiler,
         run_ranks=run_ranks,
     )
-    at_once = request.max_concurrent_trials if request.nodes == 1 else 1
-    return LocalRunner(launcher, most_trials=at_once)

@@ -147,7 +147,7 @@ def test_a_command_within_a_sentence_is_one_of_the_grammar(command: str, documen
     if len(words) == 1 and words[0] in COMMANDS_NEEDING_MORE:
         assert words[0] in commands()
     else:
-        assert parse([word.strip("[]") for word in words]).command == words[0], document
+        assert parse([word.strip("[]") for word in words]).command_name == words[0], document
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from processes import MARK, marked
+
+from highwater.run import kernel_kills
 
 
 @pytest.fixture
@@ -71,3 +73,29 @@ def _model(directory: Path, *, vocab_size: int) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[[int], Path]]:
+    """Makes control groups with a limit, below this process's own."""
+    made: list[Path] = []
+
+    def group(limit_bytes: int) -> Path:
+        for counter in kernel_kills.counters():
+            directory = counter.parent / f"highwater-test-{uuid.uuid4().hex}"
+            try:
+                directory.mkdir()
+                made.append(directory)
+                limits = ("memory.swappiness", "0"), ("memory.limit_in_bytes", str(limit_bytes))
+                if counter.name == "memory.events":
+                    limits = ("memory.max", str(limit_bytes)), ("memory.swap.max", "0")
+                for name, value in limits:
+                    (directory / name).write_text(value)
+            except OSError:
+                continue
+            return directory
+        pytest.skip("this machine lets nobody make a control group")
+
+    yield group
+    for directory in made:
+        directory.rmdir()

@@ -6,15 +6,13 @@ import ipaddress
 import json
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import marked
 
 import highwater
-from highwater.run import kernel_kills
 from highwater.spec.codec import from_json
 from highwater.spec.trial import Outcome, TrialResult
 
@@ -221,32 +219,6 @@ def test_an_error_that_is_no_text_keeps_its_reason(attempt: Attempt) -> None:
 GROUP_BYTES = 768 * 2**20
 """Enough for a trial of two processes that takes nothing more; less than the 1 GiB that each may
 have."""
-
-
-@pytest.fixture
-def groups() -> Iterator[Callable[[int], Path]]:
-    """Makes control groups with a limit, below this process's own."""
-    made: list[Path] = []
-
-    def group(limit_bytes: int) -> Path:
-        for counter in kernel_kills.counters():
-            directory = counter.parent / f"highwater-test-{uuid.uuid4().hex}"
-            try:
-                directory.mkdir()
-                made.append(directory)
-                limits = ("memory.swappiness", "0"), ("memory.limit_in_bytes", str(limit_bytes))
-                if counter.name == "memory.events":
-                    limits = ("memory.max", str(limit_bytes)), ("memory.swap.max", "0")
-                for name, value in limits:
-                    (directory / name).write_text(value)
-            except OSError:
-                continue
-            return directory
-        pytest.skip("this machine lets nobody make a control group")
-
-    yield group
-    for directory in made:
-        directory.rmdir()
 
 
 def attempt_in(group: Path, model: Path, data: str, gpus: int) -> TrialResult:

@@ -88,7 +88,7 @@ def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
 
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
-    if arguments.command is None:
+    if arguments.command_name is None:
         sys.stderr.write(usage())
         return EXIT_USER
     # here, so that a slip in the grammar is told at once
@@ -124,7 +124,7 @@ def _run(words: Sequence[str]) -> int:
         "schema": commands.schema,
         "compare-search": commands.compare_search,
     }
-    return handlers[arguments.command](arguments)
+    return handlers[arguments.command_name](arguments)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from highwater.spec.plan import Plan
 from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
     base_notes,
+    foreign_notes,
     memory_notes,
     offload_notes,
     optimizer_notes,
@@ -47,7 +48,7 @@ from highwater.spec.plan_notes import (
 from highwater.spec.request import Request
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import Question, Study
-from highwater.spec.trial import TrialResult
+from highwater.spec.trial import TrialResult, TrialSpec
 from highwater.store.directory import newest_studies
 from highwater.store.trial_snapshots import snapshot_lines, study_snapshot_lines
 from highwater.units import MIB, format_tokens
@@ -94,16 +95,11 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = api.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    is_limited, model = request.memory is not None, load_model(request.model)
+    is_limited = request.memory is not None
     console.notes(
         (
             *memory_notes(spec.memory_budget_bytes, is_named=is_limited, device=spec.device),
-            *optimizer_notes(spec.settings),
-            *base_notes(spec.settings),
-            *offload_notes(spec.settings, spec.device),
-            *own_code_notes(model),
-            *yarn_notes(model, spec.length_tokens, request.rope),
-            *weights_notes(model, spec.settings, simulated=request.dry_run),
+            *_trial_notes(request, spec),
         )
     )
     console.talk(
@@ -124,6 +120,21 @@ def try_(arguments: argparse.Namespace) -> int:
         budget_bytes = None if is_limited else spec.memory_budget_bytes
         console.next_command(_after_try(arguments.command_line, budget_bytes))
     return _trial_exit_code(result)
+
+
+def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
+    """What a user should know of one trial before it starts."""
+    if spec.foreign is not None:
+        return foreign_notes(request, spec.foreign, spec.device)
+    model = load_model(request.model)
+    return (
+        *optimizer_notes(spec.settings),
+        *base_notes(spec.settings),
+        *offload_notes(spec.settings, spec.device),
+        *own_code_notes(model),
+        *yarn_notes(model, spec.length_tokens, request.rope),
+        *weights_notes(model, spec.settings, simulated=request.dry_run),
+    )
 
 
 def show(arguments: argparse.Namespace) -> int:

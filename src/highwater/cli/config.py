@@ -16,6 +16,7 @@ from highwater.errors import UsageError
 from highwater.spec.codec import json_schema, to_builtins
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
+from highwater.spec.foreign_trainer import FOREIGN, foreign_name
 from highwater.spec.request import PACKINGS, Request, request_from
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -45,9 +46,13 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 def to_yaml(request: Request) -> str:
     """The configuration that asks the same as the request, every setting spelled out that has a
-    value in it.
+    value in it; of a foreign trainer those that it can be told.
     """
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
+    foreign = foreign_name(request.trainer)
+    if foreign is not None:
+        told = FOREIGN[foreign].settings
+        settings = {name: value for name, value in settings.items() if name in told}
     if request.token_budget is not None:
         del settings["sequences_per_micro_batch"]
     settings = {

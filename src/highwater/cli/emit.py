@@ -38,7 +38,7 @@ def emit(arguments: argparse.Namespace) -> int:
     """
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     refuse_unknown_settings(arguments.for_, settings)
-    arguments.trainer = TARGETS[arguments.for_].predicted_for
+    arguments.predicted_for = TARGETS[arguments.for_].predicted_for
     if arguments.output is not None:
         if not arguments.output:
             raise UsageError("a folder without a name", hint="use `-o emitted`")
@@ -85,7 +85,7 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
             gpus=arguments.cluster,
             gpu_memory=arguments.gpu_memory,
             rollout_gpus=arguments.rollout_gpus,
-            trainer=arguments.trainer,
+            trainer=arguments.predicted_for,
             settings=settings,
         )
     if draft is not None:

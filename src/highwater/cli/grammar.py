@@ -16,8 +16,10 @@ from highwater.emit.emitted import Target
 from highwater.errors import UsageError
 from highwater.spec.declaration import CommandName
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.foreign_trainer import FOREIGN
+from highwater.spec.refusals import nearest
 from highwater.spec.settings import TRAINED_OTHERWISE
-from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trainer import OURS, TRAINERS, Trainer
 from highwater.version import __version__
 
 
@@ -58,7 +60,7 @@ def grammar() -> Parser:
         "which settings.",
     )
     parser.add_argument("--version", action="version", version=f"highwater {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    subparsers = parser.add_subparsers(dest="command_name", metavar="COMMAND", parser_class=Parser)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
@@ -196,7 +198,7 @@ def _guide_flags(parser: Parser) -> None:
 
 def _recommend_flags(parser: Parser) -> None:
     _gpus_that_need_not_be_here(parser)
-    _trainer(parser)
+    _trainer(parser, and_tried=True)
     _length_and_rollout(parser)
     _studies(parser)
     parser.add_argument(
@@ -255,12 +257,34 @@ def _length_and_rollout(parser: Parser) -> None:
     )
 
 
-def _trainer(parser: Parser) -> None:
+def _trainer(parser: Parser, *, and_tried: bool = False) -> None:
+    """``--trainer``; ``and_tried``: those too that are not predicted, whose studies answer."""
+    studies = "; of others their studies answer" if and_tried else ""
     parser.add_argument(
         "--trainer",
-        choices=tuple(TRAINERS),
+        dest="predicted_for",
+        choices=(*TRAINERS, *FOREIGN) if and_tried else tuple(TRAINERS),
+        type=str if and_tried else _predicted,
         default=OURS,
-        help=f"whose step is predicted (default: {OURS})",
+        help=f"whose step is predicted{studies} (default: {OURS})",
+    )
+
+
+def _predicted(name: str) -> Trainer:
+    """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
+    for known in TRAINERS:
+        if name == known:
+            return known
+    for tried, traits in FOREIGN.items():
+        if name == tried:
+            raise UsageError(
+                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"{name}` finds its capacity by trials",
+                hint=f"leave `--trainer {name}` out",
+            )
+    near = nearest(name, tuple(TRAINERS)) or OURS
+    raise UsageError(
+        f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"
     )
 
 

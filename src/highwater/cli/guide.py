@@ -32,7 +32,7 @@ def guide(arguments: argparse.Namespace) -> int:
         *arguments.sources,
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
         gpus=[word for word in arguments.cluster if not word.endswith(_FILES)],
-        trainer=arguments.trainer,
+        trainer=arguments.predicted_for,
         gpu_memory=arguments.gpu_memory,
         sequences_per_micro_batch=arguments.sequences_per_micro_batch,
         ulysses=arguments.ulysses,
@@ -46,7 +46,7 @@ def guide(arguments: argparse.Namespace) -> int:
     )
     console.notes(made.notes)
     if output is not None:
-        is_replayed = TRAINERS[arguments.trainer].traces == "bundled"
+        is_replayed = TRAINERS[arguments.predicted_for].traces == "bundled"
         if output.suffix == guiding.PAGE and arguments.predict and is_replayed:
             console.talk(
                 "the page's chooser: a quarter of a minute for each model and number of GPUs "

@@ -62,7 +62,11 @@ def _instead(
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
         return None, ()
     model, settings = named_model(arguments, [], example=_EXAMPLE)
-    shared = {"gpus": arguments.cluster, "trainer": arguments.trainer, **typed_limits(arguments)}
+    shared = {
+        "gpus": arguments.cluster,
+        "trainer": arguments.predicted_for,
+        **typed_limits(arguments),
+    }
     longest = None
     if prediction.length_tokens is not None:
         longest = api.predict(model, constants=arguments.constants, **shared, **settings)
@@ -81,7 +85,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
         model,
         gpus=arguments.cluster,
         length=arguments.length,
-        trainer=arguments.trainer,
+        trainer=arguments.predicted_for,
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
@@ -96,13 +100,13 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
 def _against(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
     result: TableAccuracy = api.predict_against(
-        arguments.against, trainer=arguments.trainer, **typed_limits(arguments)
+        arguments.against, trainer=arguments.predicted_for, **typed_limits(arguments)
     )
     if arguments.json:
         console.answer_json(result)
     else:
         console.answer_table(
-            accuracy_table(result, name=f"{arguments.against}, trainer {arguments.trainer}")
+            accuracy_table(result, name=f"{arguments.against}, trainer {arguments.predicted_for}")
         )
         console.next_command(shlex.join((*arguments.command_line, "--json")))
     return EXIT_ANSWERED

@@ -285,7 +285,8 @@ def _ended(spec: TrialSpec, result: TrialResult) -> str:
     kind = "" if is_told else " (memory-only)"
     took = f" in {format_seconds(result.wall_s)}" if result.wall_s else ""
     bytes_ = result.peak_reserved_bytes
-    peak = "" if bytes_ is None else f", {format_bytes(bytes_)} at the peak"
+    sampled = "" if spec.foreign is None else ", sampled"
+    peak = "" if bytes_ is None else f", {format_bytes(bytes_)} at the peak{sampled}"
     is_fit = result.outcome.is_fit
     reason = "" if is_fit else f": {_why(spec, result)}"
     length = format_tokens(spec.length_tokens)

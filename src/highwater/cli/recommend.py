@@ -17,7 +17,7 @@ from highwater.spec.declaration import flag_of, words_of
 from highwater.spec.hardware import runs_trials
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import request_from, trial_flags
-from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trainer import OURS, predicted_traits
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -36,9 +36,10 @@ def recommend(arguments: argparse.Namespace) -> int:
     else:
         console.answer(f"{recommendation_answer(found)}\n")
         is_explained = arguments.explain
+        is_listed = arguments.list_ and found.chosen and predicted_traits(found.trainer)
         tables = (
             (rung_list(found, is_explained=is_explained),)
-            if arguments.list_ and found.chosen
+            if is_listed
             else recommendation_tables(found, is_explained=is_explained)
         )
         for number, table in enumerate(tables):
@@ -62,7 +63,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
         length=arguments.length,
         gpus=arguments.cluster,
         rollout_gpus=arguments.rollout_gpus,
-        trainer=arguments.trainer,
+        trainer=arguments.predicted_for,
         studies=arguments.studies,
         **typed_limits(arguments),
         **settings,
@@ -75,9 +76,11 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     ``_next_without_any``.
     """
     model = str(typed_values(arguments)["model"])
+    trainer = predicted_traits(found.trainer)
+    if trainer is None:  # the study has the command that trained so
+        return shlex.join(("highwater", "report", found.candidates[0].found_in))
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
-    trainer = TRAINERS[found.trainer]
     is_several = found.chosen.cell.layout.is_several_machines
     has_trial = not is_several and runs_trials(found.device_name)
     if not has_trial and not arguments.list_:
@@ -123,7 +126,7 @@ def words_again(
         "--gpus": arguments.cluster,
         "--length": arguments.length,
         "--rollout-gpus": getattr(arguments, "rollout_gpus", 0) or None,
-        "--trainer": None if arguments.trainer == OURS else arguments.trainer,
+        "--trainer": None if arguments.predicted_for == OURS else arguments.predicted_for,
         "--study": getattr(arguments, "studies", ()) or None,
         "--gpu-memory": arguments.gpu_memory,
         "--host-memory": arguments.host_memory,

@@ -21,7 +21,7 @@ from highwater.spec.objective import Objective
 from highwater.spec.optimizer import OptimizerName
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings import Settings
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import step_in_words
 from highwater.units import format_bytes, format_tokens
 
 Target = Literal[
@@ -269,7 +269,7 @@ def _behind(found: Recommendation, chosen: Candidate, other: str) -> str:
         return f"{chosen.source}, {found.accuracy}"
     why = found.accuracy if chosen.source == "predicted" else f"in {chosen.found_in}"
     warning = f". {other} itself was not measured and may take more: leave it headroom"
-    behind = f"{chosen.source} for {TRAINERS[found.trainer].step} ({why})"
+    behind = f"{chosen.source} for {step_in_words(found.trainer)} ({why})"
     return f"{behind}{warning if other else ''}"
 
 

@@ -23,6 +23,16 @@ def obstacle(
     study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
 ) -> str | None:
     """Why a study says nothing of a model on such GPUs, in words; None when it does."""
+    foreign = study.question.foreign
+    if foreign is not None:
+        return f"its trainer is {foreign.title}; `--trainer {foreign.trainer}` recommends from it"
+    return elsewhere(study, model=model, device_name=device_name, memory_limit=memory_limit)
+
+
+def elsewhere(
+    study: Study, *, model: Model, device_name: str, memory_limit: MemoryLimit
+) -> str | None:
+    """Why a study, whoever trained, is of another model or of other GPUs; None where it is not."""
     question = study.question
     if question.simulated:
         return "its trials were simulated: nothing was measured"

@@ -12,7 +12,7 @@ from highwater.spec.host_memory import THIS_MACHINE
 from highwater.spec.recommendation import Alternative, Recommendation
 from highwater.spec.settings import Settings
 from highwater.spec.settings_words import settings_in_words
-from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trainer import OURS, AnyTrainer, predicted_traits, trainer_title
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _LACKS = {"device": "of each GPU", "host": "of host memory"}
@@ -53,7 +53,8 @@ def recommendation_answer(found: Recommendation) -> str:
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
-        said = f"No: {model} does not train at {tokens} tokens on {where}, predicted."
+        how = "predicted" if predicted_traits(found.trainer) else "measured"
+        said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
         is_scaled = found.length_tokens > found.native_length_tokens
         return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
     how = settings_in_words(
@@ -80,11 +81,18 @@ def recommendation_answer(found: Recommendation) -> str:
 
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    trainer = "" if found.trainer == OURS else f" for {TRAINERS[found.trainer].title}'s trainer"
+    trainer = _whose(found.trainer)
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
         return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
     return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+
+
+def _whose(trainer: AnyTrainer) -> str:
+    if trainer == OURS:
+        return ""
+    title = trainer_title(trainer)
+    return f" with {title}" if predicted_traits(trainer) is None else f" for {title}'s trainer"
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:

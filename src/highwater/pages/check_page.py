@@ -10,7 +10,7 @@ from highwater.pages.text import plain
 from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings_words import settings_in_words
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import predicted_traits, step_in_words
 from highwater.units import counted, format_bytes, format_tokens
 
 _STEPS = 10
@@ -86,9 +86,9 @@ def _predicted(found: Recommendation, chosen: Candidate) -> list[str]:
 
 def _behind(found: Recommendation, chosen: Candidate, emitted: Emitted, *, name: str) -> str:
     """Whose memory that is."""
-    trainer = TRAINERS[found.trainer]
-    whose = f"These numbers are {chosen.source} for {trainer.step}."
-    if trainer.target == emitted.target:
+    trainer = predicted_traits(found.trainer)
+    whose = f"These numbers are {chosen.source} for {step_in_words(found.trainer)}."
+    if trainer is not None and trainer.target == emitted.target:
         return whose
     return f"{whose} {name} itself was not measured, and may take more."
 

@@ -94,6 +94,9 @@ class Frontier(NamedTuple):
     """The longest length that was asked about, whether it fits or not."""
     rank_word: str = "GPU"
     """What each of the ranks runs on."""
+    scales_positions: bool = True
+    """Whether YaRN scales positions past the native length; what another trainer does is not
+    known."""
 
     @property
     def longest(self) -> Reach | None:
@@ -166,7 +169,7 @@ def headline(frontier: Frontier) -> Headline:
     if at_least:
         what = "the longest that was asked about"
     left = None if point is None else point.left_bytes
-    is_scaled = tokens > frontier.native_length_tokens
+    is_scaled = frontier.scales_positions and tokens > frontier.native_length_tokens
     return Headline(
         number=f"{'≥ ' if at_least else ''}{format_tokens(tokens)}",
         what=f"{what}, {row.source}",

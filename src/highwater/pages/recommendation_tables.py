@@ -18,7 +18,7 @@ from highwater.spec.headroom import RISK_IN_WORDS
 from highwater.spec.recommendation import Alternative, Candidate, Recommendation, StepTime
 from highwater.spec.rope import Yarn
 from highwater.spec.settings_words import short_settings
-from highwater.spec.trainer import OURS, TRAINERS
+from highwater.spec.trainer import OURS, predicted_traits, trainer_title
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
@@ -34,6 +34,8 @@ def recommendation_tables(
     """The answer's tables, in the order in which they are read; one caveat comes last, or with
     ``is_explained`` all that is known of such answers.
     """
+    if predicted_traits(found.trainer) is None:
+        return (_tried_table(found),)
     if found.chosen is None:
         tables = (_why_table(found), *((_alternative_table(found),) if found.alternatives else ()))
     else:
@@ -42,6 +44,28 @@ def recommendation_tables(
         bought = (_next_table(found.chosen, longer, found),) if longer else ()
         tables = (_chosen_table(found, found.chosen), *why, *bought)
     return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
+
+
+def _tried_table(found: Recommendation) -> TextTable:
+    """What studies of a foreign trainer say of a length: all that was tried, the simplest first."""
+    return TextTable(
+        title=f"{_title(found)}: measured",
+        columns=("settings", "SP", "this length", "trains up to", "headroom, sampled"),
+        rows=tuple(
+            (
+                *_names(each)[:2],
+                "fits" if each.fits else reason(each),
+                _capacity(each, found).rstrip("*"),
+                _headroom(each),
+            )
+            for each in found.candidates
+        ),
+        footnotes=(
+            found.accuracy,
+            *dict.fromkeys(plain(each.found_in) for each in found.candidates),
+        ),
+        left_columns=3,
+    )
 
 
 def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable:
@@ -218,7 +242,7 @@ def _title(found: Recommendation) -> str:
     each = f", {format_bytes(found.device_bytes)} each" if found.device_bytes else ""
     where = f"{found.gpus} x {plain(found.device_name)}{each}"
     rollout = f", besides {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
-    trainer = "" if found.trainer == OURS else f", trained by {TRAINERS[found.trainer].title}"
+    trainer = "" if found.trainer == OURS else f", trained by {trainer_title(found.trainer)}"
     return (
         f"{plain(found.model_name)}, {format_tokens(found.length_tokens)} tokens on "
         f"{where}{rollout}{trainer}"
@@ -381,7 +405,7 @@ def _explanations(found: Recommendation) -> Iterator[str]:
 def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
     is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
     where = "predicted " if is_all else "where it says predicted: "
-    if MEMORY[found.trainer].residuals is not None:
+    if any(name == found.trainer and row.residuals is not None for name, row in MEMORY.items()):
         yield (
             f"{where}by formula, nothing was run, with {format_bytes(found.margin_bytes)} of "
             f"headroom: `{plain(first.found_in)} --explain` says more"

@@ -13,7 +13,7 @@ from highwater.spec.model import load_model
 from highwater.spec.query import Query
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, Study
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import TRAINERS, predicted_trainer
 
 _RECOMMENDED = ("allocator", "loss", "offload")
 """Settings that differ among what is recommended."""
@@ -32,6 +32,8 @@ _NOT_ASKED = tuple(
 def query_of_study(study: Study) -> Query | None:
     """The query about a study's model and GPUs; None where ``recommend`` cannot be asked it."""
     question, kind = study.question, kind_of(study.question.device_name)
+    if question.foreign is not None:
+        return None
     names = (question.model.name, question.model.directory)
     model = _model_words(names, question.model.config_digest)
     settings = _settings(question.cells)
@@ -80,9 +82,10 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
 def query_of_table(capacity: Capacity) -> Query | None:
     """The query of a formula about a published capacity's model and GPUs."""
     kind = kind_of(capacity.device_name)
-    if kind is None:
+    trainer = predicted_trainer(capacity.trainer)
+    if kind is None or trainer is None:
         return None
-    return Query(model=capacity.model_name, kind=kind.name, trainer=capacity.trainer)
+    return Query(model=capacity.model_name, kind=kind.name, trainer=trainer)
 
 
 def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:

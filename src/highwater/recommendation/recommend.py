@@ -25,16 +25,24 @@ from highwater.memory.question import memory_limit_of, with_usual_host
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.recommendation.alternatives import alternatives
 from highwater.recommendation.candidates import Goal, predicted_candidates
+from highwater.recommendation.tried import tried_recommendation
 from highwater.run.probe import gpus_meant, host_meant
 from highwater.spec.cluster import Cluster
-from highwater.spec.declared_settings import TOPICS
+from highwater.spec.declared_settings import DECLARED, TOPICS
 from highwater.spec.headroom import default_headroom_bytes
 from highwater.spec.model import load_model
 from highwater.spec.recommendation import Alternative, Candidate, Recommendation
 from highwater.spec.request import request_from
 from highwater.spec.rope import yarn
 from highwater.spec.study import Question, Study, counted_ranks
-from highwater.spec.trainer import OURS, TRAINERS, Trainer
+from highwater.spec.trainer import (
+    OURS,
+    TRAINERS,
+    AnyTrainer,
+    Trainer,
+    predicted_trainer,
+    trainer_title,
+)
 from highwater.store.journal import read_study
 from highwater.units import parse_memory, parse_tokens
 
@@ -45,7 +53,7 @@ def recommend(
     length: int | str,
     gpus: str | int | None = None,
     rollout_gpus: int = 0,
-    trainer: Trainer = OURS,
+    trainer: AnyTrainer = OURS,
     studies: Sequence[str | Path] = (),
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
@@ -58,18 +66,52 @@ def recommend(
     are set aside: the others are the trainer's, and every count is of these. ``studies`` are files
     that ``highwater find`` wrote: where one tells of a cell, of this model on as many GPUs of this
     kind, that is taken and labelled measured. The other cells are predicted by formula, and fit
-    where the upper end of the interval does.
+    where the upper end of the interval does. With a ``trainer`` that is tried alone, a foreign one,
+    nothing is predicted: its studies alone answer.
 
     The other arguments, and ``settings``, are those of ``predict``. Nothing is run. Raises
     HighwaterError for what cannot be asked.
     """
-    _check(trainer, studies, settings)
+    known = predicted_trainer(trainer)
+    if known is not None:
+        _check(known, studies, settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
-    goal = _goal(model, parse_tokens(str(length)), where, limit, trainer, settings)
     recorded = [read_study(Path(path)) for path in studies]
+    if known is None:
+        return _tried(model, parse_tokens(str(length)), where, limit, trainer, recorded, settings)
+    goal = _goal(model, parse_tokens(str(length)), where, limit, known, settings)
     return _recommended(
         goal, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved))
+    )
+
+
+def _tried(
+    model: str,
+    length_tokens: int,
+    where: Cluster,
+    limit: MemoryLimit,
+    trainer: AnyTrainer,
+    studies: Sequence[Study],
+    settings: Mapping[str, Any],
+) -> Recommendation:
+    """What the studies of a foreign trainer say; it is told no settings but a headroom."""
+    others = [name for name in settings if name != "headroom"]
+    if others:
+        row = DECLARED[others[0]]
+        raise UsageError(
+            f"a {row.words}, and what is recommended is what studies of {trainer_title(trainer)} "
+            "found",
+            hint=f"leave `{row.flag}` out",
+        )
+    return tried_recommendation(
+        model,
+        length_tokens=length_tokens,
+        where=where,
+        memory_limit=limit,
+        trainer=trainer,
+        studies=studies,
+        margin_bytes=parse_memory(str(settings.get("headroom", 0))),
     )
 
 

@@ -14,6 +14,7 @@ from highwater.spec.profiling import Profiling
 from highwater.spec.request import Request
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RecordedTrial, Study
+from highwater.spec.trainer import OURS
 from highwater.spec.trial import Outcome, TrialSpec
 from highwater.store.trial_snapshots import recorded_snapshots
 from highwater.units import format_tokens
@@ -59,6 +60,8 @@ def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
     if is_left_out or request.memory_profiler is not None:
         return None
     if request.on_ray:  # it would have to be repeated on a GPU of the same kind
+        return None
+    if request.trainer != OURS:  # no other trainer records its memory for us
         return None
     for trial in study.trials:
         result = trial.result

@@ -1,5 +1,6 @@
 """Readiness: what would make every trial of a request fail, said before the first one starts."""
 
+import shutil
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
@@ -11,6 +12,7 @@ from highwater.run.probe import (
     refuse_torch_without_gpu,
     refuse_unreadable_gpus,
 )
+from highwater.spec.command_template import split_command
 from highwater.spec.footprint import checkpoint_bytes
 from highwater.spec.hardware import Machine, refuse_unfit_gpu
 from highwater.spec.model import load_model
@@ -18,6 +20,7 @@ from highwater.spec.profiling import refuse_profiling
 from highwater.spec.request import Request
 from highwater.spec.settings import Settings
 from highwater.spec.time_limits import SHORTEST_TIMEOUT_S
+from highwater.spec.trainer import OURS
 from highwater.spec.trial import Device
 from highwater.spec.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
@@ -55,6 +58,9 @@ def check_machine(
     if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
         refuse_missing_package(settings, machine.versions)
         return
+    if request.trainer != OURS:
+        _check_around_a_trainer(request, machine, device, gpus=gpus)
+        return
     obstacles = package_obstacles(machine)
     if obstacles:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
@@ -70,3 +76,22 @@ def check_machine(
     needed = checkpoint_bytes(load_model(request.model).shape, settings, device)
     if any(needed):
         check_checkpoint_directory(Path(request.checkpoint_dir or request.log_dir), needed)
+
+
+def _check_around_a_trainer(
+    request: Request, machine: Machine, device: Device, *, gpus: int
+) -> None:
+    """Raise for what a trial of a foreign trainer does not find here: its program, free GPUs. What
+    it needs besides is its own affair.
+    """
+    if request.command is not None:
+        program = split_command(request.command)[0]
+        if "{" not in program and shutil.which(program) is None:
+            raise UsageError(
+                f"the command's program {program!r} is not found, or cannot be run",
+                hint="give its whole path, or a program in PATH: `--command 'python ...'`",
+            )
+    if device == "cuda":
+        refuse_unreadable_gpus(machine, count=gpus)
+        if not request.allow_busy:
+            refuse_busy_gpus(machine, count=gpus)

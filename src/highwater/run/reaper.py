@@ -10,6 +10,7 @@ that failed (128 + n for signal n). Options:
 
     --remove DIRECTORY    made for the command alone: removed once nobody is left who writes to it
     --inherit DIRECTORY   the parent's to remove: removed where the parent is dead by then
+    --data-bytes N        what it starts has at most so large a data segment (RLIMIT_DATA), each
     --ranks N FOLDER FIRST WORLD STORE
                           N processes of the command, from the rank FIRST on of WORLD; in the folder
                           it is written how they ended (``RankShare`` of ranks.py)
@@ -20,6 +21,7 @@ Linux only: it stands on two prctl options, source: prctl(2).
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -65,13 +67,16 @@ def under_reaper(
     remove: Sequence[str | Path] = (),
     inherit: Sequence[str | Path] = (),
     ranks: RankShare | None = None,
+    data_bytes: int | None = None,
 ) -> list[str]:
     """The command that runs ``command`` under a reaper that this process holds.
 
-    ``remove``, ``inherit`` and ``ranks`` become the reaper's options.
+    ``remove``, ``inherit``, ``ranks`` and ``data_bytes`` become the reaper's options.
     """
     options = [word for directory in remove for word in ("--remove", str(directory))]
     options += [word for directory in inherit for word in ("--inherit", str(directory))]
+    if data_bytes is not None:
+        options += ["--data-bytes", str(data_bytes)]
     if ranks is not None:
         options += ["--ranks", *ranks.words]
     return module("highwater.run.reaper", str(os.getpid()), *options, *command)
@@ -83,23 +88,26 @@ def main() -> NoReturn:
     own: list[str] = []
     inherited: list[str] = []
     ranks: RankShare | None = None
+    data_bytes: int | None = None
     while command[0].startswith("--"):
         option, value, *command = command
         if option == "--ranks":
             ranks, command = RankShare.of([value, *command[:4]]), command[4:]
+        elif option == "--data-bytes":
+            data_bytes = int(value)
         else:
             {"--remove": own, "--inherit": inherited}[option].append(value)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    ends = _run(command, ranks) if os.getppid() == parent else None
+    ends = _run(command, ranks, data_bytes) if os.getppid() == parent else None
     _kill_descendants()
     for directory in own if os.getppid() == parent else own + inherited:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_ENDED if ends is None else _status(ends))
 
 
-def _run(command: Sequence[str], ranks: RankShare | None) -> Ends | None:
+def _run(command: Sequence[str], ranks: RankShare | None, data_bytes: int | None) -> Ends | None:
     """Run the command, or its ranks, and tell how each ended by itself.
 
     None when the reaper was told to end.
@@ -112,6 +120,8 @@ def _run(command: Sequence[str], ranks: RankShare | None) -> Ends | None:
         if os.getppid() != reaper:
             os._exit(EXIT_ENDED)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        if data_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
 
     if ranks is None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.

@@ -16,10 +16,12 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
     """The path of a trial's log, by the layout of logs.
 
     ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
+    Before the rung of a foreign trainer stands its name.
     """
     folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
     if layout == "rung":
-        folder /= spec.settings.slug
+        by = "" if spec.foreign is None else f"{spec.foreign.trainer}+"
+        folder /= f"{by}{spec.settings.slug}"
     return folder / f"model_len-{spec.length_tokens}.log"
 
 

@@ -83,6 +83,8 @@ def predictions_of(study: Study) -> Predictions:
 
 def obstacle(question: Question) -> str | None:
     """Why the formula says nothing of a question's trials, in words; None where it does."""
+    if question.foreign is not None:
+        return f"{question.foreign.title} trained, and the formula is about this package's engine"
     if question.device != "cuda":
         return "trials ran on the CPU, and the formula is about GPUs"
     if question.data is not None:

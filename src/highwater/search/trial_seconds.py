@@ -20,7 +20,7 @@ _RAN_OUT_STEPS = 0.2
 
 def trial_s(question: Question, spec: TrialSpec) -> float | None:
     """Seconds that a trial that fits is predicted to take; None where nobody knows the GPU's rates,
-    of data of a user's own, and on the CPU.
+    of data of a user's own, of a foreign trainer, and on the CPU.
     """
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + spec.steps * step_s
@@ -34,7 +34,7 @@ def ran_out_s(question: Question, spec: TrialSpec) -> float | None:
 
 def step_time_s(question: Question, spec: TrialSpec) -> float | None:
     """Seconds of one step of a trial; None where nobody knows."""
-    if spec.device != "cuda" or spec.data is not None:
+    if spec.device != "cuda" or spec.data is not None or spec.foreign is not None:
         return None
     predicted = predicted_step(
         question.model.shape,

@@ -6,7 +6,7 @@ from highwater.spec.codec import Record
 from highwater.spec.hardware import kind_name
 from highwater.spec.ladder import simplicity
 from highwater.spec.study import Cell, Limit, Question, Study
-from highwater.spec.trainer import OURS, Trainer
+from highwater.spec.trainer import OURS, AnyTrainer
 from highwater.spec.trial import Outcome
 from highwater.units import format_bytes
 
@@ -47,8 +47,10 @@ class Capacity(Record, frozen=True, kw_only=True):
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source
-    trainer: Trainer = OURS
+    trainer: AnyTrainer = OURS
     """The trainer whose step it is."""
+    command: str | None = None
+    """The command that started it, where that is a user's own."""
     found_in: str
     """File that says so, or the command that predicts it."""
 
@@ -160,6 +162,8 @@ def _of_study(
         margin_bytes=question.margin_bytes,
         is_memory_only=is_memory_only,
         source="simulated" if question.simulated else "measured",
+        trainer=OURS if question.foreign is None else question.foreign.trainer,
+        command=None if question.foreign is None else question.foreign.typed or None,
         found_in=study.path or "a search that was not recorded",
     )
 

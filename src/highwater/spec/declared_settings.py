@@ -12,6 +12,7 @@ from typing import Literal
 from highwater.spec.declaration import (
     ADDRESS,
     CHOICE,
+    COMMAND,
     COUNT,
     COUNTS,
     DIRECTORY,
@@ -22,6 +23,7 @@ from highwater.spec.declaration import (
     NAMES,
     NUMBER,
     OFFLOAD,
+    PATTERN,
     PREDICTION,
     SHARE,
     SIZE,
@@ -61,6 +63,33 @@ TOPICS: Mapping[Topic, tuple[Setting, ...]] = {
         ),
     ),
     "trial": (
+        Setting(
+            "trainer",
+            CHOICE,
+            _RUN,
+            "what is tried: this package's engine, or a trainer that is started from outside",
+        ),
+        Setting(
+            "command",
+            COMMAND,
+            _RUN,
+            "--trainer command: what starts it, with {length} and other values of the trial in its "
+            "words; no shell runs it",
+        ),
+        Setting(
+            "trainer_config",
+            FILE,
+            _RUN,
+            "configuration of the trainer, your own, whose other fields stay",
+            example="base.yaml",
+        ),
+        Setting(
+            "done_pattern",
+            PATTERN,
+            _RUN,
+            "what in the trainer's log shows that the steps are done, with a group `step` for "
+            "their number; '': exit status 0 does; default: the usual progress lines",
+        ),
         Setting(
             "gpus",
             COUNTS,

@@ -51,6 +51,13 @@ _ABORT = re.compile(
 """The last words of a process whose C++ exception nobody caught."""
 
 
+_HOST_TYPES = ("MemoryError", "_ArrayMemoryError")
+_SYSTEM_TYPES = ("OSError", "BlockingIOError")
+_JAX_TYPES = ("XlaRuntimeError", "JaxRuntimeError")
+_LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "DeferredCudaCallError")
+"""Names of exceptions that PyTorch, or a library under it, has raised for want of memory."""
+
+
 def exhausted_memory(
     error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
 ) -> Exhausted | None:
@@ -87,6 +94,27 @@ def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
     if words["type"] == "std::bad_alloc":
         return "device_memory" if device == "cpu" else "host_memory"
     return _by_text(words["text"].strip().removeprefix("what():").strip(), device)
+
+
+def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
+    """Which memory ran out, by an exception as a log shows it: its type's name, with its module,
+    and its text. None when it is about something else.
+
+    A type that anybody may have made, RuntimeError above all, is judged by its text.
+    """
+    host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
+    module, _, name = kind.rpartition(".")
+    if name in _HOST_TYPES or (name in _SYSTEM_TYPES and text.startswith("[Errno 12]")):
+        return host
+    if name == "OutOfMemoryError":
+        if module.startswith("ray"):  # a task that Ray ended: the node had no memory left
+            return host
+        is_named = bool(module) or _DEVICE.search(text) is not None
+        return "device_memory" if device == "cuda" and is_named else None
+    if name in _JAX_TYPES:
+        is_exhausted = device == "cuda" and text.startswith("RESOURCE_EXHAUSTED")
+        return "device_memory" if is_exhausted else None
+    return _by_text(text, device) if name in _LIBRARY_TYPES else None
 
 
 def _by_text(text: str, device: Device) -> Exhausted | None:

@@ -8,6 +8,8 @@ from highwater.errors import ModelError, UsageError
 from highwater.spec.cells import cells_of, within_token_budget
 from highwater.spec.codec import Record
 from highwater.spec.declaration import words_of
+from highwater.spec.foreign_request import foreign_of, with_one_count
+from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.hardware import Machine
 from highwater.spec.lora import refuse_no_target
@@ -17,6 +19,7 @@ from highwater.spec.plan_notes import (
     ON_THE_CPU_NOTE,
     attention_notes,
     base_notes,
+    foreign_notes,
     offload_notes,
     optimizer_notes,
     own_code_notes,
@@ -66,6 +69,9 @@ def plan(
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
+    foreign = foreign_of(request)
+    if foreign is not None:
+        return _foreign_plan(request, machine, model, device, foreign)
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
@@ -114,6 +120,29 @@ def plan(
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
 
+def _foreign_plan(
+    request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
+) -> Plan:
+    """The question that is asked of a foreign trainer: what this package's engine could not train
+    is its own affair, and its rungs are what is set from outside, the allocator.
+    """
+    request = msgspec.structs.replace(with_one_count(request, foreign), proof="full", loss="full")
+    where = hardware_of(request, machine, model, device)
+    grid, capped = grid_of(request, model, device)
+    cells, skipped = cells_of(request, model.shape, device, where.counts)
+    budget_s = budget_of(request, "full", device, cells)
+    question = _question(request, model, where, cells, grid)
+    question = msgspec.structs.replace(question, foreign=foreign)
+    question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
+    fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
+    return Plan(
+        question=question,
+        notes=(*fallback, *foreign_notes(request, foreign, device), *skipped, *capped),
+        budget_s=budget_s,
+        timeout_s=timeout_of(request, "full", budget_s, device, cells),
+    )
+
+
 def _question(
     request: Request, model: Model, where: TrialHardware, cells: tuple[Cell, ...], grid: Grid
 ) -> Question:
@@ -148,7 +177,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         )
     model = load_model(request.model)
     _refuse_an_unnamed_cpu(request, machine)
-    refuse_past_native(model, request.rope, length_tokens, flag="--length")
+    if request.trainer not in FOREIGN:
+        refuse_past_native(model, request.rope, length_tokens, flag="--length")
     question = plan(_alone(request, machine, length_tokens), machine).question
     cell, *others = question.cells
     if others:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from highwater.spec.families import value_of
+from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.spec.model import Model
 from highwater.spec.model_config import has_own_code, read_config
+from highwater.spec.request import Request
 from highwater.spec.rope import yarn
 from highwater.spec.settings import Rope, Settings
 from highwater.spec.trial import Device
@@ -20,6 +22,21 @@ _SPARSE_NOTE = (
     "block-sparse attention changes the model: a token reads the blocks that a pattern keeps, not "
     "every earlier token"
 )
+
+
+def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
+    """What is and what is not known of trials that are seen from outside."""
+    title = FOREIGN[foreign.trainer].title
+    seen = "data segments" if device == "cpu" else "device memory used"
+    notes = [f"{title} is started from outside: peaks are {seen}, sampled while it runs"]
+    if device == "cuda" and request.memory is not None:
+        notes.append(
+            "`--memory` bounds PyTorch's allocator in the trainer's processes: what takes memory "
+            "past it is seen, not stopped"
+        )
+    if foreign.done_pattern == "":
+        notes.append("`--done-pattern ''`: exit status 0 is taken for all steps done")
+    return tuple(notes)
 
 
 def attention_notes(settings: Settings) -> tuple[str, ...]:

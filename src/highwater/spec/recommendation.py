@@ -11,7 +11,7 @@ from highwater.spec.headroom import Risk
 from highwater.spec.ladder import simplicity
 from highwater.spec.rope import Yarn
 from highwater.spec.study import Cell
-from highwater.spec.trainer import Trainer
+from highwater.spec.trainer import AnyTrainer
 from highwater.units import counted
 
 AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "technique"]
@@ -132,7 +132,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
     schema_version: int = 1
     model_name: str
     native_length_tokens: int
-    trainer: Trainer
+    trainer: AnyTrainer
     length_tokens: int
     gpus: int
     """GPUs of the trainer."""

@@ -14,6 +14,7 @@ from highwater.spec.bounds import MOST_GPUS, MOST_NAMED
 from highwater.spec.codec import Record
 from highwater.spec.declaration import NUMBER, SHARE, words_of
 from highwater.spec.declared_settings import DECLARED
+from highwater.spec.foreign_trainer import TriedTrainer, foreign_name, refuse_inexpressible
 from highwater.spec.hyperparameters import DEFAULTS, Hyperparameters, KlEstimator, out_of_range
 from highwater.spec.lora import LoraBase
 from highwater.spec.optimizer import OptimizerName
@@ -74,6 +75,10 @@ class Request(Record, frozen=True, kw_only=True):
     """
 
     model: str
+    trainer: TriedTrainer = "highwater"
+    command: str | None = None
+    trainer_config: str | None = None
+    done_pattern: str | None = None
     gpus: tuple[int, ...] | None = None
     ulysses: tuple[int, ...] = (1,)
     ring: tuple[int, ...] = (1,)
@@ -253,11 +258,16 @@ def request_from(
     _check_names(values, spelling)
     values = {name: _loosened(name, value) for name, value in values.items()}
     try:
-        return msgspec.convert(values, Request, strict=config_file is not None)
+        request = msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
         raise _mistyped(error, values, spelling) from error
     except RefusedError as error:
         raise spelling.refused(error) from error
+    foreign = foreign_name(request.trainer)
+    if foreign is not None:
+        named = (name for name, value in values.items() if value is not None)
+        refuse_inexpressible(foreign, named, spelling)
+    return request
 
 
 def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:

@@ -3,6 +3,7 @@ it.
 """
 
 from highwater.errors import UsageError
+from highwater.spec.foreign_trainer import foreign_name
 from highwater.spec.grid import PUBLISHED_STEP_TOKENS, Grid
 from highwater.spec.model import Model
 from highwater.spec.request import Request
@@ -41,7 +42,8 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
         notes = (
             f"on the CPU lengths end at {format_tokens(longest)}; `--max-length` names another end",
         )
-    if longest > native and ends_at_native(model, request.rope):
+    is_ours = foreign_name(request.trainer) is None  # another trainer scales positions as it likes
+    if is_ours and longest > native and ends_at_native(model, request.rope):
         refuse_past_native(model, request.rope, request.start_tokens, flag="--start-length")
         longest = native
         why = f"{model.name}'s own RoPE scaling does; `--rope yarn` goes past it"

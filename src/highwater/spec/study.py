@@ -6,6 +6,7 @@ from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_REPEATS
 from highwater.spec.codec import Record
 from highwater.spec.environment import Environment
+from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.grid import Grid
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
@@ -93,6 +94,8 @@ class Question(Record, frozen=True, kw_only=True):
     It is how the question is asked, no part of it: with more time the same study goes further. In a
     recorded study it is the limit when it was last opened (docs/decisions/025).
     """
+    foreign: ForeignTrainer | None = None
+    """The trainer that is tried; None: this package's engine."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a question without a cell, or with negative counts."""
@@ -124,7 +127,9 @@ class Question(Record, frozen=True, kw_only=True):
         configuration's digest tells, and the time limit.
         """
         return key_of(
-            self, without=("directory", "layer_runs", "small_parameters"), blank=("timeout_s",)
+            self,
+            without=("directory", "layer_runs", "small_parameters", "base_config_path"),
+            blank=("timeout_s",),
         )
 
     def size_of(self, cell: Cell) -> int:
@@ -158,6 +163,7 @@ class Question(Record, frozen=True, kw_only=True):
             micro_batches=self.micro_batches,
             data=self.data,
             attention_depth=1 if memory_only else None,
+            foreign=self.foreign,
         )
 
 

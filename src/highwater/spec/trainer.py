@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from highwater.spec.codec import Record
+from highwater.spec.foreign_trainer import FOREIGN, ForeignName
 
 Trainer = Literal["highwater", "trinity"]
+AnyTrainer = Trainer | ForeignName
+"""Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
 Traces = Literal["made", "bundled"]
 
 OURS: Trainer = "highwater"
@@ -75,3 +78,29 @@ TRAINERS: Mapping[Trainer, TrainerTraits] = {
     ),
 }
 """The traits of each trainer, by the name that ``--trainer`` takes."""
+
+
+def predicted_trainer(name: AnyTrainer) -> Trainer | None:
+    """The trainer, where its memory is predicted; None of one that is tried alone."""
+    for known in TRAINERS:
+        if known == name:
+            return known
+    return None
+
+
+def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
+    """The traits of a trainer whose memory is predicted; None of one that is tried alone."""
+    known = predicted_trainer(name)
+    return None if known is None else TRAINERS[known]
+
+
+def trainer_title(name: AnyTrainer) -> str:
+    """A trainer's name, for readers."""
+    titles = {known: traits.title for known, traits in (*TRAINERS.items(), *FOREIGN.items())}
+    return titles[name]
+
+
+def step_in_words(name: AnyTrainer) -> str:
+    """Whose step it is, for readers of a configuration."""
+    traits = predicted_traits(name)
+    return trainer_title(name) if traits is None else traits.step

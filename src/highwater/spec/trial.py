@@ -12,6 +12,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.spec.bounds import MOST_STEPS
 from highwater.spec.codec import Record
+from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.hyperparameters import Hyperparameters
 from highwater.spec.identity import key_of
 from highwater.spec.layout import Layout
@@ -33,7 +34,10 @@ PHASE_FILE = "phase"
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-_NOT_IN_A_KEY = ("model_directory", "checkpoint_directory", "memory_snapshots", "statistics")
+_NOT_IN_A_KEY = (
+    *("model_directory", "checkpoint_directory", "memory_snapshots", "statistics"),
+    "base_config_path",
+)
 """Fields of a trial on which its outcome does not depend."""
 
 
@@ -117,6 +121,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     """The snapshots of its memory that this launch records; None: none. Not in its key."""
     statistics: StatisticsFiles | None = None
     """Where this launch writes statistics; None: nowhere. Not in its key."""
+    foreign: ForeignTrainer | None = None
+    """The trainer that runs it; None: this package's engine."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be."""
@@ -360,9 +366,14 @@ class TrialResult(Record, frozen=True, kw_only=True):
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """Largest peak reserved of any rank; on the CPU the largest data segment."""
+        """Largest peak reserved of any rank; on the CPU the largest data segment; of a foreign
+        trainer on GPUs, of whose allocator nothing is known, the most that the driver reported.
+        """
         memories = [rank.memory for rank in self.ranks]
-        peaks = (m.peak_reserved_bytes or m.peak_data_segment_bytes for m in memories)
+        peaks = (
+            m.peak_reserved_bytes or m.peak_data_segment_bytes or m.device_used_bytes
+            for m in memories
+        )
         return max((peak for peak in peaks if peak is not None), default=None)
 
     @property

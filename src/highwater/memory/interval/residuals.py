@@ -315,6 +315,10 @@ def refuse_silent(study: Study) -> None:
             question.simulated or any(result.simulated for result in results),
             "is of simulated trials: nothing was measured",
         ),
+        (
+            question.foreign is not None,
+            "is of trials of another trainer: predictions are about this package's engine",
+        ),
         (question.device != "cuda", "is of trials on the CPU: predictions are about GPUs"),
         (
             question.data is not None,

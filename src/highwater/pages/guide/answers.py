@@ -38,7 +38,7 @@ from highwater.spec.query import Query
 from highwater.spec.recommendation import Recommendation
 from highwater.spec.request import trial_flags
 from highwater.spec.study import Cell
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import OURS, TRAINERS, trainer_title
 
 _NAMED = ("objective", "critic", "entropy", "rope")
 """Settings that a basis names by itself."""
@@ -297,9 +297,9 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
     if chosen is None:
         return {}
     texts: dict[str, str] = {}
-    if TRAINERS[found.trainer].is_run:
+    if found.trainer == OURS:
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
-        texts[TRAINERS[found.trainer].title] = f"{shlex.join(trial)}\n"
+        texts[trainer_title(found.trainer)] = f"{shlex.join(trial)}\n"
     for target, row in TARGETS.items():
         if row.is_in_guides and row.predicted_for == found.trainer:
             with suppress(HighwaterError):  # a trainer that has no words for it

@@ -13,7 +13,7 @@ from highwater.spec.query import Query
 from highwater.spec.settings import Settings
 from highwater.spec.settings_words import other_training
 from highwater.spec.study import Cell
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import predicted_traits, trainer_title
 from highwater.units import counted, format_bytes
 
 NOTHING_FITS, UNKNOWN = "-", "?"
@@ -117,6 +117,8 @@ def training(capacity: Capacity) -> str:
     ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``.
     """
     settings = capacity.cell.settings
+    if predicted_traits(capacity.trainer) is None:
+        return trained(capacity)
     count = settings.sequences_per_micro_batch
     packed = f"{counted(count, 'sequence')} per micro-batch"
     if settings.token_budget_tokens is not None:
@@ -132,6 +134,11 @@ def trained(capacity: Capacity) -> str:
 
 def _trained(capacity: Capacity) -> tuple[str, ...]:
     settings = capacity.cell.settings
+    left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
+    traits = predicted_traits(capacity.trainer)
+    if traits is None:  # what it trains, and how, is its own affair
+        typed = f" ({capacity.command})" if capacity.command else ""
+        return (f"{trainer_title(capacity.trainer)}{typed}", *left)
     extras = [
         name
         for name, is_there in (
@@ -143,12 +150,11 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
     objective = settings.objective + (f" with {' and '.join(extras)}" if extras else "")
     own = (
         [name for name, is_there in _OWN.items() if is_there(settings)]
-        if TRAINERS[capacity.trainer].knows_every_setting
+        if traits.knows_every_setting
         else []
     )
     own += other_training(settings)
-    left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
-    return (TRAINERS[capacity.trainer].title, objective, *own, *left)
+    return (traits.title, objective, *own, *left)
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:

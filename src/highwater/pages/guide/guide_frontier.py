@@ -7,6 +7,7 @@ from highwater.spec.capacities import Capacity, in_order
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.settings_words import settings_in_words
 from highwater.spec.study import Cell
+from highwater.spec.trainer import predicted_traits
 
 _Key = tuple[Cell, bool]
 
@@ -58,6 +59,7 @@ def table_frontier(own: Sequence[Capacity], lengths: Sequence[int]) -> Frontier:
         device_bytes=0,
         shortest_tokens=min(lengths),
         longest_asked_tokens=max(lengths),
+        scales_positions=predicted_traits(own[0].trainer) is not None,
     )
 
 

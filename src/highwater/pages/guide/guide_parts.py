@@ -28,6 +28,7 @@ from highwater.spec.ladder import simplicity
 from highwater.spec.layout import Layout
 from highwater.spec.settings import Settings
 from highwater.spec.study import Cell, counted_ranks
+from highwater.spec.trainer import predicted_traits
 from highwater.units import format_tokens
 
 ORIGINS: dict[Source, str] = {
@@ -192,6 +193,7 @@ def default_budget(section: Section) -> str:
     packed = {
         (each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens)
         for each in section.capacities
+        if predicted_traits(each.trainer) is not None
     }
     return guide_text.ONE_SEQUENCE if packed == {(1, None)} else ""
 

@@ -8,7 +8,7 @@ from highwater.pages.guide import guide_parts
 from highwater.pages.guide.guide import Choice, Guide, GuideTable, farthest
 from highwater.pages.text_table import TextTable
 from highwater.spec.model import load_model
-from highwater.spec.trainer import TRAINERS
+from highwater.spec.trainer import OURS
 from highwater.speed.step_seconds import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens
 
@@ -22,7 +22,7 @@ def choice_speed(
     GPUs whose rates nobody knows.
     """
     found = choice.capacity
-    if found is None or not TRAINERS[found.trainer].is_run:
+    if found is None or found.trainer != OURS:
         return None
     query = guide.queries.get((found.found_in, found.model_name, table.device_name))
     if query is None or query.kind is None:

@@ -16,6 +16,7 @@ from highwater.spec.model import load_model
 from highwater.spec.recommendation import Candidate, Recommendation
 from highwater.spec.rope import Yarn, yarn, yarn_parameters
 from highwater.spec.study import counted_ranks
+from highwater.spec.trainer import predicted_traits
 
 
 def known_recommendation(
@@ -42,7 +43,7 @@ def known_recommendation(
         default_sequences=first.cell.settings.sequences_per_micro_batch,
         chosen=chosen,
         candidates=candidates,
-        yarn=_yarn(first, length_tokens),
+        yarn=_yarn(first, length_tokens) if predicted_traits(first.trainer) else None,
         accuracy=ORIGINS[first.source],
         notes=tuple(_notes(own, length_tokens, chosen, others)),
     )

@@ -1,7 +1,9 @@
 """Figures of a search in words: a capacity, a length by memory-only proof, where and how found."""
 
 from highwater.pages.text import plain
+from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.study import RANK_WORDS, CellAnswer, Question
+from highwater.spec.trial import Device
 from highwater.units import format_bytes, format_tokens
 
 
@@ -36,9 +38,11 @@ def memory_only_text(
 def place(question: Question) -> str:
     """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
     each = RANK_WORDS[question.device][0]
+    by = "" if question.foreign is None else f", trained by {question.foreign.title}"
     if question.memory_budget_bytes is None:
-        return f"{plain(question.device_name)}, the whole card"
-    return f"{plain(question.device_name)}, {format_bytes(question.memory_budget_bytes)} per {each}"
+        return f"{plain(question.device_name)}, the whole card{by}"
+    memory = f"{format_bytes(question.memory_budget_bytes)} per {each}"
+    return f"{plain(question.device_name)}, {memory}{by}"
 
 
 def provenance(question: Question) -> str:
@@ -49,4 +53,12 @@ def provenance(question: Question) -> str:
 def length_text(question: Question, length_tokens: int, *, commas: bool = True) -> str:
     """A length in a table: ``65,536``, with ``*`` past the native length."""
     figure = format_tokens(length_tokens) if commas else str(length_tokens)
-    return f"{figure}{'*' if length_tokens > question.model.shape.native_length_tokens else ''}"
+    is_scaled = length_tokens > question.model.shape.native_length_tokens
+    return f"{figure}{'*' if is_scaled and question.foreign is None else ''}"
+
+
+def peak_name(device: Device, foreign: ForeignTrainer | None) -> str:
+    """What a trial's peak is: what was sampled from outside says so."""
+    if foreign is not None:
+        return f"{'data segment' if device == 'cpu' else 'device used'}, sampled"
+    return "peak data segment" if device == "cpu" else "peak reserved"

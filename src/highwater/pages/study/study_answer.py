@@ -96,7 +96,8 @@ def _simplest(study: Study, best: CellAnswer) -> str:
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
     """Settings and degrees in words, and YaRN where positions are scaled."""
     on_host = host_state_bytes(question.model.shape, cell.settings, layout=cell.layout)
-    is_scaled = length_tokens > question.model.shape.native_length_tokens
+    is_ours = question.foreign is None  # another trainer scales positions as it likes
+    is_scaled = is_ours and length_tokens > question.model.shape.native_length_tokens
     return settings_in_words(cell.settings, cell.layout, host_bytes=on_host, is_scaled=is_scaled)
 
 
@@ -106,7 +107,9 @@ def _place(question: Question, cell: Cell) -> str:
         where = f"{count} {RANK_WORDS['cpu'][count != 1]} on the CPU"
     else:
         where = f"{count} x {plain(question.device_name)}"
-    return where if budget_bytes is None else f"{where} with {format_bytes(budget_bytes)}"
+    if budget_bytes is not None:
+        where += f" with {format_bytes(budget_bytes)}"
+    return where if question.foreign is None else f"{where} by {question.foreign.title}"
 
 
 def _provenance(question: Question) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.spec.codec import Record
+from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.spec.layout import flags_of
 from highwater.spec.model import Model, load_model
 from highwater.spec.published import published_grid
@@ -153,7 +154,7 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
         ),
         *spec.layout.flags,
         *_memory(spec.memory_budget_bytes),
-        *setting_flags(spec.settings),
+        *_trained_by(spec.foreign, spec.settings),
         *spec.hyperparameters.flags,
         *_steps(spec.steps, spec.micro_batches, spec.data),
         *(() if spec.attention_depth is None else ("--attention-depth", str(spec.attention_depth))),
@@ -173,7 +174,8 @@ def find_words(question: Question) -> tuple[str, ...]:
         *("highwater", "find", _model_word(question.model), "--device", question.device),
         *flags_of(cell.layout for cell in cells),
         *_memory(question.memory_budget_bytes),
-        *_rung_flags(rungs),
+        *(() if question.foreign is None else question.foreign.flags),
+        *_rung_flags(rungs, question.foreign),
         *question.hyperparameters.flags,
         *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
         *(() if is_published else ("--resolution", str(grid.step_tokens))),
@@ -186,13 +188,35 @@ def find_words(question: Question) -> tuple[str, ...]:
     )
 
 
-def _rung_flags(rungs: Sequence[Settings]) -> tuple[str, ...]:
+def _trained_by(foreign: ForeignTrainer | None, settings: Settings) -> tuple[str, ...]:
+    """The flags of who trains, and of a rung as far as it can be told one."""
+    if foreign is None:
+        return setting_flags(settings)
+    return (*foreign.flags, *_told(foreign, setting_flags(settings)))
+
+
+def _told(foreign: ForeignTrainer, words: Sequence[str]) -> tuple[str, ...]:
+    """The flags with their values that a foreign trainer can be told."""
+    settings = FOREIGN[foreign.trainer].settings
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return tuple(
+        word
+        for flag, value in pairs
+        if flag.removeprefix("--").replace("-", "_") in settings
+        for word in (flag, value)
+    )
+
+
+def _rung_flags(
+    rungs: Sequence[Settings], foreign: ForeignTrainer | None = None
+) -> tuple[str, ...]:
     """Flags that all rungs share.
 
     Allocator and loss are among them only where they are the same on all: the ladder has the
     others.
     """
-    words = iter(setting_flags(rungs[0]))
+    flags = setting_flags(rungs[0])
+    words = iter(flags if foreign is None else _told(foreign, flags))
     kept: list[str] = []
     for word in words:
         if word in ("--allocator", "--loss"):

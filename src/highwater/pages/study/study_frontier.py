@@ -19,6 +19,7 @@ def study_frontier(report: StudyReport) -> Frontier:
         shortest_tokens=question.grid.start_tokens,
         longest_asked_tokens=max(lengths, default=question.grid.start_tokens),
         rank_word=RANK_WORDS[question.device][0],
+        scales_positions=question.foreign is None,
     )
 
 

@@ -162,7 +162,8 @@ def bracket_table(report: StudyReport) -> TextTable:
 
 def memory_table(report: StudyReport) -> TextTable:
     """Peaks of the fullest rank beside the limit; of a trial that ran out up to then."""
-    on_cpu = report.study.question.device == "cpu"
+    question = report.study.question
+    on_cpu, is_sampled = question.device == "cpu", question.foreign is not None
     rows = (
         (
             *(str(trial.number), trial.cell, outcome(trial), format_tokens(trial.length_tokens)),
@@ -180,8 +181,9 @@ def memory_table(report: StudyReport) -> TextTable:
         for trial in report.trials
     )
     names = ("data segment",) if on_cpu else ("allocated", "reserved", "device used")
+    sampled = ", sampled from outside" if is_sampled else ""
     return TextTable(
-        title=f"memory at the peak of each trial, {report.label}",
+        title=f"memory at the peak of each trial, {report.label}{sampled}",
         columns=(
             "trial",
             "cell",

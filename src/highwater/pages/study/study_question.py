@@ -8,6 +8,7 @@ from highwater.pages.study.study_report import StudyReport
 from highwater.pages.text_table import TextTable
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.environment import Environment
+from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.study import Question, Study
 from highwater.units import format_bytes, format_seconds, format_tokens
 
@@ -29,19 +30,13 @@ def question_table(report: StudyReport) -> TextTable:
             else "none: the whole card",
         ),
         ("cells", "; ".join(cell.label_on(question.device) for cell in question.cells)),
-        (
-            "training",
-            f"{named.objective}, {named.strategy}, entropy {named.entropy}, recompute "
-            f"{named.recompute}",
-        ),
-        ("sequences", _sequences(question)),
+        *(_of_the_engine(question) if question.foreign is None else _of(question.foreign)),
         ("lengths", _lengths(question)),
         ("search", _search(report.study)),
         (
             "steps of a trial",
             f"{question.steps} of {question.micro_batches} micro-batch{'es' * named.accumulates}",
         ),
-        ("data", question.data or "synthetic sequences"),
         *(
             (("hyperparameters", " ".join(question.hyperparameters.flags)),)
             if question.hyperparameters.flags
@@ -56,6 +51,30 @@ def question_table(report: StudyReport) -> TextTable:
     return TextTable(
         title="the question", columns=("what", "value"), rows=tuple(rows), left_columns=2
     )
+
+
+def _of_the_engine(question: Question) -> Iterator[tuple[str, str]]:
+    """What this package's engine trains."""
+    named = question.cells[0].settings
+    yield (
+        "training",
+        f"{named.objective}, {named.strategy}, entropy {named.entropy}, recompute "
+        f"{named.recompute}",
+    )
+    yield "sequences", _sequences(question)
+    yield "data", question.data or "synthetic sequences"
+
+
+def _of(foreign: ForeignTrainer) -> Iterator[tuple[str, str]]:
+    """What is known of another trainer: how it is started."""
+    yield "trainer", foreign.title
+    if foreign.typed:
+        yield "command", foreign.typed
+    if foreign.base_config_path is not None:
+        name = file_and_folder(foreign.base_config_path)
+        yield "its configuration", f"{name}, {foreign.base_config_digest}"
+    if foreign.done_pattern is not None:
+        yield "steps are done", foreign.done_pattern or "by exit status 0"
 
 
 def _sequences(question: Question) -> str:

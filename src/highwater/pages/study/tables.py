@@ -9,12 +9,14 @@ from highwater.pages.study.capacity_figures import (
     capacity_text,
     length_text,
     memory_only_text,
+    peak_name,
     place,
     provenance,
 )
 from highwater.pages.study.failed_request import alive_rows, brief, request_line
 from highwater.pages.text import plain
 from highwater.pages.text_table import TextTable
+from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.packing import NOT_MONOTONE
 from highwater.spec.settings_words import short_settings
 from highwater.spec.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study, counted_ranks
@@ -28,6 +30,7 @@ _LIMITS: dict[Limit, str] = {
     "time": "timed out",
     "inconclusive": "inconclusive",
 }
+_SAMPLED = "memory is sampled from outside, a shorter peak is missed"
 OUTCOME_WORDS = {Outcome.MEMORY_ONLY_FIT: "memory-only fit: memory holds it, nothing was trained"}
 """Outcomes in more than their names."""
 
@@ -38,7 +41,7 @@ def answer_table(study: Study) -> TextTable:
     The other figures are those at the capacity.
     """
     question = study.question
-    memory = "peak data segment" if question.device == "cpu" else "peak reserved"
+    memory = peak_name(question.device, question.foreign)
     answers = {answer.cell: answer for answer in study.answers}
     rows = (
         _answer_row(answers[cell], question) if cell in answers else _unfinished_row(cell, study)
@@ -64,10 +67,15 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
         ("reason", result.reason),
         *_out_of_memory(spec, result),
         (
-            "peak data segment" if spec.device == "cpu" else "peak reserved",
+            peak_name(spec.device, spec.foreign),
             format_bytes(result.peak_reserved_bytes),
         ),
         ("headroom", format_bytes(result.headroom_bytes)),
+        *(
+            ()
+            if spec.foreign is None
+            else (("trainer", f"{spec.foreign.title}{_typed(spec.foreign)}"),)
+        ),
         (
             "memory budget",
             "-" if rank.budget is None or spec.device == "cpu" else _division(rank.budget),
@@ -199,7 +207,9 @@ def _footnotes(study: Study) -> list[str]:
     question = study.question
     native = question.model.shape.native_length_tokens
     notes: list[str] = []
-    if any(tokens > native for tokens in _lengths_shown(study)):
+    if question.foreign is not None:
+        notes.append(f"trained by {question.foreign.title}{_typed(question.foreign)}; {_SAMPLED}")
+    elif any(tokens > native for tokens in _lengths_shown(study)):
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
@@ -215,6 +225,10 @@ def _footnotes(study: Study) -> list[str]:
     notes.extend(_memory_only_notes(study))
     notes.extend(_high_water_mark(study))
     return notes
+
+
+def _typed(foreign: ForeignTrainer) -> str:
+    return f": {plain(foreign.typed)}" if foreign.typed else ""
 
 
 def _lengths_shown(study: Study) -> Iterator[int]:

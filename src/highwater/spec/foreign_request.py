@@ -1,0 +1,130 @@
+"""Requests for foreign trainers: what a request says of one, checked and made into the noun."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command
+from highwater.spec.declared_settings import DECLARED
+from highwater.spec.files import SETTINGS_BYTES, read_file
+from highwater.spec.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
+from highwater.spec.request import Request
+
+_OF_FOREIGN_TRAINERS = ("command", "trainer_config", "done_pattern")
+"""Fields of a request that say something of a foreign trainer alone."""
+_SEVERAL = ("gpus", "ulysses", "ring", "copies")
+"""Settings of which a search may name several values."""
+
+
+def foreign_of(request: Request) -> ForeignTrainer | None:
+    """The foreign trainer of a request; None where this package's engine is asked.
+
+    Raises UsageError for what it lacks, and for what says nothing of the engine.
+    """
+    trainer = foreign_name(request.trainer)
+    if trainer is None:
+        for name in _OF_FOREIGN_TRAINERS:
+            if getattr(request, name) is not None:
+                raise UsageError(
+                    f"a {DECLARED[name].words}, and the trainer is this package's engine",
+                    hint=f"add `--trainer command`, or leave `{DECLARED[name].flag}` out",
+                )
+        return None
+    words = _command_of(request, trainer)
+    if request.proof == "memory":
+        raise UsageError(
+            "a memory-only trial cuts attention in this package's engine, and in no other trainer",
+            hint="leave `--proof` out",
+        )
+    _check_pattern(request.done_pattern)
+    path = None if request.trainer_config is None else Path(request.trainer_config).absolute()
+    return ForeignTrainer(
+        trainer=trainer,
+        command=words,
+        base_config_path=None if path is None else str(path),
+        base_config_digest=None if path is None else config_digest(path),
+        done_pattern=request.done_pattern,
+    )
+
+
+def base_config(foreign: ForeignTrainer) -> bytes | None:
+    """The user's own configuration, as it was when it was asked about; None where there is none.
+
+    Raises UsageError for one that has changed since: its trials would not be the question's.
+    """
+    if foreign.base_config_path is None:
+        return None
+    path = Path(foreign.base_config_path)
+    content = _content(path)
+    if _digest(content) != foreign.base_config_digest:
+        raise UsageError(
+            f"{path} has changed since the search began",
+            hint="put it back as it was, or ask again: another configuration is another question",
+        )
+    return content
+
+
+def config_digest(path: Path) -> str:
+    """The digest of a configuration's bytes; raises UsageError for one that cannot be read."""
+    return _digest(_content(path))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_file(path, most_bytes=SETTINGS_BYTES)
+    except OSError as error:
+        raise UsageError(
+            f"the trainer's configuration {path} cannot be read: {error.strerror}",
+            hint="name a file that is there: `--trainer-config base.yaml`",
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"the trainer's configuration {path} cannot be read: {error}",
+            hint="name the trainer's own file: `--trainer-config base.yaml`",
+        ) from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
+    """The words of the request's command; empty for a trainer that is not told one."""
+    if not FOREIGN[trainer].is_typed:
+        return ()
+    if request.command is None:
+        raise UsageError(
+            f"`--trainer {trainer}` without a command", hint=f"add `--command '{EXAMPLE}'`"
+        )
+    words = split_command(request.command)
+    has = placeholders_of(words)
+    for name in _SEVERAL:
+        several = getattr(request, name)
+        if several is not None and len(set(several)) > 1 and name not in has:
+            raise UsageError(
+                f"several {name} are searched, and the command has no {{{name}}}",
+                hint=f"put `{{{name}}}` into the command, or name one: `--{name} {several[0]}`",
+            )
+    return words
+
+
+def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
+    """The request of a command that cannot be told a number of GPUs, and that names none: one."""
+    if not FOREIGN[foreign.trainer].is_typed or request.gpus is not None:
+        return request
+    if "gpus" in placeholders_of(foreign.command):
+        return request
+    return msgspec.structs.replace(request, gpus=(1,))
+
+
+def _check_pattern(pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise UsageError(
+            f"the pattern {pattern!r} is no regular expression: {error}",
+            hint="for example `--done-pattern 'step 2 done'`",
+        ) from error

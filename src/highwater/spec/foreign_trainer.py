@@ -1,0 +1,133 @@
+"""Foreign trainers: trainers that are not this package's engine, as the thing that is tried.
+
+``find`` and ``try`` start their own entry points, from the outside. What a question and a trial
+carry of one is a ``ForeignTrainer``; how it is started from that is run/foreign_commands.py.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from highwater.errors import UsageError
+from highwater.spec.codec import Record
+from highwater.spec.declared_settings import DECLARED
+from highwater.spec.refusals import Spelling
+
+ForeignName = Literal["command"]
+TriedTrainer = Literal["highwater", "command"]
+"""What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
+
+
+class ForeignTrainer(Record, frozen=True, kw_only=True):
+    """One foreign trainer, and everything about it that a trial's outcome may depend on."""
+
+    trainer: ForeignName
+    command: tuple[str, ...] = ()
+    """``command``: the words that start it, with placeholders (spec/command_template.py). Empty
+    for a trainer whose command is made from its configuration."""
+    base_config_path: str | None = None
+    """Absolute path of the user's own configuration, whose fields stay where nothing asked says
+    otherwise; not in a key. None: the trainer starts from nothing."""
+    base_config_digest: str | None = None
+    """Digest of the bytes in that file."""
+    done_pattern: str | None = None
+    """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
+    the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
+    (run/foreign_progress.py)."""
+
+    @property
+    def title(self) -> str:
+        """Its name, for readers."""
+        return FOREIGN[self.trainer].title
+
+    @property
+    def typed(self) -> str:
+        """Its command as one types it, placeholders and all; empty where nobody typed one."""
+        return " ".join(map(_typed, self.command))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that name it."""
+        named = (
+            ("--command", self.typed or None),
+            ("--trainer-config", self.base_config_path),
+            ("--done-pattern", self.done_pattern),
+        )
+        told = (word for flag, value in named if value is not None for word in (flag, value))
+        return ("--trainer", self.trainer, *told)
+
+
+def _typed(word: str) -> str:
+    """A word of a command for a shell; braces are a shell's own only with commas between them."""
+    bare = word.replace("{", "").replace("}", "")
+    return word if bare and shlex.quote(bare) == bare else shlex.quote(word)
+
+
+class ForeignTraits(Record, frozen=True, kw_only=True):
+    """What is known of one foreign trainer."""
+
+    title: str
+    """Its name, for readers."""
+    settings: frozenset[str]
+    """The fields of ``Request`` that may be named for it."""
+    is_typed: bool = False
+    """Whether it is a command that the user types; else its configuration says what to start."""
+
+    def refused(self, named: Iterable[str]) -> list[str]:
+        """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
+        return sorted(set(named) - self.settings)
+
+
+FROM_OUTSIDE = frozenset(
+    (
+        *("model", "trainer", "done_pattern", "device", "gpus", "memory", "allocator", "headroom"),
+        *("start_length", "resolution", "max_length", "method", "proof", "budget", "timeout"),
+        *("confirm", "steps", "log_dir", "study", "retry_crashed", "no_diagnose", "allow_busy"),
+        "max_concurrent_trials",
+    )
+)
+"""Fields of ``Request`` that are set around any trainer, without a word of its own."""
+
+FOREIGN: Mapping[ForeignName, ForeignTraits] = {
+    "command": ForeignTraits(
+        title="your command",
+        is_typed=True,
+        settings=FROM_OUTSIDE
+        | {
+            *("command", "ulysses", "ring", "copies"),
+            *("micro_batches", "sequences_per_micro_batch"),
+        },
+    ),
+}
+"""The traits of each foreign trainer, by the name that ``--trainer`` takes."""
+
+
+def foreign_name(name: TriedTrainer) -> ForeignName | None:
+    """The foreign trainer of this name; None for this package's engine."""
+    for known in FOREIGN:
+        if known == name:
+            return known
+    return None
+
+
+_INSTEAD: Mapping[str, str] = {
+    "dry_run": "leave `--dry-run` out: no memory law is known of it",
+    "trainer_config": "name the file in the command itself, as one of its words",
+    "command": "leave `--command` out, or use `--trainer command`",
+}
+"""What to do in the place of a refused setting, where it is not the engine's alone."""
+
+
+def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:
+    """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
+    title = FOREIGN[trainer].title
+    for name in FOREIGN[trainer].refused(named):
+        hint = _INSTEAD.get(name)
+        if hint is not None:
+            raise UsageError(f"{spelling.where}{title} takes no {DECLARED[name].words}", hint=hint)
+        leave = f"leave `{spelling.name(name)}` out"
+        raise UsageError(
+            f"{spelling.where}{title} cannot be told {DECLARED[name].words}: that is a setting of "
+            "this package's engine",
+            hint=f"{leave}, and say it in the command" if FOREIGN[trainer].is_typed else leave,
+        )

@@ -1,0 +1,400 @@
+"""Failures of other trainers: real processes that fail in a way that is known, each judged from
+outside. None is said not to fit that is not, none to fit that did not.
+"""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import marked
+
+from highwater.run.foreign_trial import ForeignLauncher
+from highwater.run.local import LocalRunner
+from highwater.spec.codec import from_json
+from highwater.spec.foreign_trainer import ForeignTrainer
+from highwater.spec.layout import Layout
+from highwater.spec.model import load_model
+from highwater.spec.protocols import Launch, TrialEndedError, unheard
+from highwater.spec.settings import Settings
+from highwater.spec.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.units import GIB, MIB
+from runner_contract import RunnerContract
+
+pytestmark = pytest.mark.timeout(300)
+
+SILENT_S = 2.0
+"""Silence that is taken for a hang here; half a minute where trainers are real."""
+LIMIT_S = 120.0
+
+PREAMBLE = """
+import os, signal, subprocess, sys, time, traceback
+
+class OutOfMemoryError(RuntimeError):
+    pass
+
+OutOfMemoryError.__module__ = "torch"
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
+
+def ran_out():
+    raise OutOfMemoryError(TEXT)
+
+def step(number, of=2):
+    print(f"step {number}/{of} loss {3 - number / 10:.3f}", flush=True)
+
+def bar(number):
+    print(f"\\r{number * 50:3d}%|{'#' * number}| {number}/2 [00:01<00:01,  1.0s/it]", end="",
+          file=sys.stderr, flush=True)
+
+def as_rank(rank, error):
+    for line in traceback.format_exception(error):
+        for each in line.splitlines():
+            print(f"[rank{rank}]: {each}", file=sys.stderr, flush=True)
+"""
+
+Judge = Callable[..., TrialResult]
+
+
+def spec_of(
+    model: Path, words: tuple[str, ...], *, device: Device = "cuda", length: int = 4096, **of: Any
+) -> TrialSpec:
+    read = load_model(str(model))
+    return TrialSpec(
+        model_name=read.name,
+        model_directory=read.directory,
+        config_digest=read.config_digest,
+        device=device,
+        layout=Layout(),
+        settings=Settings(),
+        length_tokens=length,
+        memory_budget_bytes=GIB if device == "cpu" else None,
+        foreign=ForeignTrainer(trainer="command", command=words, **of),
+    )
+
+
+@pytest.fixture
+def judge(mark: str, tiny: Path, tmp_path: Path) -> Judge:
+    """Runs a script as a trainer, and returns what it is judged; nothing of it is left."""
+
+    def judge(code: str, *, timeout_s: float = LIMIT_S, **of: Any) -> TrialResult:
+        script = tmp_path / "train.py"
+        script.write_text(PREAMBLE + textwrap.dedent(code))
+        words = of.pop("words", (sys.executable, str(script)))
+        launcher = ForeignLauncher(
+            log_directory=tmp_path / "logs", timeout_s=timeout_s, silent_s=SILENT_S
+        )
+        launch = Launch(spec=spec_of(tiny, words, **of))
+        result = launcher.launch(launch, gpus=None, ended=threading.Event(), on_phase=unheard)
+        assert marked(mark) == []
+        assert result.log_path is not None
+        assert not list(Path(result.log_path).parent.glob("highwater-*")), "its folder is gone"
+        return result
+
+    return judge
+
+
+GOOD = {
+    "a good log with text about memory": """
+        print("hint: CUDA out of memory? lower --batch-size")
+        print("torch.OutOfMemoryError is what a full card raises")
+        step(1), step(2)
+    """,
+    "a kernel that was tried, ran out, and was not taken": """
+        step(0)
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+            print("falling back to another kernel", flush=True)
+        step(1), step(2)
+    """,
+    "a step that takes long and says nothing, after an error that was caught": """
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        ends = time.monotonic() + 3 * 2.0
+        while time.monotonic() < ends:
+            sum(range(1000))
+        step(1), step(2)
+    """,
+    "a progress bar that overwrites itself": """
+        bar(0), bar(1), bar(2)
+        print()
+    """,
+    "megabytes of a progress bar": """
+        for _ in range(100_000):
+            bar(1)
+        bar(2)
+    """,
+    "a process that stays behind": """
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        step(1), step(2)
+    """,
+}
+
+
+@pytest.mark.parametrize("code", GOOD.values(), ids=GOOD)
+def test_a_trainer_that_did_its_steps_fits(judge: Judge, code: str) -> None:
+    result = judge(code)
+    assert result.outcome is Outcome.FIT, result.reason
+
+
+OUT_OF_MEMORY = {
+    "an exception that nobody caught": "step(1), ran_out()",
+    "an exception right after a progress bar": "bar(0), bar(1), ran_out()",
+    "swallowed, and exited 0": """
+        try:
+            step(1), ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        sys.exit(0)
+    """,
+    "logged, and exited 3": """
+        import logging
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            logging.exception("training failed")
+            sys.exit(3)
+    """,
+    "wrapped by the trainer's own error": """
+        try:
+            ran_out()
+        except OutOfMemoryError as error:
+            raise RuntimeError("training failed") from error
+    """,
+    "a hang of its peer": """
+        if sys.argv[-1] == "peer":
+            step(1)
+            time.sleep(0.5)
+            ran_out()
+        subprocess.Popen([sys.executable, __file__, "peer"])
+        time.sleep(600)
+    """,
+    "a hang of its peer that spins, while its own process hangs in the end": """
+        try:
+            step(1), ran_out()
+        except OutOfMemoryError as error:
+            as_rank(0, error)
+        while True:
+            sum(range(1000))
+    """,
+    "a peer that says first that it lost it": """
+        try:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        except ConnectionResetError as error:
+            as_rank(0, error)
+        try:
+            ran_out()
+        except OutOfMemoryError as error:
+            as_rank(1, error)
+        print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ")
+        sys.exit(1)
+    """,
+    "an abort in C++": """
+        print("terminate called after throwing an instance of 'c10::OutOfMemoryError'")
+        print(f"  what():  {TEXT}", flush=True)
+        os.abort()
+    """,
+    "a task of Ray's": """
+        print(f"(TrainWorker pid={os.getpid()}, ip=10.0.0.1) Traceback (most recent call last):")
+        print(f'(TrainWorker pid={os.getpid()}, ip=10.0.0.1)   File "t.py", line 1, in fit')
+        print(f"(TrainWorker pid={os.getpid()}, ip=10.0.0.1) torch.OutOfMemoryError: {TEXT}")
+        raise type("RayTaskError", (Exception,), {"__module__": "ray.exceptions"})("ray::fit()")
+    """,
+}
+
+
+@pytest.mark.parametrize("code", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_a_trainer_whose_last_error_is_an_allocators_does_not_fit(judge: Judge, code: str) -> None:
+    result = judge(code)
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert result.wall_s < LIMIT_S
+
+
+NEITHER = {
+    "swallowed without a word, and exited 0": """
+        try:
+            step(1), ran_out()
+        except OutOfMemoryError:
+            sys.exit(0)
+    """,
+    "nothing done, and exited 0": 'print("usage: train [options]")',
+    "batches left out for want of memory, and counted": """
+        for number in (1, 2):
+            try:
+                ran_out()
+            except OutOfMemoryError:
+                traceback.print_exc()
+            step(number)
+    """,
+    "an error after one that was caught": """
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        {}["labels"]
+    """,
+    "a segmentation fault after one that was caught": """
+        try:
+            ran_out()
+        except OutOfMemoryError:
+            traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    """,
+    "killed by somebody": """
+        print("MemoryError: out of memory", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """,
+    "a collective that timed out": """
+        for line in (
+            "[rank0]:[E101 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective "
+            "operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE) ran for 600000 ms",
+            "terminate called after throwing an instance of 'c10::DistBackendError'",
+            "  what():  [Rank 0] Watchdog caught collective operation timeout",
+        ):
+            print(line, flush=True)
+        os.abort()
+    """,
+    "a package that is missing": "import nothing_of_this_name",
+    "text about memory, and an error of its own": """
+        print("if CUDA out of memory occurs, lower --batch-size")
+        raise ValueError("CUDA out of memory is no reason to give up")
+    """,
+    "a loss that is no number": """
+        print("step 1/2 loss nan\\nstep 2/2 loss nan")
+    """,
+}
+
+
+@pytest.mark.parametrize("code", NEITHER.values(), ids=NEITHER)
+def test_what_proves_neither_says_nothing_about_memory(judge: Judge, code: str) -> None:
+    result = judge(code)
+    assert result.outcome is Outcome.CRASHED, result.reason
+    assert result.reason
+
+
+def test_host_memory_that_runs_out_on_a_gpu_is_the_hosts(judge: Judge) -> None:
+    code = "step(1)\nbytearray(2**62)"
+    assert judge(code).outcome is Outcome.HOST_OUT_OF_MEMORY
+    assert judge(code, device="cpu").outcome is Outcome.OUT_OF_MEMORY
+
+
+def test_a_hang_without_an_error_is_a_timeout_that_says_how_far_it_came(judge: Judge) -> None:
+    result = judge("step(1)\ntime.sleep(600)", timeout_s=3 * SILENT_S)
+    assert result.outcome is Outcome.TIMEOUT
+    assert "1 of 2 steps" in result.reason
+
+
+REAL = """
+import torch
+length = int(sys.argv[1])
+weight = torch.nn.Parameter(torch.zeros(256, 256))
+optimizer = torch.optim.AdamW([weight])
+for number in (1, 2):
+    x = torch.randn(length, 256)
+    loss = (torch.relu(x @ weight) + x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {number}/2 loss {loss.item():.3f}", flush=True)
+"""
+
+
+def test_real_steps_on_the_cpu_fit_below_a_limit_and_run_out_of_it(
+    judge: Judge, tmp_path: Path
+) -> None:
+    words = (sys.executable, str(tmp_path / "train.py"), "{length}")
+    fits = judge(REAL, device="cpu", words=words)
+    assert fits.outcome is Outcome.FIT, fits.reason
+    peak = fits.peak_reserved_bytes
+    assert peak is not None
+    assert 100 * MIB < peak < GIB
+    too_long = judge(REAL, device="cpu", words=words, length=2**20)
+    assert too_long.outcome is Outcome.OUT_OF_MEMORY, too_long.reason
+
+
+TORCHRUN = """
+import datetime
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+if dist.get_rank() == 1:
+    step(1), ran_out()
+dist.barrier()
+"""
+
+
+def test_a_rank_of_torchruns_that_runs_out_is_found_among_what_its_peers_say(
+    judge: Judge, tmp_path: Path
+) -> None:
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for tee in ((), ("--tee", "3")):
+        words = (sys.executable, *run, *tee, str(tmp_path / "train.py"))
+        result = judge(TORCHRUN, words=words)
+        assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+
+
+def test_a_process_that_the_kernel_kills_for_want_of_memory_is_found(
+    mark: str, groups: Callable[[int], Path], tiny: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pages = bytearray(2**30)\npages[::4096] = b'1' * len(pages[::4096])\n")
+    code = f"""
+open({str(groups(512 * MIB) / "cgroup.procs")!r}, "w").write("0")
+import highwater
+from highwater.spec.codec import to_json
+words = dict(device="cpu", memory="4GiB", trainer="command", log_dir="logs")
+words["command"] = "{sys.executable} {script} {{length}}"
+print(to_json(highwater.run_trial({str(tiny)!r}, 32, **words)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = from_json(done.stdout, TrialResult)
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert "the kernel killed" in result.reason
+
+
+class TestRunnerOfOtherTrainers(RunnerContract):
+    @pytest.fixture
+    def runner(self, mark: str, tiny: Path, tmp_path: Path) -> LocalRunner:
+        self.tiny, self.folder = tiny, tmp_path
+        launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=LIMIT_S)
+        return LocalRunner(launcher, most_trials=2)
+
+    def trial(self, code: str, length: int) -> TrialSpec:
+        script = self.folder / f"train-{length}.py"
+        script.write_text(PREAMBLE + code)
+        words = (sys.executable, str(script))
+        return spec_of(self.tiny, words, device="cpu", length=length)
+
+    def fitting(self, number: int) -> TrialSpec:
+        return self.trial("step(1), step(2)", 32 * (number + 1))
+
+    def too_long(self) -> TrialSpec:
+        return self.trial("bytearray(2**33)", 8192)
+
+    def crashing(self) -> TrialSpec:
+        return self.trial("{}['labels']", 48)
+
+    def endless(self) -> TrialSpec:
+        return self.trial("time.sleep(600)", 56)
+
+
+def test_what_is_ended_leaves_no_process_and_no_folder(
+    mark: str, tiny: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PREAMBLE + "subprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n")
+    launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=LIMIT_S)
+    launch = Launch(spec=spec_of(tiny, (sys.executable, str(script))))
+    ended = threading.Event()
+    threading.Timer(SILENT_S, ended.set).start()
+    with pytest.raises(TrialEndedError):
+        launcher.launch(launch, gpus=None, ended=ended, on_phase=unheard)
+    assert marked(mark) == []
+    assert not list((tmp_path / "logs").rglob("highwater-*"))

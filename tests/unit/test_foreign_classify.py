@@ -1,0 +1,341 @@
+"""Trials of foreign trainers, judged from outside.
+
+A length fits where the log shows its steps, does not where an allocator's error certainly ended the
+trial, and what proves neither is neither.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import question_of
+
+from highwater.run.foreign_classify import ForeignEnding, classify_foreign, evidence_of
+from highwater.run.foreign_log import log_lines
+from highwater.run.foreign_progress import progress_of
+from highwater.spec.foreign_trainer import ForeignTrainer
+from highwater.spec.trial import Device, Outcome, TrialSpec
+
+QUESTION = question_of(loss="full", allocator="native")
+FOREIGN = ForeignTrainer(trainer="command", command=("train", "{length}"))
+SPEC = msgspec.structs.replace(QUESTION.trial(QUESTION.cells[0], 4096), foreign=FOREIGN)
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
+FRAMES = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    x @ y\n'
+RAN_OUT = FRAMES + OOM + "\n"
+STEP = "{{'loss': '{0}', 'grad_norm': '1.5', 'learning_rate': '2e-05', 'epoch': '0.5'}}\n"
+STEPS = STEP.format(2.5) + STEP.format(2.25)
+SUMMARY = (
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    "============\n./train.py FAILED\n------------\nRoot Cause (first observed failure):\n"
+    "[0]:\n  time      : 2026-01-01_00:00:00\n  rank      : 1 (local_rank: 1)\n"
+    "  exitcode  : {0} (pid: 12)\n  error_file: <N/A>\n"
+)
+
+
+def trial(device: Device = "cuda", pattern: str | None = None) -> TrialSpec:
+    spec = msgspec.structs.replace(
+        SPEC, foreign=msgspec.structs.replace(FOREIGN, done_pattern=pattern)
+    )
+    if device == "cpu":
+        spec = msgspec.structs.replace(spec, device=device, memory_budget_bytes=2**30)
+    return spec
+
+
+def outcome(log: str, exit_code: int | None = 1, **ending: Any) -> Outcome:
+    spec = trial(ending.pop("device", "cuda"), ending.pop("pattern", None))
+    if exit_code is None:
+        ending.setdefault("ended_for", "timeout")
+    return classify_foreign(
+        spec, ForeignEnding(exit_code=exit_code, timeout_s=60.0, log=log, **ending)
+    ).outcome
+
+
+def by_rank(rank: int, text: str) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
+
+
+GOOD = {
+    "dictionaries": STEPS,
+    "dictionaries of numbers": "{'loss': 2.5, 'epoch': 0.5}\n{'loss': 2.1, 'epoch': 1.0}\n",
+    "the trainer's summary": "{'train_runtime': '3.1', 'train_loss': '2.3', 'epoch': '1'}\n",
+    "a bar that overwrites itself": "\r  0%|          | 0/2 [00:00<?, ?it/s]"
+    "\r 50%|█████     | 1/2 [00:01<00:01,  1.0s/it]\r100%|██████████| 2/2 [00:02<00:00,  1.0s/it]",
+    "a bar of training": "Training: 100%|██████████| 2/2 [00:02<00:00,  1.0s/it]\n",
+    "a bar in colour": "\x1b[32mEpoch 0: 100%|\x1b[0m██| 2/2 [00:02<00:00, 1.0it/s]\n",
+    "steps of all": "step 1/2\nstep 2/2\n",
+    "torchtitan": "[titan] step:  1  loss:  8.2\n[titan] step:  2  loss:  7.9  memory: 10.1GiB\n",
+    "counted from 0": "step 0 loss 8.2\nstep 1 loss 7.9\n",
+    "Megatron": " iteration        1/       2 | lm loss: 8.1E+00 |\n"
+    " iteration        2/       2 | lm loss: 7.9E+00 |\n",
+    "verl": "step:1 - actor/pg_loss:0.1 - x:1\nstep:2 - actor/pg_loss:0.2 - x:1\n",
+    "Ray": f"\x1b[36m(TrainWorker pid=12, ip=10.0.0.1)\x1b[0m {STEP.format(2.5)}"
+    f"(TrainWorker pid=12, ip=10.0.0.1) {STEP.format(2.4)}",
+}
+
+
+@pytest.mark.parametrize("log", GOOD.values(), ids=GOOD)
+def test_a_trial_whose_log_shows_its_steps_fits(log: str) -> None:
+    assert outcome(log, 0) is Outcome.FIT
+    assert outcome("", 0) is Outcome.CRASHED
+
+
+@pytest.mark.parametrize("log", GOOD.values(), ids=GOOD)
+def test_no_trial_fits_that_did_not_exit_well(log: str) -> None:
+    for exit_code in (1, 2, 134, 137, 139, 255, None):
+        assert not outcome(log, exit_code).tells
+
+
+HARMLESS = {
+    "advice": "hint: if CUDA out of memory occurs, lower --batch-size\n",
+    "a setting": "PYTORCH_ALLOC_CONF helps with torch.OutOfMemoryError: CUDA out of memory\n",
+    "a file": "reading MemoryError: a history of out of memory.txt\n",
+    "a warning": "W0101 00:00:00 autotune.py:12] OutOfMemoryError: CUDA out of memory, skipped\n",
+    "a kernel that was tried": RAN_OUT + "falling back to another kernel\n",
+}
+
+
+@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+def test_text_about_memory_spoils_no_good_log_and_proves_nothing_in_a_bad_one(text: str) -> None:
+    assert outcome(text + STEPS, 0) is Outcome.FIT
+    assert outcome(text + STEPS, 139) is Outcome.CRASHED
+    assert outcome(text + STEP.format(2.5) + FRAMES + "KeyError: 'labels'\n") is Outcome.CRASHED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hint: if CUDA out of memory occurs, lower --batch-size",
+        "W0101 00:00:00 autotune.py:12] OutOfMemoryError: CUDA out of memory, skipped",
+        "  torch.OutOfMemoryError: CUDA out of memory",
+        "the cache raised torch.OutOfMemoryError: CUDA out of memory once",
+        "ValueError: CUDA out of memory",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory",
+    ],
+)
+def test_text_alone_is_no_error_of_an_allocator(text: str) -> None:
+    assert outcome(f"{text}\n", 1) is Outcome.CRASHED
+    assert outcome(f"{text}\n", None) is Outcome.TIMEOUT
+
+
+DEVICE_ERRORS = (
+    OOM,
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
+    "torch._C._OutOfMemoryError: CUDA out of memory. Tried".replace("_OutOf", "OutOf"),
+    "RuntimeError: CUDA error: out of memory",
+    "torch.AcceleratorError: CUDA error: out of memory",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB",
+    "RuntimeError: Triton Error [CUDA]: out of memory",
+    "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.",
+    "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 2 'out of memory'",
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total",
+)
+HOST_ERRORS = (
+    "MemoryError",
+    "MemoryError: std::bad_alloc",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB for an array",
+    "OSError: [Errno 12] Cannot allocate memory",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+    "allocate memory: you tried to allocate 8589934592 bytes.",
+)
+
+
+@pytest.mark.parametrize("error", DEVICE_ERRORS)
+def test_a_last_error_of_an_allocator_is_out_of_memory(error: str) -> None:
+    for log in (
+        FRAMES + error + "\n",
+        STEP.format(2.5) + FRAMES + error + "\n",
+        "\r 50%|█████     | 1/2 [00:01<00:01,  1.0s/it]" + FRAMES + error + "\n",
+        by_rank(1, FRAMES + error) + SUMMARY.format(1),
+        f"[default1]:{FRAMES}".replace("\n  ", "\n[default1]:  ") + f"[default1]:{error}\n"
+        if "\n" not in error
+        else FRAMES + error,
+        f"2026-01-01 ERROR trainer: failed\n{FRAMES}{error}\n" + SUMMARY.format(1),
+    ):
+        assert outcome(log) is Outcome.OUT_OF_MEMORY, log
+
+
+@pytest.mark.parametrize("error", HOST_ERRORS)
+def test_host_memory_is_told_from_a_gpus(error: str) -> None:
+    assert outcome(FRAMES + error + "\n") is Outcome.HOST_OUT_OF_MEMORY
+    assert outcome(FRAMES + error + "\n", device="cpu") is Outcome.OUT_OF_MEMORY
+
+
+def test_an_abort_without_a_traceback_has_its_last_words() -> None:
+    abort = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
+    ran_out = abort.format("c10::OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
+    assert outcome(ran_out, 134) is Outcome.OUT_OF_MEMORY
+    bad_alloc = abort.format("std::bad_alloc", "std::bad_alloc")
+    assert outcome(bad_alloc, 134) is Outcome.HOST_OUT_OF_MEMORY
+    assert outcome(abort.format("c10::Error", "no kernel image"), 134) is Outcome.CRASHED
+
+
+def test_the_kernel_is_believed_only_where_somebody_was_killed() -> None:
+    assert outcome(STEP.format(2), 137, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
+    assert outcome(STEP.format(2), 137, kernel_kills=1, device="cpu") is Outcome.OUT_OF_MEMORY
+    assert outcome(SUMMARY.format(-9), 1, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
+    assert outcome(SUMMARY.format(-9), 1) is Outcome.CRASHED
+    assert outcome(STEP.format(2), 137) is Outcome.CRASHED
+    assert outcome(STEP.format(2), 1, kernel_kills=1) is Outcome.CRASHED
+    assert outcome(STEPS, 0, kernel_kills=1) is Outcome.FIT
+
+
+LOST_PEER = (
+    "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.",
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+    "torch.distributed.DistNetworkError: The client socket has timed out",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+)
+
+
+@pytest.mark.parametrize("lost", LOST_PEER)
+def test_a_rank_that_lost_its_peer_says_nothing_against_the_peers_error(lost: str) -> None:
+    for log in (
+        by_rank(1, RAN_OUT) + by_rank(0, FRAMES + lost) + SUMMARY.format(1),
+        by_rank(0, FRAMES + lost) + by_rank(1, RAN_OUT),
+        RAN_OUT + FRAMES + lost + "\n",
+    ):
+        assert outcome(log) is Outcome.OUT_OF_MEMORY
+    assert outcome(by_rank(0, FRAMES + lost)) is Outcome.CRASHED
+
+
+def test_the_first_rank_that_fails_decides() -> None:
+    other = FRAMES + "KeyError: 'labels'"
+    assert outcome(by_rank(1, RAN_OUT) + by_rank(0, other)) is Outcome.OUT_OF_MEMORY
+    assert outcome(by_rank(0, other) + by_rank(1, RAN_OUT)) is Outcome.CRASHED
+    # what was caught may have been written by a rank that went on
+    caught = "".join(f"[default0]:{line}\n" for line in RAN_OUT.splitlines())
+    failed = "".join(f"[default1]:{line}\n" for line in other.splitlines())
+    assert outcome(caught + failed) is Outcome.CRASHED
+    assert outcome(by_rank(1, RAN_OUT) + caught) is Outcome.OUT_OF_MEMORY
+
+
+def test_of_a_chain_the_cause_counts_and_what_was_being_handled_does_not() -> None:
+    caused = "\nThe above exception was the direct cause of the following exception:\n\n"
+    handled = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    own = FRAMES + "trainer.errors.TrainingFailedError: see above\n"
+    assert outcome(RAN_OUT + caused + own) is Outcome.OUT_OF_MEMORY
+    assert outcome(RAN_OUT + handled + own) is Outcome.CRASHED
+    assert outcome(FRAMES + "KeyError: 'x'\n" + handled + RAN_OUT) is Outcome.OUT_OF_MEMORY
+
+
+def test_a_task_of_rays_has_its_own_error_below_the_drivers() -> None:
+    driver = (
+        'Traceback (most recent call last):\n  File "main.py", line 9, in main\n'
+        "    ray.get(task)\nray.exceptions.RayTaskError({0}): \x1b[36mray::fit()\x1b[39m (pid=12)\n"
+        '  File "train.py", line 3, in fit\n    x @ y\n{1}\n'
+    )
+    assert outcome(driver.format("OutOfMemoryError", OOM)) is Outcome.OUT_OF_MEMORY
+    assert outcome(driver.format("KeyError", "KeyError: 'x'")) is Outcome.CRASHED
+    low = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory."
+    assert outcome(FRAMES + low) is Outcome.HOST_OUT_OF_MEMORY
+
+
+def test_an_error_that_was_swallowed_decides_where_the_steps_are_not_done() -> None:
+    assert outcome(STEP.format(2) + RAN_OUT, 0) is Outcome.OUT_OF_MEMORY
+    assert outcome(RAN_OUT, 0) is Outcome.OUT_OF_MEMORY
+    assert outcome(STEP.format(2) + FRAMES + "KeyError: 'x'\n", 0) is Outcome.CRASHED
+    assert outcome("done\n", 0) is Outcome.CRASHED
+    assert outcome(STEP.format(2), 0) is Outcome.CRASHED
+
+
+def test_steps_whose_batches_were_left_out_for_want_of_memory_do_not_fit() -> None:
+    left_out = "".join(f"{RAN_OUT}skipping batch\nstep {step}/2\n" for step in (1, 2))
+    assert outcome(left_out, 0) is Outcome.CRASHED
+    assert outcome(STEPS + RAN_OUT, 0) is Outcome.CRASHED
+    after = "{'train_runtime': '3.1', 'train_loss': '2.3'}\n" + RAN_OUT
+    assert outcome(STEPS + after, 0) is Outcome.FIT, "training was over by then"
+
+
+def test_a_loss_that_is_no_number_is_no_fit() -> None:
+    assert outcome(STEP.format(2.5) + STEP.format("nan"), 0) is Outcome.CRASHED
+    assert outcome("step 1 loss inf\nstep 2 loss inf\n", 0) is Outcome.CRASHED
+
+
+@pytest.mark.parametrize(
+    "bar",
+    [
+        "Loading checkpoint shards: 100%|██████████| 2/2 [00:00<00:00,  9.1it/s]\n",
+        "Tokenizing train dataset: 100%|██████████| 2/2 [00:00<00:00, 91.1 examples/s]\n",
+        "Map (num_proc=2): 100%|██████████| 2/2 [00:00<00:00, 91.1 examples/s]\n",
+        "  Total optimization steps = 2\n  Num examples = 2\n",
+        "max_steps: 2\nsteps: 2\ngradient accumulation per step: 2\n",
+        "loss = 2.0\n",
+        "{'eval_loss': 2.0}\n{'eval_loss': 2.0}\n",
+    ],
+)
+def test_what_is_no_step_of_training_proves_none(bar: str) -> None:
+    assert outcome(bar, 0) is Outcome.CRASHED
+
+
+def test_a_pattern_of_the_users_takes_the_place_of_the_usual_signs() -> None:
+    log = "update 1 ok\nupdate 2 ok\nsaved\n"
+    assert outcome(log, 0) is Outcome.CRASHED
+    assert outcome(log, 0, pattern="saved") is Outcome.FIT
+    assert outcome(log, 0, pattern=r"update (?P<step>\d+) ok") is Outcome.FIT
+    assert outcome(log, 0, pattern=r"update (?P<step>1) ok") is Outcome.CRASHED
+    assert outcome(log, 0, pattern="finished") is Outcome.CRASHED
+    assert outcome(STEPS, 0, pattern="finished") is Outcome.CRASHED
+    assert outcome("", 0, pattern="") is Outcome.FIT
+    assert outcome("", 1, pattern="") is Outcome.CRASHED
+    assert outcome(RAN_OUT, 0, pattern="") is Outcome.CRASHED
+
+
+def test_steps_may_be_told_by_whoever_prepared_the_trial() -> None:
+    assert outcome("", 0, steps_done=2) is Outcome.FIT
+    assert outcome(STEPS, 0, steps_done=1) is Outcome.CRASHED
+
+
+def test_a_timeout_says_how_far_it_came() -> None:
+    ending = ForeignEnding(
+        exit_code=None, ended_for="timeout", timeout_s=60.0, log=STEP.format(2.5)
+    )
+    verdict = classify_foreign(trial(), ending)
+    assert verdict.outcome is Outcome.TIMEOUT
+    assert "1 of 2 steps" in verdict.reason
+
+
+def test_a_hang_after_an_error_is_judged_by_the_error_where_that_is_certain() -> None:
+    assert outcome(by_rank(1, RAN_OUT), None) is Outcome.OUT_OF_MEMORY
+    assert outcome(RAN_OUT, None, ended_for="hang", is_stuck=True) is Outcome.OUT_OF_MEMORY
+    assert outcome(RAN_OUT, None) is Outcome.TIMEOUT, "it may have been caught"
+    assert outcome(FRAMES + "KeyError: 'x'\n", None, is_stuck=True) is Outcome.TIMEOUT
+    assert evidence_of(trial(), by_rank(1, RAN_OUT)).is_certain
+    assert not evidence_of(trial(), RAN_OUT).is_certain
+    assert evidence_of(trial(), RAN_OUT).has_run_out
+    assert not evidence_of(trial(), RAN_OUT + STEPS).has_run_out
+
+
+WORDS = st.lists(
+    st.sampled_from(
+        [
+            *("out of memory", "CUDA", "OutOfMemoryError", "torch.", ":", "\n", "\r", "ERROR"),
+            *("MemoryError", "Killed", "[rank1]:", "(pid=3)", "step 1/2", "loss", "Traceback"),
+            *("KeyError: 1", " ", "\x1b[31m", "100%|█| 2/2 [", "0", "RuntimeError"),
+        ]
+    ),
+    max_size=30,
+).map(lambda words: "".join(words))
+
+
+@given(log=WORDS | st.text(), exit_code=st.sampled_from([0, 1, 2, 134, 137, 139, None]))
+def test_no_log_is_too_odd_and_who_failed_never_fits(log: str, exit_code: int | None) -> None:
+    found = outcome(log, exit_code)
+    assert not found.is_fit or exit_code == 0
+    if "Error" not in log and "Exception" not in log:
+        assert not found.is_memory
+
+
+def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams() -> None:
+    lines = log_lines("\r 50%|█| 1/2 [\r100%|█| 2/2 [Traceback (most recent call last):\nx")
+    assert [line.text for line in lines] == [
+        *("", " 50%|█| 1/2 [", "100%|█| 2/2 [", "Traceback (most recent call last):", "x")
+    ]
+    assert {line.stream for line in log_lines("[default3]:[rank3]: x\n[default3]:y")} == {"local 3"}
+    assert progress_of(log_lines(STEPS), steps=2).loss == 2.25

@@ -1,0 +1,238 @@
+"""Requests for other trainers: what they are told, what they cannot be told, and what identifies
+their questions.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import machine_with, question_of
+
+from highwater.cli.config import request_of, to_yaml
+from highwater.cli.flags import typed_values
+from highwater.cli.grammar import parse
+from highwater.errors import HighwaterError, UsageError
+from highwater.pages.study.study_commands import find_words, try_words
+from highwater.spec.command_template import (
+    PLACEHOLDERS,
+    filled_command,
+    placeholders_of,
+    split_command,
+)
+from highwater.spec.declared_settings import DECLARED
+from highwater.spec.foreign_request import base_config, foreign_of
+from highwater.spec.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.spec.plan import plan, plan_trial
+from highwater.spec.request import Request, request_from
+from highwater.spec.study import Question
+from highwater.spec.trial import TrialSpec
+
+COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
+ASKED: dict[str, Any] = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}
+MACHINE = machine_with(8)
+
+
+def asked(**changes: Any) -> Request:
+    return request_from({**ASKED, **changes}, keywords=True)
+
+
+def question(**changes: Any) -> Question:
+    return plan(asked(**changes), MACHINE).question
+
+
+def trial_of(**changes: Any) -> TrialSpec:
+    found = question(**changes)
+    return found.trial(found.cells[0], 8192)
+
+
+def test_the_rungs_of_another_trainer_are_the_allocators() -> None:
+    cells = question(gpus=[1, 2], ulysses=[1, 2]).cells
+    assert [(c.layout.gpus, c.layout.ulysses_degree, c.settings.allocator) for c in cells] == [
+        (gpus, degree, allocator)
+        for gpus, degree in ((1, 1), (2, 1), (2, 2))
+        for allocator in ("native", "expandable")
+    ]
+    (only,) = question(gpus=[1], allocator="expandable").cells
+    assert only.settings.label == "Env"
+
+
+def test_a_trial_fills_the_placeholders_of_its_command(tmp_path: Path) -> None:
+    spec = trial_of(gpus=[4], ulysses=[2], steps=3)
+    assert spec.foreign is not None
+    words = filled_command(spec.foreign.command, spec, tmp_path)
+    assert shlex.join(words) == ("torchrun --nproc-per-node 4 train.py --len 8192 --sp 2 --steps 3")
+    every = split_command(" ".join(f"--{name}={{{name}}}" for name in PLACEHOLDERS))
+    assert placeholders_of(every) == set(PLACEHOLDERS)
+    filled = filled_command(every, spec, tmp_path)
+    assert not any("{" in word for word in filled)
+    assert f"--output={tmp_path}" in filled
+    assert f"--model={spec.model_directory}" in filled
+    assert filled_command(("{{a}}", "{length}"), spec, tmp_path) == ("{a}", "8192")
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("train --len {lenght}", "{length}"),
+        ("train --len {length} --x {}", "{{"),
+        ("train --len {length} --x '{\"a\": 1}'", "{{"),
+        ("train --len {length!r}", "{{"),
+        ("train --len {length:04}", "{{"),
+        ("train --len {length.real}", "{length}"),
+        ("train --len {length[0]}", "{length}"),
+        ("train --len {length", "{{"),
+        ("train", "{length}"),
+        ("train '{length}", "--command"),
+        ("", "--command"),
+        ("  ", "--command"),
+    ],
+)
+def test_a_command_that_cannot_be_filled_is_refused(command: str, what: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        question(command=command)
+    assert what in refused.value.hint
+
+
+@given(st.text(max_size=40))
+def test_no_command_is_too_odd_to_be_split_or_refused(text: str) -> None:
+    try:
+        words = split_command(text)
+    except UsageError:
+        return
+    typed = ForeignTrainer(trainer="command", command=words).typed
+    assert split_command(typed) == words, "what is shown is the same command again"
+
+
+@pytest.mark.parametrize(
+    ("named", "missing"),
+    [
+        ({"gpus": [1, 2], "command": "train {length}"}, "{gpus}"),
+        ({"gpus": [4], "ulysses": [1, 2], "command": "train {length} {gpus}"}, "{ulysses}"),
+        ({"gpus": [4], "ring": [1, 2], "command": "train {length}"}, "{ring}"),
+    ],
+)
+def test_several_values_that_a_command_is_not_told_are_refused(
+    named: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        question(**named)
+    assert missing in refused.value.problem
+
+
+def test_one_value_may_stand_in_the_command_itself() -> None:
+    found = question(gpus=[4], ulysses=[2], command="train --nproc 4 --sp 2 {length}")
+    assert {(c.layout.gpus, c.layout.ulysses_degree) for c in found.cells} == {(4, 2)}
+    assert {c.layout.gpus for c in question(command="train {length}").cells} == {1}
+    assert {c.layout.gpus for c in question().cells} == {1, 2, 4, 8}
+
+
+EXAMPLES: dict[str, Any] = {
+    "loss": "chunked",
+    "recompute": "none",
+    "attention": "block_sparse",
+    "offload": True,
+    "objective": "grpo",
+    "kl_estimator": "k1",
+    "entropy": "full",
+    "strategy": "fsdp",
+    "optimizer": "adamw-8bit",
+    "parameters": "bf16",
+    "save_hf": "last",
+    "checkpoint": "sharded",
+    "rope": "yarn",
+    "pattern_type": "random",
+    "lora_base": "nf4",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(DECLARED) - FOREIGN["command"].settings))
+def test_what_a_command_cannot_be_told_is_refused_by_name(name: str) -> None:
+    row = DECLARED[name]
+    value = EXAMPLES.get(name, row.example or (row.kind.example if row.kind else None))
+    if value is None:
+        value = 0.5
+    with pytest.raises(UsageError) as refused:
+        asked(**{name: value})
+    assert row.words in refused.value.problem
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("name", ["command", "trainer_config", "done_pattern"])
+def test_what_is_said_of_another_trainer_says_nothing_of_this_engine(name: str) -> None:
+    named = {"command": COMMAND, "trainer_config": "base.yaml", "done_pattern": "done"}
+    request = request_from({"model": "Qwen3-0.6B", name: named[name]}, keywords=True)
+    with pytest.raises(UsageError, match=DECLARED[name].words):
+        plan(request, MACHINE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"command": None}, {"proof": "memory"}, {"done_pattern": "(unclosed"}]
+)
+def test_what_is_missing_or_cannot_be_is_refused_before_anything_starts(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(HighwaterError):
+        question(**changes)
+
+
+def test_everything_that_an_outcome_depends_on_is_in_the_keys() -> None:
+    known = trial_of()
+    ours = question_of(gpus=[1], loss="full", allocator="native")
+    others = (
+        trial_of(command=f"{COMMAND} --more"),
+        trial_of(done_pattern="done"),
+        trial_of(done_pattern=""),
+        ours.trial(ours.cells[0], 8192),
+    )
+    assert len({spec.key for spec in (known, *others)}) == 5
+    assert question().key != question(command=f"{COMMAND} --more").key
+    assert question().key == question().key
+
+
+def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+    trainers = []
+    for folder in ("a", "b"):
+        path = tmp_path / folder / "base.yaml"
+        path.parent.mkdir()
+        path.write_text("warmup: 3\n")
+        request = msgspec.structs.replace(asked(), trainer_config=str(path))
+        trainers.append(foreign_of(request))
+    keys = {msgspec.structs.replace(trial_of(), foreign=foreign).key for foreign in trainers}
+    assert len(keys) == 1
+    assert trainers[0] is not None
+    assert base_config(trainers[0]) == b"warmup: 3\n"
+    (tmp_path / "a" / "base.yaml").write_text("warmup: 4\n")
+    with pytest.raises(UsageError, match="has changed"):
+        base_config(trainers[0])
+    (tmp_path / "a" / "base.yaml").unlink()
+    with pytest.raises(UsageError, match="cannot be read"):
+        base_config(trainers[0])
+
+
+def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_has() -> None:
+    found = question(
+        gpus=[1, 2], command="python t.py --x 'a b' {{}} {length} {gpus}", done_pattern="step 2"
+    )
+    again = parse(list(find_words(found))[1:])
+    assert plan(request_of(again), MACHINE).question.key == found.key
+    for cell in found.cells:
+        spec = found.trial(cell, 8192)
+        arguments = parse(list(try_words(spec, found.model))[1:])
+        assert plan_trial(request_of(arguments), MACHINE, 8192).key == spec.key
+
+
+def test_the_configuration_that_is_printed_asks_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(to_yaml(asked(gpus=[2])))
+    again = request_of(parse(["find", "--config", str(path)]))
+    assert plan(again, MACHINE).question.key == question(gpus=[2]).key
+
+
+def test_what_is_typed_is_what_is_asked() -> None:
+    words = ["find", "Qwen3-0.6B", "--trainer", "command", "--command", COMMAND]
+    assert request_from(typed_values(parse(words))) == asked()
+    assert "trainer" not in typed_values(parse(["predict", "M", "--trainer", "trinity"]))
