@@ -1,0 +1,199 @@
+"""A directory that any trainer opens as a Hugging Face model, where the model's own lacks weights
+or a tokenizer: a catalog shape is a ``config.json`` alone.
+
+What is there is linked. Weights that are not are drawn from a seed, in bfloat16, one parameter
+after the other; a tokenizer that is not there has one token for each of so many words. Such a
+directory is made once and stays in the cache.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from highwater.errors import ModelError
+from highwater.models.buffers import fill_buffers
+from highwater.models.pretrained import PretrainedDirectory, write_beside
+from highwater.models.random_weights import fill_random
+from highwater.spec.codec import digest
+from highwater.spec.weight_files import weight_files
+
+END = "</s>"
+_WORDS = 32768
+"""Words of a tokenizer that is made: enough that experts get different ones, and a file of less
+than a MiB."""
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    *("tekken.json", "tiktoken.model"),
+)
+"""Files of which every tokenizer has one."""
+_MADE_AS = 1
+"""Counted up where the same order makes another directory."""
+
+
+class Openable(NamedTuple):
+    """A directory to open, and what is in it that the model's own does not have."""
+
+    directory: Path
+    notes: tuple[str, ...]
+
+
+def openable_directory(source: Path, cache: Path, *, seed: int) -> Openable:
+    """The model's own directory where it has all, else one below ``cache``, made where it is not
+    there yet.
+
+    Raises ModelError for files that are not a whole model's, and for a model whose buffers nobody
+    describes.
+    """
+    lacks_weights, lacks_tokenizer = not weight_files(source), not has_tokenizer(source)
+    notes = (
+        *(["its weights are not here: random ones, in bfloat16, are trained"] * lacks_weights),
+        *(["its tokenizer is not here: one with a token for each word is used"] * lacks_tokenizer),
+    )
+    if not notes:
+        return Openable(source, ())
+    target = cache / _name(source, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+    if not target.is_dir():
+        _make(source, target, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+    return Openable(target, notes)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer's files."""
+    return any((directory / name).is_file() for name in _TOKENIZERS)
+
+
+def _name(source: Path, seed: int, *, weights: bool, tokenizer: bool) -> str:
+    """The name of the made directory: another one for other files, wherever they lie."""
+    files = {
+        path.name: (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in source.iterdir()
+        if path.is_file()
+    }
+    files["config.json"] = (0, 0)  # by what is in it
+    made = [_MADE_AS, seed, weights, tokenizer, (source / "config.json").read_text("utf-8")]
+    place = "" if set(files) == {"config.json"} else str(source)
+    return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
+
+
+def _make(source: Path, target: Path, seed: int, *, weights: bool, tokenizer: bool) -> None:
+    """Make the directory beside where it will be, and move it there whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.name != "config.json":
+                (own / path.name).symlink_to(path.resolve())
+        if weights:
+            _write_weights(config, source, own, seed)
+        else:
+            shutil.copyfile(source / "config.json", own / "config.json")
+        if tokenizer:
+            write_tokenizer(own, vocab_size=config.get_text_config().vocab_size)
+        try:
+            own.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process made the same
+                raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
+    """Write a tokenizer of words between spaces, ``w1 w2 ...``, whose first token ends a text.
+
+    Source of the file's form: ``Tokenizer.to_str`` of tokenizers 0.23.3.
+    """
+    words = [END, *(f"w{number}" for number in range(1, min(vocab_size, _WORDS)))]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": END, "special": True, **plain}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: number for number, word in enumerate(words)},
+            "unk_token": words[-1],
+        },
+    }
+    config = {
+        "tokenizer_class": "TokenizersBackend",
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
+        (directory / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed: int) -> None:
+    """Write random weights and the config that belongs to them."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is drawn is not quantised
+    with torch.device("meta"):
+        model = cast(
+            PreTrainedModel,
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False),
+        )
+    buffers = _buffers(model)
+    parameters = dict(model.named_parameters())
+    shapes: dict[str, Tensor] = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in (parameters | buffers).items()
+    }
+    with PretrainedDirectory(directory, model, shapes) as files:
+        std = float(getattr(config.get_text_config(), "initializer_range", None) or 0.02)
+        for name, value in _values(parameters, std=std, seed=seed):
+            files.write(name, value)
+        for name, value in buffers.items():
+            files.write(name, value)
+    write_beside(
+        directory, model, architecture=type(model).__name__, dtype=torch.bfloat16, source=source
+    )
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that a model's files have, computed as its class does."""
+    saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    modules = {name.rpartition(".")[0] for name in saved}
+    for place in sorted(modules):
+        unknown = fill_buffers(model, model.get_submodule(place), device=torch.device("cpu"))
+        lacking = [name for name in unknown if f"{place}.{name}" in saved]
+        if lacking:
+            raise ModelError(
+                f"{model.config.model_type} has the buffer {place}.{lacking[0]}, for which nothing "
+                "but its own files has a value",
+                hint="name a directory that has the model's weights",
+            )
+    return {name: model.get_buffer(name) for name in sorted(saved)}
+
+
+def _values(
+    parameters: Mapping[str, nn.Parameter], *, std: float, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter with its values, as many at a time as there are cores."""
+
+    def drawn(name: str) -> tuple[str, Tensor]:
+        like = parameters[name]
+        made = nn.Parameter(torch.empty(like.shape, dtype=like.dtype), requires_grad=False)
+        fill_random(name, made, std=std, seed=seed, device=torch.device("cpu"))
+        return name, made.detach()
+
+    names, cores = iter(parameters), len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as pool:
+        while together := list(islice(names, cores)):
+            yield from pool.map(drawn, together)
