@@ -143,7 +143,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed: int) -> None:
     """Write random weights and the config that belongs to them."""
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is drawn is not quantised
+        delattr(config, "quantization_config")  # what is drawn is not quantised
     with torch.device("meta"):
         model = cast(
             PreTrainedModel,
