@@ -6,10 +6,10 @@ after the other; a tokenizer that is not there has one token for each of so many
 directory is made once and stays in the cache.
 """
 
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -52,9 +52,9 @@ class Openable(NamedTuple):
     notes: tuple[str, ...]
 
 
-def openable_directory(source: Path, cache: Path, *, seed: int) -> Openable:
-    """The model's own directory where it has all, else one below ``cache``, made where it is not
-    there yet.
+def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Openable:
+    """The model's own directory where it has all, else one below ``cache``, made in ``scratch``
+    where it is not there yet.
 
     Raises ModelError for files that are not a whole model's, and for a model whose buffers nobody
     describes.
@@ -67,8 +67,12 @@ def openable_directory(source: Path, cache: Path, *, seed: int) -> Openable:
     if not notes:
         return Openable(source, ())
     target = cache / _name(source, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
-    if not target.is_dir():
-        _make(source, target, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+    with (cache / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two trials that begin together one makes it
+        if not target.is_dir():
+            made = scratch / target.name
+            _make(source, made, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+            made.rename(target)
     return Openable(target, notes)
 
 
@@ -91,27 +95,18 @@ def _name(source: Path, seed: int, *, weights: bool, tokenizer: bool) -> str:
 
 
 def _make(source: Path, target: Path, seed: int, *, weights: bool, tokenizer: bool) -> None:
-    """Make the directory beside where it will be, and move it there whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.name != "config.json":
-                (own / path.name).symlink_to(path.resolve())
-        if weights:
-            _write_weights(config, source, own, seed)
-        else:
-            shutil.copyfile(source / "config.json", own / "config.json")
-        if tokenizer:
-            write_tokenizer(own, vocab_size=config.get_text_config().vocab_size)
-        try:
-            own.rename(target)
-        except OSError:
-            if not target.is_dir():  # else another process made the same
-                raise
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+    """Make the directory: links to what is there, and what is not."""
+    target.mkdir(parents=True)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    if weights:
+        _write_weights(config, source, target, seed)
+    else:
+        shutil.copyfile(source / "config.json", target / "config.json")
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not (target / path.name).exists():
+            (target / path.name).symlink_to(path.resolve())
+    if tokenizer:
+        write_tokenizer(target, vocab_size=config.get_text_config().vocab_size)
 
 
 def write_tokenizer(directory: Path, *, vocab_size: int) -> None:

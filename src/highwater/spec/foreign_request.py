@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command
+from highwater.spec.command_template import EXAMPLE, placeholders_of, split_command, split_words
 from highwater.spec.declared_settings import DECLARED
 from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
@@ -92,9 +92,11 @@ def _digest(content: bytes) -> str:
 
 
 def _command_of(request: Request, trainer: ForeignName) -> tuple[str, ...]:
-    """The words of the request's command; empty for a trainer that is not told one."""
+    """The words of the request's command; of a trainer whose command is made here those of its
+    program, empty for the usual one.
+    """
     if not FOREIGN[trainer].is_typed:
-        return ()
+        return () if request.command is None else split_words(request.command)
     if request.command is None:
         raise UsageError(
             f"`--trainer {trainer}` without a command", hint=f"add `--command '{EXAMPLE}'`"

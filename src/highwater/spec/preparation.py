@@ -16,7 +16,9 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
     model_directory: str
     """Absolute path of the user's directory, or the catalog's: it has ``config.json`` at least."""
     cache_directory: str
-    """Absolute path below which a directory is made that has what is missing there."""
+    """Absolute path below which a directory is kept that has what is missing there."""
+    scratch_directory: str
+    """Absolute path of a folder beside those, in which it is made; gone after the order."""
     documents_path: str
     """Absolute path of the file of documents, JSON a line."""
     kind: DocumentKind
@@ -25,6 +27,8 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
     length_tokens: int
     """Tokens of each document as the model sees it."""
     documents: int
+    end: str | None = None
+    """The text that ends a document; None: the tokenizer's own."""
     seed: int = 0
 
 

@@ -21,14 +21,13 @@ _LETTERS = ("a", "b", "c", "d")
 
 
 def exact_texts(
-    tokenizer: Any, *, length_tokens: int, count: int, seed: int, has_end: bool
+    tokenizer: Any, *, length_tokens: int, count: int, seed: int, end: str
 ) -> list[str]:
-    """``count`` different texts of exactly so many tokens; ``has_end``: with the token that a
-    trainer puts behind each.
+    """``count`` different texts of exactly so many tokens, with ``end``, which a trainer puts
+    behind each.
 
     Raises ModelError where no text of that length is found.
     """
-    end = str(tokenizer.eos_token) if has_end else ""
     words = single_words(tokenizer, seed=seed)
 
     def tokens(chosen: Sequence[str]) -> int:

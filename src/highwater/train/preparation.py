@@ -38,7 +38,10 @@ def prepare(order: PreparationOrder) -> Prepared:
     Raises HighwaterError for what cannot be prepared.
     """
     directory, notes = openable_directory(
-        Path(order.model_directory), Path(order.cache_directory), seed=order.seed
+        Path(order.model_directory),
+        Path(order.cache_directory),
+        Path(order.scratch_directory),
+        seed=order.seed,
     )
     tokenizer = AutoTokenizer.from_pretrained(
         directory, trust_remote_code=False, local_files_only=True
@@ -48,7 +51,7 @@ def prepare(order: PreparationOrder) -> Prepared:
         length_tokens=order.length_tokens,
         count=order.documents,
         seed=order.seed,
-        has_end=order.kind == "text",
+        end=(order.end or str(tokenizer.eos_token)) if order.kind == "text" else "",
     )
     lines = "".join(json.dumps({order.kind: text}) + "\n" for text in texts)
     Path(order.documents_path).write_text(lines, encoding="utf-8")
