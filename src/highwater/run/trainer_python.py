@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from highwater.run.local import clean_environment
+from highwater.run.trial_environment import clean_environment
 
 _ASK = (
     "import json, sys; from importlib.metadata import version, PackageNotFoundError as Missing\n"

@@ -29,11 +29,12 @@ from highwater.emit.trl_trial import (
 )
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.run.foreign_command import OUTPUT, ForeignCommand
-from highwater.run.local import ON_THE_CPU, clean_environment, end_reaper
 from highwater.run.private_folder import last_lines, private_folder
 from highwater.run.probe import INSTALL_HINT
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trainer_python import python_of, versions_there
+from highwater.run.trial_environment import ON_THE_CPU, clean_environment
+from highwater.run.trial_process import end_reaper
 from highwater.run.trl_log import steps_of
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import SETTINGS_BYTES, read_file
