@@ -28,19 +28,21 @@ def exact_texts(
 
     Raises ModelError where no text of that length is found.
     """
-    words = single_words(tokenizer, seed=seed)
+    words, between = single_words(tokenizer, seed=seed), " "
+    if not words:
+        words, between = list(_LETTERS), ""
 
     def tokens(chosen: Sequence[str]) -> int:
-        return len(tokenizer(text=" ".join(chosen) + end)["input_ids"])
+        return len(tokenizer(text=between.join(chosen) + end)["input_ids"])
 
     return [
-        " ".join(_exact(words, tokens, length_tokens, random.Random(f"{seed} {number}")))
+        between.join(_exact(words, tokens, length_tokens, random.Random(f"{seed} {number}")))
         for number in range(count)
     ]
 
 
 def single_words(tokenizer: Any, *, seed: int) -> list[str]:
-    """Words that are one token each, behind a space."""
+    """Words that are one token each, behind a space too; none where every letter is a token."""
     vocabulary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     random.Random(seed).shuffle(vocabulary)
     words: list[str] = []
@@ -50,7 +52,7 @@ def single_words(tokenizer: Any, *, seed: int) -> list[str]:
             words.append(word)
         if len(words) == _WORDS:
             break
-    return words or list(_LETTERS)
+    return words
 
 
 def _is_one_token(tokenizer: Any, word: str) -> bool:
