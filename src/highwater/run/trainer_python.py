@@ -39,7 +39,7 @@ def versions_there(python: Path, packages: tuple[str, ...]) -> Mapping[str, str]
     """The versions of these packages as an interpreter finds them; those it has not are left out,
     all of them where it does not answer.
     """
-    command: Sequence[str] = [str(python), "-I", "-c", _ASK, *packages]
+    command: Sequence[str] = [str(python), "-P", "-c", _ASK, *packages]
     try:
         done = subprocess.run(
             command,
