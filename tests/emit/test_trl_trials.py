@@ -9,10 +9,10 @@ from threading import Event
 from typing import Any
 
 import pytest
+from highwater.run.foreign_trial import ForeignLauncher
 
 import highwater
 from highwater.errors import HighwaterError
-from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.trl_log import logged_steps
 from highwater.spec.model import load_model
 from highwater.spec.protocols import Launch
