@@ -40,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
         "gpus": [2],
         "ring": [2],
         "memory": "40GiB",
-        "start_length": 4096,
-        "resolution": 4096,
+        "start_length": 8192,
+        "resolution": 8192,
         "max_length": 40960,
     },
     # minutes a trial: attention's share grows with the square of the length
