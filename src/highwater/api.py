@@ -38,6 +38,7 @@ from highwater.run import node_place, ray_search
 from highwater.run.diagnosis import diagnose, undiagnosed
 from highwater.run.engine_ranks import RunRanks, run_ranks_here
 from highwater.run.engine_trial import EngineLauncher
+from highwater.run.foreign_commands import check_foreign
 from highwater.run.foreign_trial import ForeignLauncher
 from highwater.run.local import LocalRunner
 from highwater.run.node_place import gathered, of_all_nodes
@@ -331,6 +332,7 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     check_request(request, machine)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
+    check_foreign([spec])
     return spec
 
 

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="the data plane needs the train extr
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from highwater.errors import ModelError
-from highwater.models.openable_directory import Openable, openable_directory, write_tokenizer
+from highwater.models.openable_directory import openable_directory, write_tokenizer
+from highwater.spec.preparation import MissingFiles, missing_files
 from highwater.train.exact_documents import exact_texts
 
 VOCABULARY = 200
@@ -46,7 +47,7 @@ def directory_of(family: str, folder: Path) -> Path:
     return folder
 
 
-def opened(source: Path, folder: Path, *, seed: int = 0) -> Openable:
+def opened(source: Path, folder: Path, *, seed: int = 0) -> Path:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     return openable_directory(source, folder, scratch, seed=seed)
@@ -57,8 +58,8 @@ def opened(source: Path, folder: Path, *, seed: int = 0) -> Openable:
 )
 def test_transformers_opens_it_whole(family: str, tmp_path: Path) -> None:
     made = opened(directory_of(family, tmp_path / family), tmp_path)
-    assert len(made.notes) == 2
-    model, info = AutoModelForCausalLM.from_pretrained(made.directory, output_loading_info=True)
+    assert missing_files(made) == MissingFiles(weights=False, tokenizer=False)
+    model, info = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
     assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16, name
@@ -70,11 +71,11 @@ def test_transformers_opens_it_whole(family: str, tmp_path: Path) -> None:
 def test_it_is_made_once_and_another_seed_is_another(tmp_path: Path) -> None:
     source = directory_of("qwen3", tmp_path / "qwen3")
     first = opened(source, tmp_path)
-    weights = first.directory / "model.safetensors"
+    weights = first / "model.safetensors"
     made_at = weights.stat().st_mtime_ns
-    assert opened(source, tmp_path).directory == first.directory
+    assert opened(source, tmp_path) == first
     assert weights.stat().st_mtime_ns == made_at
-    assert opened(source, tmp_path, seed=1).directory != first.directory
+    assert opened(source, tmp_path, seed=1) != first
     assert not list((tmp_path / "scratch").iterdir())
 
 
@@ -82,10 +83,9 @@ def test_what_is_there_is_linked(tmp_path: Path) -> None:
     source = directory_of("qwen3", tmp_path / "qwen3")
     write_tokenizer(source, vocab_size=50)
     made = opened(source, tmp_path)
-    assert [note.split(" is")[0].split(" are")[0] for note in made.notes] == ["its weights"]
-    assert len(AutoTokenizer.from_pretrained(made.directory)) == 50
-    whole = opened(made.directory, tmp_path)
-    assert whole == Openable(made.directory, ())
+    assert missing_files(source) == MissingFiles(weights=True, tokenizer=False)
+    assert len(AutoTokenizer.from_pretrained(made)) == 50
+    assert opened(made, tmp_path) == made
 
 
 @pytest.mark.parametrize("length", [2, 3, 100, 4097])

@@ -91,7 +91,7 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
 
-class Training(NamedTuple):
+class TrlTraining(NamedTuple):
     """What TRL is to train, whoever asks for it: a recommendation, or a trial."""
 
     cell: Cell
@@ -112,7 +112,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
-    training = Training(
+    training = TrlTraining(
         cell=cell,
         length_tokens=found.length_tokens,
         sharing=sharing_of(cell.layout, shape),
@@ -197,7 +197,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
     ]
 
 
-def inexpressible(training: Training) -> tuple[str, ...]:
+def inexpressible(training: TrlTraining) -> tuple[str, ...]:
     """What the settings have and TRL has no words for, or other words, in words."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
@@ -221,7 +221,7 @@ def inexpressible(training: Training) -> tuple[str, ...]:
     return (*said, *engine_alone(settings, name="TRL"))
 
 
-def trl_values(training: Training) -> dict[str, Value]:
+def trl_values(training: TrlTraining) -> dict[str, Value]:
     """TRL's settings by name: what holds memory, and nothing of what is learned."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
@@ -271,7 +271,7 @@ def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
     }
 
 
-def _batch_values(training: Training) -> dict[str, Value]:
+def _batch_values(training: TrlTraining) -> dict[str, Value]:
     """Rows of a batch, which of pairs are two sequences each, and their length."""
     settings, layout = training.cell.settings, training.cell.layout
     command = COMMANDS[settings.objective]

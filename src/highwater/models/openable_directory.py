@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,58 +30,37 @@ from highwater.models.buffers import fill_buffers
 from highwater.models.pretrained import PretrainedDirectory, write_beside
 from highwater.models.random_weights import fill_random
 from highwater.spec.codec import digest
-from highwater.spec.weight_files import weight_files
+from highwater.spec.preparation import MissingFiles, missing_files
 
 END = "</s>"
 _WORDS = 32768
 """Words of a tokenizer that is made: enough that experts get different ones, and a file of less
 than a MiB."""
-_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
-    *("tekken.json", "tiktoken.model"),
-)
-"""Files of which every tokenizer has one."""
 _MADE_AS = 1
 """Counted up where the same order makes another directory."""
 
 
-class Openable(NamedTuple):
-    """A directory to open, and what is in it that the model's own does not have."""
-
-    directory: Path
-    notes: tuple[str, ...]
-
-
-def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Openable:
+def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Path:
     """The model's own directory where it has all, else one below ``cache``, made in ``scratch``
     where it is not there yet.
 
     Raises ModelError for files that are not a whole model's, and for a model whose buffers nobody
     describes.
     """
-    lacks_weights, lacks_tokenizer = not weight_files(source), not has_tokenizer(source)
-    notes = (
-        *(["its weights are not here: random ones, in bfloat16, are trained"] * lacks_weights),
-        *(["its tokenizer is not here: one with a token for each word is used"] * lacks_tokenizer),
-    )
-    if not notes:
-        return Openable(source, ())
-    target = cache / _name(source, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+    missing = missing_files(source)
+    if not any(missing):
+        return source
+    target = cache / _name(source, seed, missing)
     with (cache / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two trials that begin together one makes it
         if not target.is_dir():
             made = scratch / target.name
-            _make(source, made, seed, weights=lacks_weights, tokenizer=lacks_tokenizer)
+            _make(source, made, seed, missing)
             made.rename(target)
-    return Openable(target, notes)
+    return target
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has a tokenizer's files."""
-    return any((directory / name).is_file() for name in _TOKENIZERS)
-
-
-def _name(source: Path, seed: int, *, weights: bool, tokenizer: bool) -> str:
+def _name(source: Path, seed: int, missing: MissingFiles) -> str:
     """The name of the made directory: another one for other files, wherever they lie."""
     files = {
         path.name: (path.stat().st_size, path.stat().st_mtime_ns)
@@ -89,23 +68,23 @@ def _name(source: Path, seed: int, *, weights: bool, tokenizer: bool) -> str:
         if path.is_file()
     }
     files["config.json"] = (0, 0)  # by what is in it
-    made = [_MADE_AS, seed, weights, tokenizer, (source / "config.json").read_text("utf-8")]
+    made = [_MADE_AS, seed, *missing, (source / "config.json").read_text("utf-8")]
     place = "" if set(files) == {"config.json"} else str(source)
     return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
 
 
-def _make(source: Path, target: Path, seed: int, *, weights: bool, tokenizer: bool) -> None:
+def _make(source: Path, target: Path, seed: int, missing: MissingFiles) -> None:
     """Make the directory: links to what is there, and what is not."""
     target.mkdir(parents=True)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    if weights:
+    if missing.weights:
         _write_weights(config, source, target, seed)
     else:
         shutil.copyfile(source / "config.json", target / "config.json")
     for path in sorted(source.iterdir()):
         if path.is_file() and not (target / path.name).exists():
             (target / path.name).symlink_to(path.resolve())
-    if tokenizer:
+    if missing.tokenizer:
         write_tokenizer(target, vocab_size=config.get_text_config().vocab_size)
 
 

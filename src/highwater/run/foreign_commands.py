@@ -5,7 +5,7 @@ to start and how its log shows the steps that are done. Everything else is the s
 (run/foreign_trial.py): environment, limits, log, peak, outcome.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from highwater.run.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
@@ -14,7 +14,14 @@ from highwater.spec.command_template import filled_command
 from highwater.spec.foreign_trainer import ForeignName, ForeignTrainer
 from highwater.spec.trial import TrialSpec
 
-__all__ = ["CHECK", "OUTPUT", "PREPARE", "ForeignCommand", "Prepare", "prepare_command"]
+__all__ = [
+    "OUTPUT",
+    "PREPARE",
+    "ForeignCommand",
+    "Prepare",
+    "check_foreign",
+    "prepare_command",
+]
 
 
 def prepare_command(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> ForeignCommand:
@@ -24,5 +31,18 @@ def prepare_command(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> F
 
 PREPARE: Mapping[ForeignName, Prepare] = {"command": prepare_command, "trl": prepare_trl}
 """How trials of each foreign trainer are prepared."""
-CHECK: Mapping[ForeignName, Check] = {"trl": check_trl}
+_CHECK: Mapping[ForeignName, Check] = {"trl": check_trl}
 """What is looked at before the first trial of a foreign trainer, where there is anything."""
+
+
+def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
+    """What a reader should know of these trials before the first one, each sentence once.
+
+    Raises HighwaterError for what their trainer cannot be told, and where it is not here.
+    """
+    said: dict[str, None] = {}
+    for spec in specs:
+        check = None if spec.foreign is None else _CHECK.get(spec.foreign.trainer)
+        if check is not None and spec.foreign is not None:
+            said |= dict.fromkeys(check(spec, spec.foreign))
+    return tuple(said)

@@ -16,7 +16,7 @@ import yaml
 from highwater.emit.accelerate import FILE
 from highwater.emit.emitted import comment
 from highwater.emit.trl import COMMANDS
-from highwater.emit.trl_trial import (
+from highwater.emit.trl_files import (
     CONFIG,
     TRIED,
     Base,
@@ -41,13 +41,19 @@ from highwater.spec.files import SETTINGS_BYTES, read_file
 from highwater.spec.foreign_request import base_config
 from highwater.spec.foreign_trainer import ForeignTrainer
 from highwater.spec.model import load_model
-from highwater.spec.preparation import ORDER_FILE, PREPARED_FILE, PreparationOrder, Prepared
+from highwater.spec.preparation import (
+    ORDER_FILE,
+    PREPARED_FILE,
+    PreparationOrder,
+    Prepared,
+    missing_files,
+)
 from highwater.spec.rope import yarn
 from highwater.spec.trial import TrialSpec
 
 PROGRAM = "trl"
 _DOCUMENTS = "documents.jsonl"
-_PREPARATION = "highwater.train.preparation"
+_PREPARATION = "highwater.train.trainer_inputs"
 _FLASH = "flash-attn"
 _OFFLINE = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
@@ -62,7 +68,8 @@ def prepare_trl(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> Forei
     prepared = _prepared(_order(spec, base, folder), folder)
     launched = _launched(spec, Path(prepared.model_directory), folder, words[0])
     files = trial_files(launched, base)
-    _write(files, (*prepared.notes, *files.notes), folder)
+    said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
+    _write(files, said, folder)
     step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
     return ForeignCommand(
         words=(*words, COMMANDS[spec.settings.objective].name, "--config", str(folder / CONFIG)),
@@ -82,7 +89,7 @@ def check_trl(spec: TrialSpec, foreign: ForeignTrainer) -> tuple[str, ...]:
     nowhere = Path("there")
     files = trial_files(_launched(spec, nowhere, nowhere, program), base)
     batch = batch_of(spec, base.config)
-    said = list(files.notes)
+    said = [*missing_files(Path(spec.model_directory)).notes, *files.notes]
     said += [f"attention is {files.config.get('attn_implementation', 'what TRL takes by itself')}"]
     if batch.micro_batches != spec.micro_batches:
         said.append(f"a step has {batch.micro_batches} micro-batches: whole groups of completions")

@@ -2,12 +2,46 @@
 JSON says it: a model's directory that it can open, and documents of exactly a length.
 """
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from highwater.spec.codec import Record
+from highwater.spec.weight_files import weight_files
 
 ORDER_FILE, PREPARED_FILE = "order.json", "prepared.json"
 DocumentKind = Literal["text", "prompt"]
+
+
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    *("tekken.json", "tiktoken.model"),
+)
+"""Files of which every tokenizer has one."""
+
+
+class MissingFiles(NamedTuple):
+    """What a model's directory does not have of what another trainer opens."""
+
+    weights: bool
+    tokenizer: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is taken instead, for readers."""
+        said = {
+            "its weights are not here: random ones, in bfloat16, are trained": self.weights,
+            "its tokenizer is not here: one with a token for each word is used": self.tokenizer,
+        }
+        return tuple(note for note, is_missing in said.items() if is_missing)
+
+
+def missing_files(directory: Path) -> MissingFiles:
+    """What is missing in a model's directory.
+
+    Raises ModelError for weights that are not a whole model's.
+    """
+    has_tokenizer = any((directory / name).is_file() for name in _TOKENIZERS)
+    return MissingFiles(weights=not weight_files(directory), tokenizer=not has_tokenizer)
 
 
 class PreparationOrder(Record, frozen=True, kw_only=True):
@@ -44,6 +78,4 @@ class Prepared(Record, frozen=True, kw_only=True):
 
     model_directory: str = ""
     """The directory to train from: the order's, or one in the cache."""
-    notes: tuple[str, ...] = ()
-    """What is not the user's own in it, for readers."""
     refused: Refused | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from highwater.emit.trl_trial import (
+from highwater.emit.trl_files import (
     Base,
     Launched,
     TrialFiles,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from highwater.emit.accelerate import launched_values, sharing_of
 from highwater.emit.emitted import nested
-from highwater.emit.trl import GENERATIONS, Training, refuse_untrainable, trl_values
+from highwater.emit.trl import GENERATIONS, TrlTraining, refuse_untrainable, trl_values
 from highwater.errors import UsageError
 from highwater.spec.allocator_variables import ALLOCATOR_VARIABLES
 from highwater.spec.model import ModelShape
@@ -120,7 +120,7 @@ class TrialFiles(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Batch(NamedTuple):
+class TrialBatch(NamedTuple):
     """Sequences of a trial."""
 
     micro_batches: int
@@ -183,14 +183,14 @@ def refuse_base(base: Mapping[str, Any], *, source: str) -> None:
             raise UsageError(f"{source} has {name}, which a trial cannot take over", hint=hint)
 
 
-def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> Batch:
+def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
     """The sequences of a trial; GRPO trains on whole groups of completions."""
     rows, layout = spec.settings.sequences_per_micro_batch, spec.layout
     micro_batches = spec.micro_batches
     if spec.settings.objective == "grpo":
         together = rows * layout.gpus
         micro_batches = math.lcm(_generations(base), together) // together
-    return Batch(micro_batches=micro_batches, rows=rows, groups=layout.data_parallel_degree)
+    return TrialBatch(micro_batches=micro_batches, rows=rows, groups=layout.data_parallel_degree)
 
 
 def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
@@ -272,7 +272,7 @@ def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
     cell = Cell(settings=spec.settings, layout=spec.layout)
     sharing = sharing_of(spec.layout, launched.model)
     values: dict[str, Any] = trl_values(
-        Training(
+        TrlTraining(
             cell=cell,
             length_tokens=spec.length_tokens,
             sharing=sharing,

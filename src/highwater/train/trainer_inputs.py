@@ -1,5 +1,5 @@
 """The process that prepares what another trainer is given: ``python -m
-highwater.train.preparation FOLDER``, where the order lies and the answer is left.
+highwater.train.trainer_inputs FOLDER``, where the order lies and the answer is left.
 """
 
 import json
@@ -37,7 +37,7 @@ def prepare(order: PreparationOrder) -> Prepared:
 
     Raises HighwaterError for what cannot be prepared.
     """
-    directory, notes = openable_directory(
+    directory = openable_directory(
         Path(order.model_directory),
         Path(order.cache_directory),
         Path(order.scratch_directory),
@@ -55,7 +55,7 @@ def prepare(order: PreparationOrder) -> Prepared:
     )
     lines = "".join(json.dumps({order.kind: text}) + "\n" for text in texts)
     Path(order.documents_path).write_text(lines, encoding="utf-8")
-    return Prepared(model_directory=str(directory), notes=notes)
+    return Prepared(model_directory=str(directory))
 
 
 if __name__ == "__main__":
