@@ -111,11 +111,11 @@ def test_want_of_memory_is_told_from_every_other_end(model: Path) -> None:
 
 
 def test_find_finds_the_capacity_of_trl(model: Path) -> None:
-    asked = settings(memory=NARROW, start_length=2048, resolution=2048, max_length=10240)
+    asked = settings(memory=NARROW, start_length=2048, resolution=4096, max_length=10240)
     study = highwater.find(str(model), steps=2, study="trl.jsonl", **asked)
     (answer,) = study.answers
     assert answer.capacity_tokens, answer.reason
-    assert answer.does_not_fit_tokens == answer.capacity_tokens + 2048
+    assert answer.does_not_fit_tokens == answer.capacity_tokens + 4096
     assert answer.trials <= 4
     ended = {trial.spec.length_tokens: trial.result.outcome for trial in study.trials}
     assert ended[answer.capacity_tokens] is Outcome.FIT

@@ -237,6 +237,8 @@ def test_steps_on_other_lengths_do_not_count() -> None:
     assert steps_of(logged(("6.2", "511")), step_tokens=512) == 0
     assert steps_of(logged(("6.2", "1.31e+05")), step_tokens=131072) == 0
     assert steps_of(logged(("6.2", "512"), ("6.1", "1023")), step_tokens=512) == 1
+    assert steps_of(logged(("6.2", "1024")), step_tokens=512) == 0
+    assert steps_of(logged(("6.2", "1024")), step_tokens=512, shared_by=2) == 1
 
 
 def test_a_step_without_a_finite_loss_does_not_count() -> None:

@@ -16,14 +16,16 @@ _ROUNDED = 0.5 * 10 ** (1 - _DIGITS)
 """The largest share by which rounding to so many digits changes a number."""
 
 
-def steps_of(text: str, *, step_tokens: int) -> int:
+def steps_of(text: str, *, step_tokens: int, shared_by: int = 1) -> int:
     """Steps that TRL logged in order, each with a finite loss and with as many tokens as it should
-    have seen by then: ``step_tokens`` in every step.
+    have seen by then: ``step_tokens`` in every step, or as many times that as GPUs share a sequence
+    and count it each.
     """
     done = 0
     for step in logged_steps(text):
-        tokens = _number(step.get("num_tokens"))
-        if not math.isfinite(_number(step["loss"])) or not _is(tokens, (done + 1) * step_tokens):
+        tokens, expected = _number(step.get("num_tokens")), (done + 1) * step_tokens
+        is_exact = _is(tokens, expected) or _is(tokens, shared_by * expected)
+        if not math.isfinite(_number(step["loss"])) or not is_exact:
             break
         done += 1
     return done

@@ -74,7 +74,7 @@ def prepare_trl(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> Forei
     return ForeignCommand(
         words=(*words, COMMANDS[spec.settings.objective].name, "--config", str(folder / CONFIG)),
         environment={**_OFFLINE, "HF_DATASETS_CACHE": str(folder / "datasets")},
-        steps_done=partial(steps_of, step_tokens=step_tokens),
+        steps_done=partial(steps_of, step_tokens=step_tokens, shared_by=spec.layout.context_degree),
     )
 
 
