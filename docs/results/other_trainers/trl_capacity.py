@@ -167,7 +167,7 @@ def recorder(path: Path, row: dict[str, Any]) -> Callable[[SearchEvent], None]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """Peak and time of a trial: TRL's own of its steps, the engine's of ours."""
+    """Peak and time of a trial: TRL's mean step, our engine's last."""
     used = [rank.memory.device_used_bytes for rank in result.ranks]
     known = [each for each in used if each is not None]
     found: dict[str, Any] = {
@@ -177,8 +177,10 @@ def measured(result: Any) -> dict[str, Any]:
     log = None if result.log_path is None else Path(result.log_path)
     if result.step_time_s is None and log is not None and log.is_file():
         text = log.read_text(encoding="utf-8", errors="replace")
-        found["steps"] = [dict(step) for step in logged_steps(text)]
-        found["train_runtime_s"] = runtime_s(text)
+        found["steps"] = steps = [dict(step) for step in logged_steps(text)]
+        total_s = runtime_s(text)
+        # TRL says the time of all steps, the first of which warms up
+        found["step_s"] = None if total_s is None or not steps else total_s / len(steps)
     return found
 
 
@@ -191,7 +193,7 @@ def runtime_s(text: str) -> float | None:
 def table(rows: list[dict[str, Any]]) -> str:
     """What was found, in Markdown."""
     lines = [
-        "| case | trainer | capacity | does not fit | trials | device used, GiB | steps, s |",
+        "| case | trainer | capacity | does not fit | trials | device used, GiB | a step, s |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -199,7 +201,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells += [
             row.get("error") or row.get("capacity_tokens"),
             *(row.get(name) for name in ("does_not_fit_tokens", "trials", "device_used_gib")),
-            row.get("train_runtime_s") or row.get("step_s"),
+            None if row.get("step_s") is None else round(row["step_s"], 2),
         ]
         lines.append("| " + " | ".join("" if c is None else str(c) for c in cells) + " |")
     return "\n".join(lines)
