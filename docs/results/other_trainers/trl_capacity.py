@@ -13,6 +13,7 @@ The model's weights are random: a catalog shape has none. They are prepared befo
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,7 @@ SLOW = ("one-gpu-100", "whole-gpu")
 def main() -> None:
     """Search every case that was named, TRL first, and print what was found."""
     words = arguments()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched: the model is made here
     words.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for case in words.case:
