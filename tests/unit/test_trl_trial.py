@@ -1,11 +1,13 @@
 """Before a trial of TRL: the user's configuration as it is read, and the Python of TRL."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.run.trainer_python import python_of, versions_there
 from highwater.run.trl_trial import base_of, check_trl, model_cache
 from highwater.spec.foreign_request import config_digest
@@ -22,6 +24,19 @@ def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:
         command=command,
         base_config_path=None if path is None else str(path),
         base_config_digest=None if path is None else config_digest(path),
+    )
+
+
+def trial(name: str, **settings: Any) -> TrialSpec:
+    model = load_model(name)
+    return TrialSpec(
+        model_name=model.name,
+        model_directory=model.directory,
+        config_digest=model.config_digest,
+        device="cuda",
+        layout=Layout(),
+        settings=Settings(loss="chunked", **settings),
+        length_tokens=4096,
     )
 
 
@@ -83,21 +98,28 @@ def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path: Path
     program = tmp_path / "trl"
     program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)
-    model = load_model("Qwen3-4B")
-    spec = TrialSpec(
-        model_name=model.name,
-        model_directory=model.directory,
-        config_digest=model.config_digest,
-        device="cuda",
-        layout=Layout(),
-        settings=Settings(loss="chunked", objective="grpo"),
-        length_tokens=4096,
-    )
+    spec = trial("Qwen3-0.6B", objective="grpo")
     said = "\n".join(check_trl(spec, trainer(None, str(program))))
     for each in ("weights", "tokenizer", "sdpa", "8 micro-batches", "generated one by one"):
         assert each in said
     with pytest.raises(HighwaterError, match="not found"):
         check_trl(spec, trainer(None, str(tmp_path / "nowhere")))
+
+
+def test_a_disk_without_room_for_random_weights_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "trl"
+    program.write_text(f"#!{sys.executable}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = json.loads(Path(load_model("Qwen3-4B").directory, "config.json").read_text())
+    huge = tmp_path / "huge"
+    huge.mkdir()
+    (huge / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**7}))
+    spec = trial(str(huge))
+    with pytest.raises(MachineError, match="has no weights here"):
+        check_trl(spec, trainer(None, str(program)))
 
 
 def test_prepared_models_are_in_the_users_cache() -> None:

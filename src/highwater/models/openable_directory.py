@@ -29,15 +29,12 @@ from highwater.errors import ModelError
 from highwater.models.buffers import fill_buffers
 from highwater.models.pretrained import PretrainedDirectory, write_beside
 from highwater.models.random_weights import fill_random
-from highwater.spec.codec import digest
-from highwater.spec.preparation import MissingFiles, missing_files
+from highwater.spec.preparation import MissingFiles, missing_files, prepared_name
 
 END = "</s>"
 _WORDS = 32768
 """Words of a tokenizer that is made: enough that experts get different ones, and a file of less
 than a MiB."""
-_MADE_AS = 1
-"""Counted up where the same order makes another directory."""
 
 
 def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Path:
@@ -50,7 +47,7 @@ def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -
     missing = missing_files(source)
     if not any(missing):
         return source
-    target = cache / _name(source, seed, missing)
+    target = cache / prepared_name(source, seed, missing)
     with (cache / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two trials that begin together one makes it
         if not target.is_dir():
@@ -58,19 +55,6 @@ def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -
             _make(source, made, seed, missing)
             made.rename(target)
     return target
-
-
-def _name(source: Path, seed: int, missing: MissingFiles) -> str:
-    """The name of the made directory: another one for other files, wherever they lie."""
-    files = {
-        path.name: (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in source.iterdir()
-        if path.is_file()
-    }
-    files["config.json"] = (0, 0)  # by what is in it
-    made = [_MADE_AS, seed, *missing, (source / "config.json").read_text("utf-8")]
-    place = "" if set(files) == {"config.json"} else str(source)
-    return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
 
 
 def _make(source: Path, target: Path, seed: int, missing: MissingFiles) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from highwater.spec.foreign_trainer import ForeignTrainer
+from highwater.spec.protocols import OnPhase
 from highwater.spec.trial import TrialSpec
 
 OUTPUT = "output"
@@ -24,9 +26,10 @@ class ForeignCommand:
     the question's pattern, or by the usual signs of progress."""
 
 
-Prepare = Callable[[TrialSpec, ForeignTrainer, Path], ForeignCommand]
+Prepare = Callable[[TrialSpec, ForeignTrainer, Path, Event, OnPhase], ForeignCommand]
 """Makes the command of a trial. The folder is there, empty but for ``output``, the trial's alone,
-and gone after it. Raises HighwaterError for what the trainer cannot be told."""
+and gone after it. The event and the listener are the launch's. Raises HighwaterError for what the
+trainer cannot be told, and TrialEndedError where the trial is ended meanwhile."""
 
 Check = Callable[[TrialSpec, ForeignTrainer], tuple[str, ...]]
 """Says before anything starts what a reader should know of such trials. Raises HighwaterError for

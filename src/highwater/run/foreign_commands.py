@@ -7,11 +7,13 @@ to start and how its log shows the steps that are done. Everything else is the s
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import Event
 
 from highwater.run.foreign_command import OUTPUT, Check, ForeignCommand, Prepare
 from highwater.run.trl_trial import check_trl, prepare_trl
 from highwater.spec.command_template import filled_command
 from highwater.spec.foreign_trainer import ForeignName, ForeignTrainer
+from highwater.spec.protocols import OnPhase
 from highwater.spec.trial import TrialSpec
 
 __all__ = [
@@ -24,7 +26,13 @@ __all__ = [
 ]
 
 
-def prepare_command(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> ForeignCommand:
+def prepare_command(
+    spec: TrialSpec,
+    foreign: ForeignTrainer,
+    folder: Path,
+    ended: Event,  # noqa: ARG001 - nothing takes time
+    on_phase: OnPhase,  # noqa: ARG001
+) -> ForeignCommand:
     """The user's own command with the trial's values in it."""
     return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
 

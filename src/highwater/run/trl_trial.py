@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import msgspec
@@ -34,7 +35,7 @@ from highwater.run.probe import INSTALL_HINT
 from highwater.run.reaper import module, under_reaper
 from highwater.run.trainer_python import python_of, versions_there
 from highwater.run.trial_environment import ON_THE_CPU, clean_environment
-from highwater.run.trial_process import end_reaper
+from highwater.run.trial_process import exit_code_of
 from highwater.run.trl_log import steps_of
 from highwater.spec.codec import from_json, to_json
 from highwater.spec.files import SETTINGS_BYTES, read_file
@@ -47,25 +48,33 @@ from highwater.spec.preparation import (
     PreparationOrder,
     Prepared,
     missing_files,
+    prepared_name,
 )
+from highwater.spec.protocols import OnPhase
 from highwater.spec.rope import yarn
 from highwater.spec.trial import TrialSpec
+from highwater.units import format_bytes
 
 PROGRAM = "trl"
 _DOCUMENTS = "documents.jsonl"
 _PREPARATION = "highwater.train.trainer_inputs"
 _FLASH = "flash-attn"
+_PREPARE_S = 3600.0
+"""Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
+_BF16_BYTES = 2
 _OFFLINE = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
-def prepare_trl(spec: TrialSpec, foreign: ForeignTrainer, folder: Path) -> ForeignCommand:
+def prepare_trl(
+    spec: TrialSpec, foreign: ForeignTrainer, folder: Path, ended: Event, on_phase: OnPhase
+) -> ForeignCommand:
     """The command of a trial of TRL, whose files are written into the folder.
 
     Raises HighwaterError for what TRL cannot be told, and where nothing can be prepared.
     """
     check_trl(spec, foreign)
     base, words = base_of(foreign), foreign.command or (PROGRAM,)
-    prepared = _prepared(_order(spec, base, folder), folder)
+    prepared = _prepared(_order(spec, base, folder), folder, ended, on_phase)
     launched = _launched(spec, Path(prepared.model_directory), folder, words[0])
     files = trial_files(launched, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
@@ -86,6 +95,7 @@ def check_trl(spec: TrialSpec, foreign: ForeignTrainer) -> tuple[str, ...]:
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = base_of(foreign), (foreign.command or (PROGRAM,))[0]
     _refuse_no_program(program)
+    _refuse_full_disk(spec)
     nowhere = Path("there")
     files = trial_files(_launched(spec, nowhere, nowhere, program), base)
     batch = batch_of(spec, base.config)
@@ -171,6 +181,23 @@ def _refuse_no_program(program: str) -> None:
         )
 
 
+def _refuse_full_disk(spec: TrialSpec) -> None:
+    """Raise MachineError where random weights would have to be written and there is no room."""
+    source, cache = Path(spec.model_directory), model_cache(os.environ)
+    missing = missing_files(source)
+    if not missing.weights or (cache / prepared_name(source, spec.seed, missing)).is_dir():
+        return
+    needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
+    place = next(each for each in (cache, *cache.parents) if each.is_dir())
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes:
+        raise MachineError(
+            f"{spec.model_name} has no weights here: random ones take "
+            f"{format_bytes(needed_bytes)}, and {cache} has {format_bytes(free_bytes)} free",
+            hint="name a folder with room: `export XDG_CACHE_HOME=/path`",
+        )
+
+
 def _versions(program: str) -> Mapping[str, str]:
     """Versions of the packages that decide what is emitted, in the Python that starts TRL."""
     python = python_of(program)
@@ -192,7 +219,7 @@ def _order(spec: TrialSpec, base: Base, folder: Path) -> PreparationOrder:
     )
 
 
-def _prepared(order: PreparationOrder, folder: Path) -> Prepared:
+def _prepared(order: PreparationOrder, folder: Path, ended: Event, on_phase: OnPhase) -> Prepared:
     """What was prepared, by a process of the data plane.
 
     Raises what it refused, and MachineError where it failed.
@@ -203,7 +230,7 @@ def _prepared(order: PreparationOrder, folder: Path) -> Prepared:
         with private_folder(cache, kind="model-") as scratch:
             order = msgspec.structs.replace(order, scratch_directory=str(scratch))
             (folder / ORDER_FILE).write_text(to_json(order), encoding="utf-8")
-            _run(folder, scratch)
+            _run(folder, scratch, ended, on_phase)
     except OSError as error:
         raise MachineError(
             f"the model to train from could not be prepared: {error}",
@@ -215,7 +242,7 @@ def _prepared(order: PreparationOrder, folder: Path) -> Prepared:
     return prepared
 
 
-def _run(folder: Path, scratch: Path) -> None:
+def _run(folder: Path, scratch: Path, ended: Event, on_phase: OnPhase) -> None:
     """Run the preparation to its end; nothing of it runs any more when this returns or raises."""
     log = folder / "preparation.log"
     with log.open("wb") as talk:
@@ -227,10 +254,9 @@ def _run(folder: Path, scratch: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            status = process.wait()
-        finally:
-            end_reaper(process)
+        status = exit_code_of(
+            process, timeout_s=_PREPARE_S, ended=ended, tell=lambda: on_phase("preparing")
+        )
     if status != 0:
         raise MachineError(
             f"what TRL trains on could not be prepared: {last_lines(log)}", hint=INSTALL_HINT

@@ -5,18 +5,18 @@ JSON says it: a model's directory that it can open, and documents of exactly a l
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from highwater.spec.codec import Record
+from highwater.spec.codec import Record, digest
 from highwater.spec.weight_files import weight_files
 
 ORDER_FILE, PREPARED_FILE = "order.json", "prepared.json"
 DocumentKind = Literal["text", "prompt"]
-
-
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
     *("tekken.json", "tiktoken.model"),
 )
 """Files of which every tokenizer has one."""
+_MADE_AS = 1
+"""Counted up where the same order makes another directory."""
 
 
 class MissingFiles(NamedTuple):
@@ -42,6 +42,19 @@ def missing_files(directory: Path) -> MissingFiles:
     """
     has_tokenizer = any((directory / name).is_file() for name in _TOKENIZERS)
     return MissingFiles(weights=not weight_files(directory), tokenizer=not has_tokenizer)
+
+
+def prepared_name(source: Path, seed: int, missing: MissingFiles) -> str:
+    """The name of the made directory: another one for other files, wherever they lie."""
+    files = {
+        path.name: (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in source.iterdir()
+        if path.is_file()
+    }
+    files["config.json"] = (0, 0)  # by what is in it
+    made = [_MADE_AS, seed, *missing, (source / "config.json").read_text("utf-8")]
+    place = "" if set(files) == {"config.json"} else str(source)
+    return f"{source.name[:60]}-{digest([made, sorted(files.items()), place])[:16]}"
 
 
 class PreparationOrder(Record, frozen=True, kw_only=True):
