@@ -302,7 +302,10 @@ def prepare(request: Request) -> Plan:
         question.device,
         gpus=max(cell.layout.machine_gpus for cell in question.cells),
     )
-    return msgspec.structs.replace(planned, notes=(*of_machine, *planned.notes, *unforeseen))
+    shortest = question.grid.start_tokens
+    seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
+    notes = (*of_machine, *planned.notes, *unforeseen, *seen)
+    return msgspec.structs.replace(planned, notes=notes)
 
 
 def _planned(request: Request, machine: Machine) -> Plan:
